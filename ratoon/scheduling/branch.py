@@ -119,6 +119,7 @@ class Branch(TokenSequence):
         "seed",
         "status",
         "stop_token_ids",
+        "turn",
     )
 
     def __init__(self, request: Request, choice: int, token_ids: list[int], extra_keys: ExtraKeys) -> None:
@@ -136,6 +137,7 @@ class Branch(TokenSequence):
         self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
         self.num_rows = 1  # in the runner; a search needs one per beam
         self.rest = (0, 0)  # how many tokens it had when it last rested, and for how many steps
+        self.turn = 0  # its owner's round (turns.py) in which it last ran
         # Copied from the request, because they are read for every branch in every step.
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens

@@ -57,6 +57,12 @@ class ExtractionTask(Task):
         return self.num_captured == len(self.extraction.positions)
 
     @property
+    def num_rows_left(self) -> int:
+        """Rows that are still to be run: those to be computed, or those to be read again."""
+        num_positions = len(self.extraction.positions) - self.num_captured
+        return max(num_positions, self.branch.num_tokens - self.branch.num_computed_tokens)
+
+    @property
     def next_position(self) -> int:
         return self.extraction.positions[self.num_captured]
 

@@ -14,9 +14,10 @@ from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.preemption import Preemption
-from ratoon.scheduling.shares import Owner, fair_split
+from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
+from ratoon.scheduling.turns import StepShares, Turns
 
 
 class StepPlanner:
@@ -28,6 +29,7 @@ class StepPlanner:
         self._kinds = kinds
         self._beginnings = beginnings
         self._preemption = preemption
+        self._turns = Turns(state.pace, state.config.token_budget)
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
@@ -39,16 +41,91 @@ class StepPlanner:
         if self._state.quarantined:
             self._schedule_alone(step, next(iter(self._state.quarantined.values())))
             return self._build_plan(step)
+        self._share_out(step)
+        self._fill(step)
+        if step.shares is not None:
+            self._close_shares(step, step.shares)
+        if self._state.resting and step.is_empty and not self._state.in_flight:  # the others have given way to these
+            self._state.end_rests(early=True)
+            self._schedule_running(step)
+        for kind in self._kinds.with_rows:
+            kind.close(step)
+        return self._build_plan(step)
+
+    def _fill(self, step: StepDraft) -> None:
         self._schedule_running(step)
         if self._state.shares.contended:
             self._charge(step)
         self._schedule_waiting_and_kinds(step)
         if step.preempted_for_share and step.is_empty:  # for a branch that did not fit after all
             self._schedule_running(step)
-        if self._state.resting and step.is_empty and not self._state.in_flight:  # the others have given way to these
-            self._state.end_rests(early=True)
-            self._schedule_running(step)
-        return self._build_plan(step)
+
+    # ---- steps that owners share ----
+
+    def _share_out(self, step: StepDraft) -> None:
+        """Give each owner its part of the step, if several have requests or had some recently."""
+        state = self._state
+        others_return = state.shares.others_return(state.now)
+        if not (state.shares.contended or others_return) or not state.config.enable_chunked_prefill:
+            self._turns.end()
+            return
+        wants = self._wanted_tokens()
+        if wants:
+            others_return = others_return or len(wants) < state.shares.num_owners
+            step.shares = self._turns.share_out(wants, state.shares.served, others_return)
+
+    def _wanted_tokens(self) -> Counter[Owner]:
+        """The tokens that each owner could run in this step, up to the whole budget."""
+        state, most = self._state, self._state.config.token_budget
+        wants: Counter[Owner] = Counter()
+        for branch in state.running:
+            wants[branch.request.owner] += branch.num_tokens + branch.num_pending - branch.num_computed_tokens
+        for trunk in state.all_or_none.values():
+            if trunk.status == BranchStatus.RUNNING and trunk.num_computed_tokens == trunk.num_tokens:
+                wants[trunk.request.owner] += trunk.num_rows
+        for kind in self._kinds.with_rows:
+            for owner, num_tokens in kind.wanted_tokens():
+                wants[owner] += num_tokens
+        for owner in state.waiting.owners():
+            for branch in state.waiting.of_owner(owner):
+                if wants[owner] >= most:
+                    break
+                wants[owner] += branch.num_tokens
+        return Counter({owner: min(count, most) for owner, count in wants.items() if count > 0})
+
+    def _close_shares(self, step: StepDraft, shares: StepShares) -> None:
+        """Owners whose branches all had their turns, and that have tokens left, begin the next round in this step."""
+        state = self._state
+        if self._turns.begin_anew(shares):
+            for branch in state.running:
+                runs = _gap_of(branch) == 1 and step.may_run(branch) and self._decode_if_fits(step, branch)
+                if runs and state.shares.contended:
+                    state.shares.charge(branch.request.owner, 1)
+        self._turns.close(shares)
+        if step.is_empty:  # those that may run can't
+            step.shares = None
+            self._fill(step)
+
+    def _decode_if_fits(self, step: StepDraft, branch: Branch) -> bool:
+        """One token of a branch, without preemption: what would be preempted may be in the step already."""
+        if branch.num_tokens + branch.num_pending <= branch.write_limit:
+            step.add_in_place(branch)
+            return True
+        appended = self._state.kv_cache.allocate_slots(branch, 1)
+        if appended is not None:
+            step.add(branch, 1, appended)
+        return appended is not None
+
+    def _decode(self, step: StepDraft, branch: Branch) -> None:
+        """One token of a running branch, if it is its turn."""
+        if not step.may_run(branch):
+            return
+        if branch.num_tokens + branch.num_pending <= branch.write_limit:
+            step.add_in_place(branch)
+        else:
+            self._schedule_with_memory(step, branch, 1)
+
+    # ---- what runs ----
 
     def _all_rest(self) -> bool:
         """Whether there is nothing to do for running branches but for those that rest."""
@@ -66,10 +143,27 @@ class StepPlanner:
             self._schedule_waiting(step)
             for kind in kinds:
                 kind.plan_late(step)
-        for kind in kinds:
-            kind.close(step)
 
     def _schedule_running(self, step: StepDraft) -> None:
+        long_gaps = self._decode_all(step) if step.shares is None else self._decode_in_turns(step)
+        for kind in self._kinds.with_rows:
+            kind.plan_running(step)
+        if long_gaps:
+            self._schedule_prompts(step, long_gaps)
+
+    def _decode_in_turns(self, step: StepDraft) -> list[Branch]:
+        """As `_decode_all`, for owners that share the step."""
+        long_gaps: list[Branch] = []
+        for branch in self._state.running.copy():
+            gap = _gap_of(branch)
+            if gap == 1:
+                self._decode(step, branch)
+            elif gap > 1:
+                long_gaps.append(branch)
+        return long_gaps
+
+    def _decode_all(self, step: StepDraft) -> list[Branch]:
+        """One token of each decoding branch. Returns those with more to compute."""
         # This loop runs for every branch in every step. A decoding branch with room in its last block costs a few
         # attribute reads here; everything else is in _schedule_with_memory.
         take_in_place = step.in_place.append
@@ -90,45 +184,19 @@ class StepPlanner:
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
-        for kind in self._kinds.with_rows:
-            kind.plan_running(step)
-        if long_gaps:
-            self._schedule_prompts(step, long_gaps)
+        return long_gaps
 
     def _schedule_prompts(self, step: StepDraft, long_gaps: list[Branch]) -> None:
         """Prompts take what decoding leaves, so that a long one does not stall later branches, and leave a share to a
         kind that waited too long."""
-        held_back = sum(kind.held_back(step) for kind in self._kinds.with_rows)
-        step.budget -= held_back
-        if self._state.shares.contended and self._state.config.enable_chunked_prefill:
-            self._share_out(step, long_gaps)
-        else:
-            for branch in long_gaps:
-                if step.budget > 0:
-                    self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
-        step.budget += held_back
-
-    def _share_out(self, step: StepDraft, long_gaps: list[Branch]) -> None:
-        """Several owners compete for the tokens of this step: long prompts of one leave waiting owners their shares."""
-        state = self._state
-        wants: Counter[Owner] = Counter()
+        held_back = [held for kind in self._kinds.with_rows if (held := kind.held_back(step)) is not None]
+        for owner, num_tokens in held_back:
+            step.hold(owner, num_tokens)
         for branch in long_gaps:
-            wants[branch.request.owner] += branch.num_tokens - branch.num_computed_tokens
-        if state.waiting and state.has_rows_for(state.waiting.peek()):
-            for owner in state.waiting.owners():
-                for branch in state.waiting.of_owner(owner):
-                    if wants[owner] >= step.budget:
-                        break
-                    wants[owner] += branch.num_tokens
-        given = fair_split(step.budget, wants)
-        for branch in long_gaps:
-            owner, before = branch.request.owner, step.budget
-            most = min(branch.num_tokens - branch.num_computed_tokens, given[owner])
-            if branch is long_gaps[0]:
-                most = max(most, 1)  # waiting branches may not fit
-            if step.budget > 0 and most > 0:
-                self._schedule_with_memory(step, branch, most)
-                given[owner] -= max(0, before - step.budget)  # more may be left, if others were preempted
+            if step.room(branch.request.owner) > 0:
+                self._schedule_with_memory(step, branch, branch.num_tokens - branch.num_computed_tokens)
+        for owner, num_tokens in held_back:
+            step.hold(owner, -num_tokens)
 
     def _schedule_with_memory(self, step: StepDraft, branch: Branch, gap: int) -> None:
         """Give a running branch tokens and memory. If memory is short, the last in the order is preempted.
@@ -137,7 +205,7 @@ class StepPlanner:
         """
         if branch.status != BranchStatus.RUNNING:
             return  # it was just preempted
-        num_new_tokens = gap if gap == 1 else min(gap, step.budget, self._state.max_step_tokens)
+        num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
             if appended is not None:
@@ -150,8 +218,8 @@ class StepPlanner:
         state = self._state
         num_running = len(state.running)  # branches admitted now come after them, and are not preempted
         while state.waiting and step.budget > 0:
-            branch = state.waiting.peek()
-            if branch in step.preempted_for_share:
+            branch = state.waiting.peek() if step.shares is None else state.waiting.peek_among(step.has_room)
+            if branch is None or branch in step.preempted_for_share:
                 break
             has_rows = state.has_rows_for(branch)
             budget = step.budget
@@ -235,7 +303,7 @@ class StepPlanner:
             admission = self._kinds.of(branch.request).resume(step, branch)
             if admission is not None:
                 return admission
-            if not kv_cache.swap_in(branch, min(step.budget, self._state.max_step_tokens)):
+            if not kv_cache.swap_in(branch, self._part_of(step.budget, step, branch)):
                 return Admission.NO_MEMORY
             num_inherited = num_hit_tokens = branch.num_computed_tokens
         else:
@@ -245,7 +313,7 @@ class StepPlanner:
         if attached == Admission.ADMITTED and not num_hit_tokens:
             hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
-        num_new_tokens = min(gap, step.budget, self._state.max_step_tokens)
+        num_new_tokens = self._part_of(gap, step, branch)
         fits_step = num_new_tokens == gap or self._may_split(gap)
         appended = None
         if attached == Admission.ADMITTED:
@@ -280,6 +348,10 @@ class StepPlanner:
             return True
         missing = kv_cache.missing_blocks(branch.num_tokens, num_hit_tokens, hit_blocks, self._state.max_step_tokens)
         return missing + num_to_come <= kv_cache.num_free_blocks
+
+    def _part_of(self, gap: int, step: StepDraft, branch: Branch) -> int:
+        """The tokens of a gap that a step has room for."""
+        return min(gap, step.room(branch.request.owner), self._state.max_step_tokens)
 
     def _may_split(self, gap: int) -> bool:
         """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted can
@@ -325,6 +397,7 @@ class StepPlanner:
             self.num_steps += 1
             self._state.next_step += 1
             self._state.in_flight.append(plan)
+            self._state.pace.planned(plan.step, self._state.now)
         return plan
 
     def _write_encoder_steps(self, plan: SchedulerOutput) -> None:
@@ -358,3 +431,7 @@ class StepPlanner:
         last."""
         if branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
             branch.num_pending += 1
+
+
+def _gap_of(branch: Branch) -> int:
+    return branch.num_tokens + branch.num_pending - branch.num_computed_tokens

@@ -118,6 +118,11 @@ class FairQueue:
         heads = [queue.peek() for queue in self._queues.values()]
         return heads[0] if len(heads) == 1 else min(heads, key=self._turn)
 
+    def peek_among(self, may_start: Callable[[Owner], bool]) -> Branch | None:
+        """The next branch of the owners that may have one started."""
+        heads = [queue.peek() for owner, queue in self._queues.items() if may_start(owner)]
+        return min(heads, key=self._turn, default=None)
+
     def take(self, branch: Branch) -> None:
         """Remove the branch that `peek` returned."""
         owner = branch.request.owner

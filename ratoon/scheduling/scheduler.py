@@ -213,7 +213,7 @@ class Scheduler:
         `update_from_output` passes what it sampled; requests may be aborted in between."""
         if now is not None:
             self.state.now = now
-        self.state.step_done(plan.step)
+        self.state.step_done(plan)
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float | None = None

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 Owner = str | None
 
+SECONDS_TO_RETURN = 60.0  # after its last request an owner is expected to have another one
+
 
 class OwnerShares:
     """The owners of unfinished requests, and the tokens that were computed for each while several competed."""
 
-    __slots__ = ("_num_requests", "_served")
+    __slots__ = ("_left_at", "_num_requests", "_served")
 
     def __init__(self) -> None:
         self._num_requests: dict[Owner, int] = {}
         self._served: dict[Owner, int] = {}
+        self._left_at: dict[Owner, float] = {}  # when an owner's last request ended, the earliest first
 
     @property
     def num_owners(self) -> int:
@@ -34,23 +37,34 @@ class OwnerShares:
     def contended(self) -> bool:
         return len(self._num_requests) > 1
 
+    def others_return(self, now: float) -> bool:
+        """Whether an owner without requests had one recently."""
+        while self._left_at:
+            first = next(iter(self._left_at))
+            if self._left_at[first] > now - SECONDS_TO_RETURN:
+                return True
+            del self._left_at[first]
+        return False
+
     def served(self, owner: Owner) -> int:
         return self._served.get(owner, 0)
 
     def join(self, owner: Owner) -> None:
         """One more request of this owner."""
         if owner not in self._num_requests:
+            self._left_at.pop(owner, None)
             least = min((self._served[other] for other in self._num_requests), default=0)
             self._served[owner] = max(self._served.get(owner, 0), least)
         self._num_requests[owner] = self._num_requests.get(owner, 0) + 1
 
-    def leave(self, owner: Owner) -> None:
+    def leave(self, owner: Owner, now: float = 0.0) -> None:
         """One less. The counter of an owner without requests is dropped as soon as it has no effect."""
         left = self._num_requests[owner] - 1
         if left:
             self._num_requests[owner] = left
             return
         del self._num_requests[owner]
+        self._left_at[owner] = now
         if not self.contended:
             self._served = dict.fromkeys(self._num_requests, 0)
             return

@@ -21,6 +21,7 @@ from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
+from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.readings import Readings
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
@@ -47,6 +48,7 @@ class SchedulerState:
         self.branches: dict[str, Branch] = {}  # unfinished ones
         self.running: list[Branch] = []
         self.shares = OwnerShares()
+        self.pace = StepPace()
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
         # Unfinished branches with several rows that run all or none: one token of each in every step
@@ -132,8 +134,11 @@ class SchedulerState:
         if blocks and self.in_flight:
             self.left_in_flight.append((self.in_flight[-1].step, blocks))
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, plan: SchedulerOutput) -> None:
         """A step was executed."""
+        step = plan.step
+        if not plan.encoder_steps:  # their cost is not in the number of tokens
+            self.pace.done(step, plan.total_num_scheduled_tokens, self.now)
         self.in_flight = [plan for plan in self.in_flight if plan.step > step]
         if self.left_in_flight:
             self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]
@@ -143,6 +148,7 @@ class SchedulerState:
         """The oldest step in flight failed, and later ones were skipped: they are returned. Blocks that they should
         have written leave the prefix cache; dropped rows are sent again with the next plan."""
         failed, self.in_flight = self.in_flight, []
+        self.pace.skipped()
         left, self.left_in_flight = self.left_in_flight, []
         self.events.step_done(failed[-1].step, self.now)
         for plan in failed:
@@ -334,7 +340,7 @@ class SchedulerState:
 
     def _forget(self, request: Request) -> None:
         if self.requests.pop(request.request_id, None) is not None:
-            self.shares.leave(request.owner)
+            self.shares.leave(request.owner, self.now)
             self._reserved_ids.difference_update(request.branch_ids)
             self.quarantined.pop(request.request_id, None)
             self.inherited.pop(request.request_id, None)

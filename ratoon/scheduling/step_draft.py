@@ -6,6 +6,8 @@ from typing import Protocol
 
 from ratoon.core.plan import BlockIds, SchedulerOutput
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.shares import Owner
+from ratoon.scheduling.turns import StepShares
 
 
 class PlannedRows(Protocol):
@@ -38,6 +40,7 @@ class StepDraft:
         "preempted",
         "preempted_for_share",
         "rows",
+        "shares",
     )
 
     def __init__(self, budget: int, encoder_budget: int = 0) -> None:
@@ -50,14 +53,46 @@ class StepDraft:
         self.preempted = False
         self.preempted_for_share: set[Branch] = set()  # for another owner; not resumed in this step
         self.dropped_rows: list[str] = []  # preempted branches that the runner knows
+        self.shares: StepShares | None = None  # set: owners share the step, and each has its part of the budget
+
+    def room(self, owner: Owner) -> int:
+        """The tokens that this owner may still have in this step."""
+        return self.budget if self.shares is None else min(self.budget, self.shares.left(owner))
+
+    def has_room(self, owner: Owner) -> bool:
+        return self.room(owner) > 0
+
+    def hold(self, owner: Owner, num_tokens: int) -> None:
+        """Keep tokens of this owner from what is planned next; a negative number ends that."""
+        self.budget -= num_tokens
+        if self.shares is not None:
+            self.shares.hold(owner, num_tokens)
+
+    def may_run(self, branch: Branch) -> bool:
+        """Whether it is the turn of a branch that runs one token of each row, or its rows all or none."""
+        if self.shares is None:
+            return True
+        return (
+            self.budget >= branch.num_rows and self.room(branch.request.owner) > 0 and not self.shares.had_turn(branch)
+        )
+
+    def add_in_place(self, branch: Branch) -> None:
+        self.in_place.append(branch)
+        self._spend(branch, 1)
 
     def add(self, branch: Branch, num_tokens: int, appended: BlockIds) -> None:
         self.allocated.append((branch, num_tokens, appended))
-        self.budget -= num_tokens
+        self._spend(branch, num_tokens)
 
     def add_rows(self, rows: PlannedRows) -> None:
         self.rows.append(rows)
-        self.budget -= rows.num_tokens
+        self._spend(rows.branch, rows.num_tokens)
+
+    def _spend(self, branch: Branch, num_tokens: int) -> None:
+        """A negative number is given back."""
+        self.budget -= num_tokens
+        if self.shares is not None:
+            self.shares.take(branch, num_tokens)
 
     def fits_encoder(self, num_positions: int) -> bool:
         """An input longer than the budget fits if no other runs."""
@@ -72,13 +107,13 @@ class StepDraft:
         for index, rows in enumerate(self.rows):
             if rows.branch is branch:
                 del self.rows[index]
-                self.budget += rows.num_tokens
+                self._spend(branch, -rows.num_tokens)
                 return
         for index, (other, num_tokens, _) in enumerate(self.allocated):
             if other is branch:
                 del self.allocated[index]
-                self.budget += num_tokens
+                self._spend(branch, -num_tokens)
                 return
         if branch in self.in_place:
             self.in_place.remove(branch)
-            self.budget += 1
+            self._spend(branch, -1)

@@ -6,7 +6,7 @@ step. The state of one, and the order, are in extraction.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.errors import DeadlineError, RequestError
@@ -20,6 +20,7 @@ from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
 from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
 
@@ -127,16 +128,23 @@ class ExtractionKind(RequestKind):
 
     # ---- a step is planned ----
 
-    def held_back(self, step: StepDraft) -> int:
-        """What prompts leave to one that waited too long: not everything, because it may wait for their memory."""
-        if self.queue.aged is None:
-            return 0
-        return min(max(step.budget - 1, 0), self._share_of_aged)
+    def wanted_tokens(self) -> Iterable[tuple[Owner, int]]:
+        return [(task.owner, task.num_rows_left) for task in self.queue if not task.is_in_flight]
+
+    def held_back(self, step: StepDraft) -> tuple[Owner, int] | None:
+        """What prompts leave to one that waited too long: not everything, because it may wait for their memory. Of a
+        single token, every other one."""
+        aged = self.queue.aged
+        if aged is None:
+            return None
+        room = step.room(aged.owner)
+        most = room - 1 if room > 1 or step.shares is None else room * (aged.num_passed_by % 2)
+        return aged.owner, min(max(most, 0), self._share_of_aged)
 
     def plan_early(self, step: StepDraft) -> bool:
         """One that was overtaken too often gets its share before waiting branches."""
         aged = self.queue.aged
-        if aged is None or aged.is_in_flight:
+        if aged is None or aged.is_in_flight or not step.has_room(aged.owner):
             return True
         takes_all = self._state.config.whole_prompts or not self._state.waiting
         return self._extract(step, aged, step.budget if takes_all else self._share_of_aged)
@@ -149,7 +157,7 @@ class ExtractionKind(RequestKind):
         for task in list(self.queue):
             if task.is_in_flight or task.branch in planned:
                 continue
-            if not self._extract(step, task, step.budget):
+            if not self._extract(step, task, step.budget) and step.has_room(task.owner):
                 return
 
     def close(self, step: StepDraft) -> None:
@@ -183,7 +191,7 @@ class ExtractionKind(RequestKind):
         if task.extraction.of_encoder:
             return self._read_encoder(step, task)
         branch = task.branch
-        budget = min(most, step.budget, self._state.max_step_tokens)
+        budget = min(most, step.room(task.owner), self._state.max_step_tokens)
         max_spans = MAX_CAPTURE_SPANS - sum(
             len(planned.spans) for planned in _planned(step) if isinstance(planned, PlannedCapture)
         )

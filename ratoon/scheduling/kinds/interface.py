@@ -6,7 +6,7 @@ The defaults are for requests that are planned as branches in the common queues,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from ratoon.core.errors import RequestError
@@ -24,6 +24,7 @@ from ratoon.scheduling.admission import (
 from ratoon.scheduling.beginnings import Admission, Beginnings
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft
 from ratoon.scheduling.task import Task
@@ -90,9 +91,13 @@ class RequestKind:
     def plan_running(self, step: StepDraft) -> None:
         """After decoding branches, before long prompts."""
 
-    def held_back(self, step: StepDraft) -> int:
-        """The tokens that long prompts must leave to this kind."""
-        return 0
+    def wanted_tokens(self) -> Iterable[tuple[Owner, int]]:
+        """What owners could run of this kind in a step, beside their branches in the common queues."""
+        return ()
+
+    def held_back(self, step: StepDraft) -> tuple[Owner, int] | None:
+        """The tokens that long prompts must leave to this kind, for a request of this owner."""
+        return None
 
     def plan_early(self, step: StepDraft) -> bool:
         """Before waiting branches are admitted. False: there is no room, and nothing else may be admitted either."""

@@ -116,10 +116,11 @@ class SearchKind(RequestKind):
         if not self._state.all_or_none:
             return
         ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache) and group.gap]
+        ready = [group for group in ready if step.may_run(group.trunk)]
         held_back = sum(group.num_beams for group in ready)
         for group in ready:
             held_back -= group.num_beams
-            self._plan_beams(step, group, step.budget - held_back)
+            self._plan_beams(step, group, min(step.budget - held_back, step.room(group.trunk.request.owner)))
 
     def _plan_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
         """As for other branches, but the beams of a search run all or none."""

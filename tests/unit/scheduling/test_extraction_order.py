@@ -247,7 +247,8 @@ def test_owners_that_wait_take_turns() -> None:
     while scheduler.has_unfinished_requests():
         plan, _ = step(scheduler)
         order += captures_of(plan)
-    assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert order[:2] == ["a0", "b0"], "both have a part of the first step"
+    assert list(dict.fromkeys(order)) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
 def test_a_queue_that_one_owner_has_filled_has_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

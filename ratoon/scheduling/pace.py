@@ -1,0 +1,92 @@
+"""How long steps take by their number of tokens, as observed: how large may a step be that must not take too long?
+
+No device is described here. A step on a CPU takes twice as long with twice the tokens; on a GPU hundreds of tokens take
+as long as one. Beyond what was observed, time is taken to grow in proportion, so a limit that is too low rises from
+step to step until the observed times say otherwise. The clock is the caller's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+NUM_RECENT = 8  # observations of each size; a step can be slow for many reasons, so the shortest counts
+
+
+class StepPace:
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[tuple[float, int]]] = {}  # seconds and tokens, by size
+        # Tokens and seconds, both ascending: between two of these points time grows evenly
+        self._tokens: list[int] = []
+        self._seconds: list[float] = []
+        self._planned: dict[int, float] = {}  # steps in flight, and when they were planned
+        self._last_done = 0.0
+
+    def planned(self, step: int, now: float) -> None:
+        self._planned[step] = now
+
+    def done(self, step: int, num_tokens: int, now: float) -> None:
+        """Steps are executed in order: one begins when it is planned, or when the one before it is done."""
+        began = max(self._planned.pop(step, now), self._last_done)
+        self._last_done = now
+        if num_tokens > 0 and now > began:
+            self.observe(num_tokens, now - began)
+
+    def skipped(self) -> None:
+        """All steps in flight failed."""
+        self._planned.clear()
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        recent = self._recent.setdefault(_size_of(num_tokens), deque(maxlen=NUM_RECENT))
+        before = min(recent, default=None)
+        recent.append((seconds, num_tokens))
+        if min(recent) != before:
+            self._estimate()
+
+    def seconds(self, num_tokens: int) -> float:
+        """The estimated duration of a step. A smaller one than any that was observed takes no longer than that."""
+        tokens, seconds = self._tokens, self._seconds
+        index = bisect_right(tokens, num_tokens)
+        if index == 0:
+            return seconds[0]
+        if index == len(tokens):
+            return seconds[-1] * num_tokens / tokens[-1]
+        share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
+        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+
+    def largest_within(self, ratio: float, num_tokens: int, most: int) -> int:
+        """The tokens of the largest step, of at most `most`, that takes up to `ratio` times as long as one of
+        `num_tokens`. Without any observation: `most`."""
+        if not self._seconds:
+            return most
+        limit = ratio * self.seconds(num_tokens)
+        tokens, seconds = self._tokens, self._seconds
+        index = bisect_right(seconds, limit)  # points from here on take longer
+        if index == 0:
+            largest = num_tokens
+        elif index == len(seconds):
+            largest = int(tokens[-1] * limit / seconds[-1])
+        else:
+            share = (limit - seconds[index - 1]) / (seconds[index] - seconds[index - 1])
+            largest = tokens[index - 1] + int(share * (tokens[index] - tokens[index - 1]))
+        return min(max(largest, num_tokens), most)
+
+    def _estimate(self) -> None:
+        """A larger step takes no less time, and no more than in proportion: what seems to contradict this was
+        disturbed, such as a step in which a kernel was compiled."""
+        points = [(num_tokens, seconds) for seconds, num_tokens in map(min, self._recent.values())]
+        points.sort()
+        self._tokens = [num_tokens for num_tokens, _ in points]
+        at_most = [seconds for _, seconds in points]
+        for index in range(len(points) - 2, -1, -1):
+            at_most[index] = min(at_most[index], at_most[index + 1])
+        for index in range(1, len(points)):
+            in_proportion = at_most[index - 1] * self._tokens[index] / self._tokens[index - 1]
+            at_most[index] = min(at_most[index], in_proportion)
+        self._seconds = at_most
+
+
+def _size_of(num_tokens: int) -> int:
+    """Observations of similar steps are kept together: 1, 2, 3, 4, 6, 8, 12, 16, …"""
+    power = 1 << (num_tokens.bit_length() - 1)
+    return power + power // 2 if num_tokens >= power + power // 2 else power

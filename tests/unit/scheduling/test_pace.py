@@ -1,0 +1,76 @@
+"""How large a step may be, from how long steps took."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratoon.scheduling.pace import NUM_RECENT, StepPace
+
+
+def pace_of(fixed: float, each: float, sizes: tuple[int, ...] = (1, 2, 4, 8, 64, 512)) -> StepPace:
+    """A machine on which a step takes `fixed` seconds, and `each` for every token."""
+    pace = StepPace()
+    for size in sizes:
+        pace.observe(size, fixed + each * size)
+    return pace
+
+
+def test_without_observations_a_step_is_not_limited() -> None:
+    assert StepPace().largest_within(2, 1, 2048) == 2048
+
+
+def test_where_tokens_cost_time_a_step_of_twice_the_time_has_few_of_them() -> None:
+    assert pace_of(fixed=0.004, each=0.005).largest_within(2, 1, 2048) in (2, 3)
+
+
+def test_where_tokens_cost_nothing_a_step_of_twice_the_time_has_many() -> None:
+    assert pace_of(fixed=0.010, each=0.00002).largest_within(2, 1, 2048) >= 256
+
+
+def test_the_reference_always_fits() -> None:
+    assert pace_of(fixed=0.004, each=0.005).largest_within(1, 300, 2048) >= 300
+    assert pace_of(fixed=0.004, each=0.005).largest_within(2, 300, 256) == 256
+
+
+def test_sizes_that_were_not_observed_are_tried_by_doubling() -> None:
+    pace, fixed, each = StepPace(), 0.010, 0.00002
+    size = 1
+    for _number in range(12):
+        pace.observe(size, fixed + each * size)
+        largest = pace.largest_within(2, 1, 4096)
+        assert largest <= 2 * max(size, 1), "nothing is known of larger steps"
+        if largest == size:
+            break
+        size = largest
+    assert 256 <= size <= 512, "a step of 500 tokens takes twice as long as one of one token"
+
+
+def test_one_slow_step_is_no_measure() -> None:
+    pace = pace_of(fixed=0.010, each=0.0, sizes=(1, 2, 3, 4))
+    pace.observe(6, 2.0)  # a kernel was compiled
+    assert pace.largest_within(2, 1, 2048) >= 6
+
+
+def test_a_machine_that_has_become_slower_is_noticed() -> None:
+    pace = pace_of(fixed=0.004, each=0.0001, sizes=(1, 32))
+    before = pace.largest_within(2, 1, 2048)
+    for _ in range(NUM_RECENT):
+        pace.observe(32, 0.050)
+    assert pace.largest_within(2, 1, 2048) < before
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_step_lasts_from_the_end_of_the_one_before_it(in_flight: int) -> None:
+    pace, now = StepPace(), 100.0
+    for step in range(10):
+        pace.planned(step, now if in_flight == 1 else now - 0.010)
+        now += 0.010
+        pace.done(step, 4, now)
+    assert pace.seconds(4) == pytest.approx(0.010)
+
+
+def test_steps_without_a_clock_teach_nothing() -> None:
+    pace = StepPace()
+    pace.planned(1, 0.0)
+    pace.done(1, 4, 0.0)
+    assert pace.largest_within(2, 1, 2048) == 2048
