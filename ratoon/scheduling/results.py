@@ -43,7 +43,7 @@ class StepResults:
             self._place_children(children)
         if self._state.quarantined or inherited:
             for answer in outputs:
-                if answer.error is None:
+                if answer.error is None and not answer.is_part_of_prompt:
                     self._state.quarantined.pop(answer.request_id, None)
                     answer.inherited_from = inherited.pop(answer.request_id, None)
                     self._state.inherited.pop(answer.request_id, None)

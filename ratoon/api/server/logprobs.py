@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.outputs import Logprob, PromptLogprobs, SampleLogprobs, TokenLogprobs
@@ -60,6 +62,7 @@ def _vocabulary_bytes(token: str) -> bytes | None:
 
 # ---- the three forms ----
 
+_LOGPROB = attrgetter("logprob")
 LOWEST = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
 
@@ -120,17 +123,17 @@ def chat_logprobs(
     return {"content": content}
 
 
-def prompt_logprobs(logprobs: PromptLogprobs) -> list[dict[str, Any] | None]:
-    """By token id."""
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
-            for token_id, entry in position.items()
-        }
-        for position in logprobs
-    ]
+def prompt_logprobs(logprobs: PromptLogprobs) -> list[TokenLogprobs | None]:
+    """By token id. Entries are encoded as they are: a long prompt has hundreds of thousands."""
+    return [position if position is None or _is_finite(position) else _bounded(position) for position in logprobs]
+
+
+def _is_finite(position: TokenLogprobs) -> bool:
+    return min(map(_LOGPROB, position.values()), default=0.0) >= LOWEST
+
+
+def _bounded(position: TokenLogprobs) -> TokenLogprobs:
+    return {token_id: replace(entry, logprob=_finite(entry)) for token_id, entry in position.items()}
 
 
 def _chat_entry(texts: TokenTexts, token_id: int, entry: Logprob) -> dict[str, Any]:

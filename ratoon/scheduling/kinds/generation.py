@@ -19,7 +19,7 @@ from ratoon.scheduling.task import Task
 
 
 class GenerationTask(Task):
-    """Its branches fork when the prompt is computed. Prompt log-probabilities wait here for the first token."""
+    """Its branches fork when the prompt is computed. Prompt log-probabilities are kept here until they are sent."""
 
     __slots__ = (
         "forked",
@@ -191,6 +191,8 @@ class GenerationKind(RequestKind):
             self._end_completed(plan.step, output, outputs)
         if output.late:
             self._compute_again(plan.step, output.late)
+        if self._with_prompt_logprobs:
+            outputs += self._send_prompt_logprobs()
         num_expected = len(plan.sampled_req_ids) + sum(map(len, plan.fanout.values()))
         num_answered = len(output.req_ids) + len(output.completed) + len(output.known) + len(output.late)
         if num_answered < num_expected or not all(output.sampled_token_ids):
@@ -260,6 +262,18 @@ class GenerationKind(RequestKind):
             else:
                 self._state.rest(branch)
             branch.num_pending = branch.num_computed_tokens - branch.num_tokens  # steps in flight bring no more
+
+    def _send_prompt_logprobs(self) -> list[EngineCoreOutput]:
+        """Those of prompts that are not computed yet, as steps bring them: all of a long prompt at once would keep the
+        front end from other requests."""
+        outputs = []
+        for request_id in sorted(self._with_prompt_logprobs):
+            branch = self._state.requests[request_id].branches[0]
+            chunks = _task_of(branch).take_prompt_logprobs()
+            outputs.append(
+                EngineCoreOutput(request_id, [], prompt_logprobs=chunks, num_cached_tokens=branch.num_cached_tokens)
+            )
+        return outputs
 
     def _end_completed(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         """Branches whose text can't go on: they end like those with a stop token, without one."""

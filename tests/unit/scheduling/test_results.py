@@ -94,7 +94,7 @@ def test_logprobs_go_to_the_choice_that_they_belong_to() -> None:
     assert outputs["b", 0].new_logprobs is None
 
 
-def test_prompt_logprobs_wait_for_the_first_token_and_come_once_in_order() -> None:
+def test_prompt_logprobs_come_with_the_steps_that_compute_them_and_once() -> None:
     scheduler = scheduler_of(max_num_batched_tokens=4)
     add(scheduler, "a", 9, prompt_logprobs=0, n=2)
     chunks = [PromptLogprobsChunk(1, rows_of(1, 2, 3, 4)), PromptLogprobsChunk(5, rows_of(5, 6, 7, 8)), None]
@@ -105,12 +105,28 @@ def test_prompt_logprobs_wait_for_the_first_token_and_come_once_in_order() -> No
         if chunk is not None:
             result.prompt_logprobs["a"] = chunk
         outputs.append(scheduler.update_from_output(plan, result))
-    assert [len(some) for some in outputs] == [0, 0, 2]
-    by_choice = {output.choice: output for output in outputs[2]}
-    assert by_choice[0].prompt_logprobs == chunks[:2]
-    assert by_choice[1].prompt_logprobs is None
+    assert [len(some) for some in outputs] == [1, 1, 2]
+    for chunk, (part,) in zip(chunks, outputs[:2]):
+        assert part.is_part_of_prompt and part.prompt_logprobs == [chunk] and part.choice == 0
+    assert all(output.new_token_ids and output.prompt_logprobs is None for output in outputs[2])
     _, later = step(scheduler)
     assert later["a", 0].prompt_logprobs is None
+
+
+def test_a_part_of_a_prompt_does_not_end_the_trial_of_a_request_that_may_fail_steps() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=4)
+    add(scheduler, "a", 9, prompt_logprobs=0)
+    add(scheduler, "b", 2)
+    scheduler.state.quarantined.update(scheduler.state.requests)  # a step with both has failed
+    plan = scheduler.schedule()
+    result = answer_of(plan)
+    result.prompt_logprobs["a"] = PromptLogprobsChunk(1, rows_of(1, 2, 3, 4))
+    (part,) = scheduler.update_from_output(plan, result)
+    assert part.is_part_of_prompt
+    assert "a" in scheduler.state.quarantined, "the rest of it has not run"
+    step(scheduler)
+    step(scheduler)
+    assert "a" not in scheduler.state.quarantined
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole() -> None:
