@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from attack_parts import keys
+
 MEBIBYTE = 2**20
 MODEL = "smollm2-135m"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -79,6 +81,8 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
     module = "ratoon" if (args.tree / "ratoon" / "__main__.py").exists() else "ratoon.api.cli"
     command = [sys.executable, "-m", module, "serve", MODEL, "--port", "0", "--max-model-len", "2048"]
     environment = {**os.environ, "PYTHONPATH": str(args.tree.resolve())}
+    if args.part == "keys":
+        environment["RATOON_API_KEY"] = f"{keys.BUSY_KEY},{keys.SHORT_KEY}"
     process = subprocess.Popen(
         command, cwd=args.tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -167,8 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout whose server is run")
     parser.add_argument("--mebibytes", type=float, default=15.9, help="size of a body; default 15.9")
-    parser.add_argument("--only", default="", help="attacks whose name has this in it")
+    parser.add_argument("--only", default="", help="attacks, or loads, whose name has this in it")
+    parser.add_argument("--part", choices=["bodies", "keys"], default="bodies", help="default bodies")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load of the part keys; default 20")
     args = parser.parse_args()
+    if args.part == "keys":
+        with serving(args) as (_, address):
+            keys.run(address, args.only, args.seconds)
+        return
     size = int(args.mebibytes * MEBIBYTE) - 1024
     print(f"bodies of {args.mebibytes:g} MiB; memory in MiB, beyond what the server had before\n")
     print(f"{'attack':32}{'status':>8}{'seconds':>10}{'peak':>8}{'left':>8}{'others wait':>13}", flush=True)

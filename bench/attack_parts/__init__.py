@@ -1,0 +1,1 @@
+"""What attacks.py measures, a module for each part."""
