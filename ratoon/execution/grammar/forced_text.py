@@ -20,9 +20,9 @@ MAX_TOKENS = 48  # that may follow, where all are beginnings of one
 
 def allowed_tokens(words: np.ndarray, vocab_size: int, most: int) -> np.ndarray | None:
     """The tokens of a mask [W] int32, in rising order. None: there are more than `most`."""
-    places = words.nonzero()[0]
-    if len(places) > most:
+    if np.count_nonzero(words) > most:
         return None
+    places = words.nonzero()[0]
     bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(len(places), 32)
     cells, offsets = bits.nonzero()
     token_ids = 32 * places[cells] + offsets
@@ -33,10 +33,11 @@ def allowed_tokens(words: np.ndarray, vocab_size: int, most: int) -> np.ndarray 
 def longest_of_all(token_ids: Iterable[int], library: GrammarLibrary) -> int | None:
     """The token of which all of these are beginnings. None: they differ, or are special tokens, which have no text."""
     longest, text, others = -1, b"", []
+    texts = library.all_token_bytes()
     for token_id in token_ids:
         if library.is_special(token_id):
             return None
-        own = library.token_bytes(token_id)
+        own = texts[token_id]
         others.append(own)
         if len(own) > len(text):
             longest, text = token_id, own

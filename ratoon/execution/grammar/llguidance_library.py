@@ -77,6 +77,9 @@ class Llguidance:
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
         self._executor = LLExecutor()
+        self._special_ids = frozenset(
+            token_id for token_id in range(num_tokens) if self._library_tokenizer.is_special_token(token_id)
+        )
         self.special_tokens = frozenset(
             token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special
         )
@@ -106,7 +109,7 @@ class Llguidance:
         return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
 
     def is_special(self, token_id: int) -> bool:
-        return self._library_tokenizer.is_special_token(token_id)
+        return token_id in self._special_ids
 
     def tokenize(self, text: bytes, is_whole: bool) -> list[int]:
         if is_whole:

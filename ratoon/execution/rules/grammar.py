@@ -6,6 +6,7 @@ Masks are filled by other threads (mask_filler.py).
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -142,7 +143,11 @@ class Grammar(LogitsRule):
         if not path.state.consume(token_id):
             return NoWay(path, self._ends, path.state.error)
         path.num_tokens += 1
-        return Grammar(path, self._ends, self._num_tokens + 1)
+        rule = Grammar(path, self._ends, self._num_tokens + 1)
+        if len(self._forced) > 1 and token_id == self._forced[0]:  # what follows is known without a mask
+            rule._set_forced(self._forced[1:])
+            rule.is_filled = True
+        return rule
 
     def mask(self) -> np.ndarray:
         """A bit for each token that may follow, [W] int32. None is set after a token that the grammar forbids."""
@@ -186,6 +191,12 @@ class Grammar(LogitsRule):
         if path.seconds > SECONDS_OF_TEXT + SECONDS_OF_TOKEN * self._num_tokens:
             limit = f"{SECONDS_OF_TEXT:g} s and {1000 * SECONDS_OF_TOKEN:g} ms for each token"
             self._fail(f"takes longer to match than is allowed ({limit})")
+
+    def _set_forced(self, tokens: list[int]) -> None:
+        """These must follow. Also where it is sampled, the first is the only one that is possible."""
+        self._forced = tokens
+        self._mask = np.zeros_like(self._ends.words)
+        self._mask.view(np.uint32)[tokens[0] // 32] = 1 << tokens[0] % 32
 
     def _fail(self, problem: str) -> None:
         self.problem = " ".join(problem.split())
@@ -248,7 +259,9 @@ def _fill_many(rules: Sequence[Any]) -> None:
 
 @cache
 def mask_filler() -> MaskFiller:
-    return MaskFiller(_fill_many)
+    filler = MaskFiller(_fill_many)
+    atexit.register(filler.close)
+    return filler
 
 
 os.register_at_fork(after_in_child=mask_filler.cache_clear)  # threads stay in the parent
@@ -265,10 +278,9 @@ def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: 
         forced = [] if is_accepting else forced_tokens(state, words, rule._path.source.library)
         rule._ends.set_in(words, is_accepting)
         rule._mask = words
-        rule._forced = rule._ends.cut(forced, words if is_accepting else None)
-        if rule._forced:  # also where it is sampled, it is the only one
-            words[:] = 0
-            words[rule._forced[0] // 32] = np.uint32(1 << rule._forced[0] % 32).astype(np.int32)
+        forced = rule._ends.cut(forced, words if is_accepting else None)
+        if forced:
+            rule._set_forced(forced)
 
 
 def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]:

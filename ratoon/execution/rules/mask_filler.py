@@ -53,18 +53,27 @@ class MaskFiller:
         self._trusted: list[Fillable] = []
         self._new: deque[Fillable] = deque()
         self._slow: deque[Fillable] = deque()
-        self._has_threads = False
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
 
     def begin(self, masks: Iterable[Fillable]) -> None:
         """Fill these beside what the caller does next. None of them is being filled."""
         with self._changed:
             for mask in masks:
                 self._queue_of(mask.cost).append(mask)
-            if not self._has_threads:
-                self._has_threads = True
+            if not self._threads:
                 for work in (self._fill_fast, self._fill_slow):
-                    threading.Thread(target=work, name=work.__name__, daemon=True).start()
+                    self._threads.append(threading.Thread(target=work, name=work.__name__, daemon=True))
+                    self._threads[-1].start()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads. To be called before the interpreter ends: a thread within the library would crash then."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def wait(self, masks: Sequence[Fillable], *, for_one: bool = False) -> None:
         """Until all of these are filled; not for long for those of grammars that have been slow. `for_one`: the caller
@@ -91,7 +100,9 @@ class MaskFiller:
     def _fill_fast(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._trusted or self._new)
+                self._changed.wait_for(lambda: self._trusted or self._new or self._is_closed)
+                if self._is_closed:
+                    return
                 together = [mask for mask in self._trusted if not mask.cost.is_slow]
                 self._slow += [mask for mask in self._trusted if mask.cost.is_slow]
                 self._trusted = []
@@ -119,7 +130,9 @@ class MaskFiller:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS_OF_SLOW)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._slow)
+                self._changed.wait_for(lambda: self._slow or self._is_closed)
+                if self._is_closed:
+                    return
                 one = self._slow.popleft()
             self._fill_one(one)
 
