@@ -205,7 +205,7 @@ def test_ctrl_c_ends_complete_with_130_and_the_server_notices(server, capsys):
         (["complete", "hi", "--system", "x"], "--chat"),
         (["complete", "hi", "--logprobs", "1"], "--json"),
         (["complete", "a", "b", "--stream"], "--stream"),
-        (["complete", ""], "prompt"),
+        (["complete", ""], "PROMPT"),
         (["complete", "hi", "--beam-width", "4", "--top-p", "0.5"], "--top-p"),
         (["complete", "hi", "--length-penalty", "2"], "--length-penalty"),
         (["chat", "model"], "MODEL"),
