@@ -9,31 +9,31 @@ a thread.
 from __future__ import annotations
 
 import atexit
-import os
-import resource
 import signal
-import struct
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from subprocess import PIPE, Popen
 from threading import BoundedSemaphore, Timer
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.limited_process import (
+    MAX_FRAME_BYTES,  # above the sandbox's limits on input and output in UTF-8
+    LimitedProcess,
+    limit_processor_time,
+    limit_resources,
+    read_frame,
+    reason_of,
+    silence_errors,
+    write_frame,
+)
 from ratoon.models.chat_template import RenderedChat, render_chat
 
 MAX_PROCESSES = 2
 MAX_SECONDS = 2.0  # of processor time, for one template
 MAX_WAIT_SECONDS = 60.0  # by the clock, its start included: the machine may be busy
 MAX_MEMORY_BYTES = 512 * 2**20  # of address space, the interpreter's included
-MAX_FRAME_BYTES = 64 * 2**20  # above the sandbox's limits on input and output in UTF-8
-# What the interpreter may need to start, and the time zone, which a template may use.
-KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
-START = "import sys; sys.path[:] = sys.argv[1:]; from ratoon.models.template_process import serve; serve()"
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -124,27 +124,17 @@ class TemplateProcesses:
             self._idle.pop().close()
 
 
-class _Child:
+class _Child(LimitedProcess):
     def __init__(self) -> None:
+        super().__init__(__name__)
         self._was_too_slow = False
-        package = str(Path(__file__).parents[2])
-        path = [package, *(entry for entry in sys.path if os.path.isabs(entry))]
-        self.process = Popen(
-            [sys.executable, "-I", "-S", "-c", START, *path],
-            stdin=PIPE,
-            stdout=PIPE,
-            env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
-            cwd="/",
-            start_new_session=True,  # the parent handles interrupts from the terminal
-        )
 
     def ask(self, frame: bytes) -> Answer:
-        assert self.process.stdin is not None and self.process.stdout is not None
         watch = Timer(MAX_WAIT_SECONDS, self._stop)
         watch.start()
         try:
-            _write(self.process.stdin, frame)
-            received = _read(self.process.stdout)
+            self.send(frame)
+            received = self.receive()
         except OSError:
             received = None
         finally:
@@ -164,13 +154,8 @@ class _Child:
             return RequestError("chat_template", f"takes more than {MAX_SECONDS:g} seconds")
         if self._was_too_slow:
             return RequestError("chat_template", f"was not rendered within {MAX_WAIT_SECONDS:g} seconds")
-        reason = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return RequestError("chat_template", f"the process that rendered it was ended ({reason})", "try another one")
-
-    def close(self) -> None:
-        self.process.kill()
-        with suppress(BrokenPipeError), self.process:  # closes the pipes, and waits for the end
-            pass
+        problem = f"the process that rendered it was ended ({reason_of(status)})"
+        return RequestError("chat_template", problem, "try another one")
 
 
 _children = TemplateProcesses(MAX_PROCESSES)
@@ -184,24 +169,15 @@ def serve() -> None:
     """Answers jobs until the parent closes the pipe."""
     import ratoon.models.template_sandbox  # noqa: F401  (before limits are set and the first job arrives)
 
-    _limit_resources()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # templates must not write to it
+    limit_resources(MAX_MEMORY_BYTES)
+    silence_errors()  # templates must not write to it
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    while (frame := _read(jobs)) is not None:
+    while (frame := read_frame(jobs)) is not None:
         job = msgspec.msgpack.decode(frame, type=Job)
-        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # counts processor time; its signal ends the process
+        limit_processor_time(job.seconds)
         answer = _encode_answer(_answer(job))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answers, answer)
-
-
-def _limit_resources() -> None:
-    """macOS does not enforce the memory limit: there only time and the size of the output are limited."""
-    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)]
-    if sys.platform == "linux":
-        limits.append((resource.RLIMIT_AS, MAX_MEMORY_BYTES))
-    for kind, limit in limits:
-        resource.setrlimit(kind, (limit, limit))
+        limit_processor_time(0)
+        write_frame(answers, answer)
 
 
 def _answer(job: Job) -> Answer:
@@ -220,24 +196,3 @@ def _encode_answer(answer: Answer) -> bytes:
         return msgspec.msgpack.encode(answer)
     except UnicodeEncodeError:
         return msgspec.msgpack.encode(Answer(error=("chat_template", "makes no valid Unicode", "")))
-
-
-# ---- frames: their length, then msgpack ----
-
-
-def _write(pipe: IO[bytes], frame: bytes) -> None:
-    pipe.write(struct.pack("<Q", len(frame)))
-    pipe.write(frame)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes | None:
-    """None: the other side closed the pipe."""
-    head = pipe.read(8)
-    if len(head) < 8:
-        return None
-    (length,) = struct.unpack("<Q", head)
-    if length > MAX_FRAME_BYTES:
-        return None
-    frame = pipe.read(length)
-    return frame if len(frame) == length else None
