@@ -87,6 +87,7 @@ class LLM(BaseLLM):
         """Free the engine's memory. The LLM can't be used afterwards."""
         if not self._ended:
             self._ended = self.engine.ended = True
+            self.engine.input_processor.close()
             self._client.shutdown()
             if self.tracer is not None:
                 self.tracer.shutdown()

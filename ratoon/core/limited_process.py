@@ -94,11 +94,20 @@ def write_frame(pipe: IO[bytes], frame: bytes) -> None:
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
     """None: the other side closed the pipe."""
-    head = pipe.read(8)
-    if len(head) < 8:
+    head = _read(pipe, 8)
+    if head is None:
         return None
     (length,) = struct.unpack("<Q", head)
-    if length > MAX_FRAME_BYTES:
-        return None
-    frame = pipe.read(length)
-    return frame if len(frame) == length else None
+    return _read(pipe, length) if length <= MAX_FRAME_BYTES else None
+
+
+def _read(pipe: IO[bytes], length: int) -> bytes | None:
+    """So many bytes, also from a pipe without a buffer, which returns what there is."""
+    parts: list[bytes] = []
+    while length > 0:
+        part = pipe.read(length)
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)

@@ -16,12 +16,15 @@ from ratoon.core.closed_objects import close_objects
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import ParamsMeta, did_you_mean
 
-MAX_GRAMMAR_CHARACTERS = 2**17  # of the text of a schema, an expression or a grammar, and of all choices together
-MAX_OUTPUT_CHOICES = 2**12
+MAX_GRAMMAR_CHARACTERS = 2**17  # of the text of a schema, an expression or a grammar
+MAX_CHOICE_CHARACTERS = 2**20  # of all choices together
+MAX_JSON_DEPTH = 120  # of objects and lists within each other, in a schema or a tag; the grammar library reads 127
+DEPTH_EXPECTED = f"objects and lists within each other, up to {MAX_JSON_DEPTH} levels deep"
 MAX_MARKER_CHARACTERS = 256  # of begins_after
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")  # exactly one is set
 VLLM_NAMES = {"json": "json_schema"}
 VLLM_OPPOSITES = {"disable_additional_properties": "allow_additional_properties"}  # switches that mean the opposite
+FILLED = ("first_token", "translation", "num_bytes", "is_large")  # fields that the engine sets
 
 
 class StructuredMeta(ParamsMeta):
@@ -58,8 +61,11 @@ class StructuredOutput(
     # Objects of a schema have only the properties that it names, unless it has additionalProperties or this is set.
     allow_additional_properties: bool = False
 
-    # Filled by the InputProcessor; a caller leaves it alone: the prompt's tokens from here on are part of the text
-    first_token: int | None = None
+    # Filled by the InputProcessor; a caller leaves them alone.
+    first_token: int | None = None  # the prompt's tokens from here on are part of the text
+    translation: str | None = None  # in the notation of the grammar library, where writing it takes long
+    num_bytes: int | None = None  # of the compiled grammar, as measured when it was checked
+    is_large: bool = False  # compiling it takes long, as measured
 
     def __post_init__(self) -> None:
         for name in ("json_schema", "structural_tag"):
@@ -104,6 +110,20 @@ class StructuredOutput(
             _verify_json(name, getattr(self, name))
 
 
+def content_of(asked: StructuredOutput) -> bytes:
+    """What its compiled form depends on."""
+    plain = msgspec.structs.replace(
+        asked,
+        begins_after=None,
+        continue_grammar=False,
+        first_token=None,
+        translation=None,
+        num_bytes=None,
+        is_large=False,
+    )
+    return msgspec.msgpack.encode(plain)
+
+
 class HasJsonSchema(Protocol):
     """A pydantic model class, or another object that tells its JSON schema."""
 
@@ -132,7 +152,8 @@ def structured_output(asked: StructuredOutputLike | None) -> StructuredOutput | 
     """The StructuredOutput that is meant. A value of another type is returned as it is, and refused by
     verify_structured_output."""
     if isinstance(asked, Mapping):
-        known = (*StructuredOutput.__struct_fields__[:-1], *VLLM_NAMES, *VLLM_OPPOSITES)
+        own = (name for name in StructuredOutput.__struct_fields__ if name not in FILLED)
+        known = (*own, *VLLM_NAMES, *VLLM_OPPOSITES)
         for name in asked:
             if name not in known:
                 expected = did_you_mean(str(name), known, f"one of {', '.join(KINDS)}")
@@ -173,7 +194,9 @@ def _json_text(field: str, value: Any) -> str:
         value = value.model_json_schema()
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError(field, "is nested too deeply", DEPTH_EXPECTED) from None
+    except (TypeError, ValueError) as error:
         raise RequestError(field, f"is not JSON: {error}", "JSON text, or a mapping of JSON values") from None
 
 
@@ -195,13 +218,15 @@ def _verify_choice(choice: Any) -> None:
         raise RequestError("choice", f"{type(choice).__name__} is not a list", "a list of texts")
     if not choice:
         raise RequestError("choice", "is empty", "at least one text")
-    if len(choice) > MAX_OUTPUT_CHOICES:
-        raise RequestError("choice", f"has {len(choice)} entries", f"{MAX_OUTPUT_CHOICES} at most")
-    for index, text in enumerate(choice):
-        _verify_text(f"choice[{index}]", text, MAX_GRAMMAR_CHARACTERS)
-    num_characters = sum(map(len, choice))
-    if num_characters > MAX_GRAMMAR_CHARACTERS:
-        raise RequestError("choice", f"has {num_characters} characters in all", f"{MAX_GRAMMAR_CHARACTERS} at most")
+    try:
+        whole = "".join(choice)
+        whole.encode()
+    except (TypeError, UnicodeEncodeError):  # in one of them
+        for index, text in enumerate(choice):
+            _verify_text(f"choice[{index}]", text, MAX_CHOICE_CHARACTERS)
+        raise
+    if len(whole) > MAX_CHOICE_CHARACTERS:
+        raise RequestError("choice", f"has {len(whole)} characters in all", f"{MAX_CHOICE_CHARACTERS} at most")
 
 
 def _verify_json(field: str, text: str | None) -> None:
@@ -209,7 +234,21 @@ def _verify_json(field: str, text: str | None) -> None:
         return
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError(field, "is nested too deeply", DEPTH_EXPECTED) from None
+    except ValueError as error:
         raise RequestError(field, f"is not JSON: {error}", "JSON text, or a mapping") from None
+    depth = _depth_of(value)
+    if depth > MAX_JSON_DEPTH:
+        raise RequestError(field, f"is nested {depth} levels deep", DEPTH_EXPECTED)
     if not isinstance(value, dict) and not (field == "json_schema" and isinstance(value, bool)):
         raise RequestError(field, f"is {type(value).__name__}, not an object", "a JSON object")
+
+
+def _depth_of(value: Any) -> int:
+    """Levels of objects and lists. Without recursion, of which Python allows less than JSON."""
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, (dict, list))]:
+        depth += 1
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+    return depth

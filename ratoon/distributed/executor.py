@@ -75,8 +75,9 @@ class Executor(Protocol):
         """For a caller that has its results, and waits: prepare for steps like those that it has seen, briefly. Where
         the executor works when it is idle, nothing."""
 
-    def prepare(self, asked: StructuredOutput) -> Future[Any]:
-        """Compile the grammar of a request that will be in later plans. It raises RequestError if it can't be."""
+    def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[Any]:
+        """Compile the grammar, which was checked, of a request that will be in later plans. It raises RequestError if
+        it can't be."""
         ...
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -170,7 +171,7 @@ class ThreadedExecutor:
         """What a step needs around it on another thread than that of the steps. None: it can't run there."""
         return None
 
-    def prepare(self, asked: StructuredOutput) -> Future[Any]:
+    def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_exception(RequestError("structured_output", "this executor has no grammars", "leave it out"))
         return done
@@ -375,8 +376,8 @@ class UniProcExecutor(ThreadedExecutor):
     def examine_failure(self, error: Exception) -> None:
         self._worker.examine_failure(error)
 
-    def prepare(self, asked: StructuredOutput) -> Future[Any]:
-        return self._worker.grammars.prepare(asked)
+    def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[Any]:
+        return self._worker.grammars.prepare(asked, owner)
 
     def sleep(self, level: int) -> None:
         self.call(lambda: self._worker.sleep(level))

@@ -66,6 +66,7 @@ class AsyncLLMEngine(FrontEnd):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.input_processor.close)
         await self.client.shutdown()
         self.stopped = True
 
@@ -132,6 +133,9 @@ class AsyncLLMEngine(FrontEnd):
         options = {**options, "arrival_time": time.monotonic() if arrived is None else arrived}
         ready = partial(prepare, self, request_id, **options)
         try:
+            checked = self.input_processor.check_grammar(read.get("params"), options.get("owner"))
+            if checked is not None and not checked.done():
+                await asyncio.shield(asyncio.wrap_future(checked))  # others may wait for it; `prepare` has its result
             prepared = await asyncio.to_thread(ready) if takes_long(**read) else ready()
             self.verify_running()  # much may have happened in a thread
             return prepared, self.submit(prepared, take)

@@ -122,6 +122,10 @@ class BaseLLM:
             throughput=self._throughput,
         )
 
+    def start_grammars(self) -> None:
+        """Start the process that checks grammars of structured output now, rather than with the first of them."""
+        self._running().input_processor.start_grammars()
+
     def _running(self) -> Any:
         """The engine, if it takes requests, or an error that says why there is none."""
         if self.engine is None:

@@ -64,7 +64,7 @@ class EngineCore:
         its grammar first, and may fail then."""
         params = request.generation_params
         if params is not None and params.structured_output is not None:
-            future = self.executor.prepare(params.structured_output)
+            future = self.executor.prepare(params.structured_output, request.owner)
             if not future.done():
                 self.preparing.add(request, future, self._clock())
                 return

@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from ratoon.core.config import CacheConfig, ModelConfig
@@ -74,10 +75,23 @@ class InputProcessor:
         """The tokens that end an answer."""
         return self._params.eos_token_ids
 
-    def verify_params(self, params: GenerationParams) -> None:
-        """RequestError for what is wrong with them whatever the prompt is."""
+    def verify_params(self, params: GenerationParams, owner: str | None = None) -> None:
+        """RequestError for what is wrong with them whatever the prompt is. Waits for the check of a new grammar."""
         self.verify_generates()
-        self._params.verify(params)
+        self._params.verify(params, owner)
+
+    def check_grammar(self, params: Any, owner: str | None = None) -> Future[Any] | None:
+        """Begin to check the grammar of params, so that `process` need not wait for it. None: there is nothing to wait
+        for."""
+        return self._params.check_grammar(params, owner)
+
+    def start_grammars(self) -> None:
+        """Start the process that checks grammars, ahead of the first one."""
+        self._params.start_grammars()
+
+    def close(self) -> None:
+        """End the process that checks grammars. It is started again by the next one."""
+        self._params.close()
 
     def verify_generates(self) -> None:
         """RequestError: the model generates nothing."""
@@ -108,7 +122,7 @@ class InputProcessor:
         in_place_of: str | None = None,  # the id of an unknown parent; the prompt contains its text
     ) -> EngineCoreRequest:
         envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv)
-        self.verify_params(params)
+        self.verify_params(params, owner)
         if params.structured_output is not None and params.structured_output.continue_grammar:
             problem = "this request continues no other" if in_place_of is None else "the parent is forgotten"
             raise RequestError("structured_output.continue_grammar", problem, "a schema or grammar of its own")
@@ -137,7 +151,7 @@ class InputProcessor:
     ) -> EngineCoreRequest:
         """A request that goes on after a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
         envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
-        self.verify_params(params)
+        self.verify_params(params, parent.owner)
         inherited, suffix_ids = parent.tokens(choice, at), self._prompts.process_suffix(suffix)
         if params.structured_output is not None and params.structured_output.continue_grammar:
             params = params.clone()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratoon.engine.prompts import Prompt, PromptPair, Suffix, parse_prompt
-from ratoon.engine.structured_validator import takes_long as grammar_takes_long
 from ratoon.models.tokenizer import LONG_TEXT
 
 MANY_PIECES = 256  # entries of `positions`, each of which may be as long as a sequence
@@ -27,8 +26,6 @@ def _takes_long_to_read(prompt: Prompt) -> bool:
 
 
 def _has_many_entries(params: Any) -> bool:
-    if grammar_takes_long(getattr(params, "structured_output", None)):
-        return True
     words, positions = getattr(params, "bad_words", None), getattr(params, "positions", None)
     if isinstance(words, list) and (len(words) > MANY_WORDS or any(map(_is_long, words))):
         return True

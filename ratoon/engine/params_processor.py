@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -26,9 +27,9 @@ from ratoon.core.params import (
     SamplingParams,
 )
 from ratoon.core.structured import StructuredOutput
+from ratoon.engine.grammar_checks import GrammarChecks
 from ratoon.engine.hidden_states import HiddenStatesSelector
 from ratoon.engine.own_rules import SUPPRESSED, OwnRules
-from ratoon.engine.structured_validator import validate
 
 SEED_BITS = 63
 TOKEN_LISTS = (
@@ -66,8 +67,9 @@ class ParamsProcessor:
 
     # ---- checks ----
 
-    def verify(self, params: GenerationParams) -> None:
-        """RequestError for what is wrong with them whatever the prompt is."""
+    def verify(self, params: GenerationParams, owner: str | None = None) -> None:
+        """RequestError for what is wrong with them whatever the prompt is. Waits for the check of a grammar that is
+        new (`check_grammar` begins one)."""
         if isinstance(params, SamplingParams):
             params.verify(self._max_logprobs)
         elif isinstance(params, BeamSearchParams):
@@ -102,18 +104,38 @@ class ParamsProcessor:
             with _inside("return_hidden_states"):
                 self._selector.verify(params.return_hidden_states)
         if params.structured_output is not None:
-            self._verify_structured_output(params.structured_output)
+            self._verify_structured_output(params.structured_output, owner)
 
-    def _verify_structured_output(self, asked: StructuredOutput) -> None:
+    def check_grammar(self, params: Any, owner: str | None) -> Future[Any] | None:
+        """Begin to check the grammar of such params, without waiting. None: there is none, or `verify` finds what is
+        wrong without it. QueueFullError: too many of this owner wait."""
+        asked = getattr(params, "structured_output", None)
+        if self._tokenizer is None or not isinstance(asked, StructuredOutput) or asked.kind is None:
+            return None
+        try:
+            asked.verify()
+        except RequestError:
+            return None
+        return self.grammars.check(asked, owner)
+
+    def _verify_structured_output(self, asked: StructuredOutput, owner: str | None) -> None:
         if self._tokenizer is None:
             raise RequestError("structured_output", "needs a tokenizer, and none is loaded", "leave it out")
-        validate(asked, self._special_tokens)
+        if asked.kind is not None:  # otherwise the parent's is continued, which was checked
+            self.grammars.verify(asked, owner)
 
     @cached_property
-    def _special_tokens(self) -> frozenset[str]:
-        """Texts of the tokens that are no text."""
-        tokenizer = self._tokenizer
-        return frozenset() if tokenizer is None else frozenset(map(tokenizer.id_to_token, tokenizer.special_token_ids))
+    def grammars(self) -> GrammarChecks:
+        return GrammarChecks(self._tokenizer, self._vocab_size, self.eos_token_ids)
+
+    def start_grammars(self) -> None:
+        """Start the process that checks grammars, ahead of the first one."""
+        if self._tokenizer is not None:
+            self.grammars.start()
+
+    def close(self) -> None:
+        if "grammars" in self.__dict__:
+            self.grammars.close()
 
     def _verify_sampling(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -181,6 +203,8 @@ class ParamsProcessor:
                     params.return_hidden_states, num_prompt_tokens, params.max_tokens, params.n
                 )
             params.return_hidden_states = self._selector.in_plain_lists(params.return_hidden_states)
+        if params.structured_output is not None:
+            params.structured_output = self.grammars.complete(params.structured_output)
         params.all_stop_token_ids = self._stop_token_ids(params)
         self._own_rules.complete(params)
         if params.bad_words:

@@ -1,56 +1,51 @@
-"""Whether what a request's text must match can be compiled: checked before the request is queued.
+"""Whether what a request's text must match is valid and supported: what is wrong with it, and what would be right.
 
-Errors in schemas name the keyword and the path to it (schema_problems.py).
+Errors in schemas name the keyword and the path to it (schema_problems.py). A grammar is a program of a stranger: all of
+this takes as long as its author wants. It runs in a process of its own (grammar_process.py), which has limits.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any
-
-import msgspec
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine.schema_problems import find_invalid, find_unenforced, locate
 
-MAX_KEPT = 512  # results, of contents that were validated
-LONG_GRAMMAR = 2048  # characters; compiling more takes milliseconds, for which an event loop should not wait
 MAX_SHOWN = 300  # characters of a message
 
 OTHERWISE = "docs/structured-output.md says what is supported"
+# What the grammar library says where a limit of notation.LIMITS is exceeded, and the limit.
+LIMITS_IN_MESSAGES = (
+    ("Current row has", "max_items_in_row"),
+    ("Too many items", "step_max_items"),
+    ("lexer precomputation failed", "initial_lexer_fuel"),
+    ("fuel exhausted", "initial_lexer_fuel"),
+    ("initial lexer configuration", "initial_lexer_fuel"),
+    ("too many expressions constructed", "step_lexer_fuel"),
+    ("schema too large", "max_grammar_size"),
+)
 
 
 def validate(asked: StructuredOutput, special_tokens: Collection[str] = ()) -> None:
     """RequestError: it is malformed, unsatisfiable, not supported or too large. `special_tokens`: those of the model,
-    which are no text. Takes milliseconds for large schemas; a content that was validated before, microseconds."""
+    which are no text."""
     try:
         asked.verify()
-        if asked.kind is not None:  # otherwise the parent's is continued, which was validated
-            plain = msgspec.structs.replace(asked, begins_after=None, continue_grammar=False, first_token=None)
-            problem = _problem(msgspec.msgpack.encode(plain), frozenset(special_tokens))
-            if problem is not None:
-                raise RequestError(asked.kind, *problem)
+        problem = None if asked.kind is None else find_problem(asked, special_tokens)
+        if problem is not None:
+            assert asked.kind is not None
+            raise RequestError(asked.kind, *problem)
     except RequestError as error:
         raise error.inside("structured_output") from None
 
 
-def takes_long(asked: Any) -> bool:
-    """Whether an event loop should not wait for `validate`."""
-    if not isinstance(asked, StructuredOutput):
-        return False
-    texts = (asked.json_schema, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ()))
-    return sum(len(text) for text in texts if isinstance(text, str)) > LONG_GRAMMAR
-
-
-@lru_cache(MAX_KEPT)
-def _problem(content: bytes, special_tokens: frozenset[str]) -> tuple[str, str] | None:
-    """What is wrong, and what would be right."""
+def find_problem(asked: StructuredOutput, special_tokens: Collection[str] = ()) -> tuple[str, str] | None:
+    """What is wrong with something whose values were verified, and what would be right."""
     from ratoon.execution.grammar.notation import grammar_text, problem_of
 
-    asked = msgspec.msgpack.decode(content, type=StructuredOutput)
     schema = None if asked.json_schema is None else json.loads(asked.json_schema)
     if schema is not None and (invalid := find_invalid(schema)) is not None:
         return str(invalid), OTHERWISE
@@ -62,7 +57,18 @@ def _problem(content: bytes, special_tokens: frozenset[str]) -> tuple[str, str] 
         return _explain_valid(asked, schema, problem)
     if asked.structural_tag is not None:
         return _explain_tag(asked, json.loads(asked.structural_tag), problem)
-    return None if problem is None else (_shown(problem), OTHERWISE)
+    return None if problem is None else (shown(problem), OTHERWISE)
+
+
+def verify_ends(asked: StructuredOutput, grammar: str, ends: Collection[str]) -> None:
+    """RequestError: the grammar names a special token that ends a text, after which nothing of it could follow."""
+    from ratoon.execution.grammar.lark_rules import read_rules
+
+    rules = read_rules(grammar) if asked.grammar is not None else None
+    found = set() if rules is None else rules.tokens.intersection(ends)
+    if found:
+        problem = f"has the token {min(found)}, which ends the text of this model"
+        raise RequestError("grammar", problem, "leave it out: a text may end where the grammar does")
 
 
 def _explain_tag(asked: StructuredOutput, tag: Any, problem: str | None) -> tuple[str, str] | None:
@@ -76,7 +82,7 @@ def _explain_tag(asked: StructuredOutput, tag: Any, problem: str | None) -> tupl
         explained = _explain_schema(asked, schema, _problem_of_schema(asked, schema))
         if explained is not None:
             return f"{place}: {explained[0]}", explained[1]
-    return None if problem is None else (_shown(problem), OTHERWISE)
+    return None if problem is None else (shown(problem), OTHERWISE)
 
 
 def _explain_schema(asked: StructuredOutput, schema: Any, problem: str | None) -> tuple[str, str] | None:
@@ -109,7 +115,9 @@ def _problem_of_schema(asked: StructuredOutput, schema: Any) -> str | None:
         return error.problem
 
 
-def _shown(message: str) -> str:
-    """On one line."""
-    line = " ".join(message.split())
-    return line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN] + "…"
+def shown(message: str) -> str:
+    """A message of the grammar library on one line, with the name of the limit that it is about."""
+    line = " ".join(message.replace("<non-verbose/>", "").split())
+    line = line if len(line) <= MAX_SHOWN else line[:MAX_SHOWN] + "…"
+    limit = next((limit for words, limit in LIMITS_IN_MESSAGES if words in line), None)
+    return line if limit is None else f"exceeds the limit {limit} of the grammar library: {line}"

@@ -1,23 +1,47 @@
 """Compiled grammars of running requests: compiled in threads, and kept by their content.
 
-The library and the model's tokenizer are loaded with the first grammar, or in an idle moment before it.
+What arrives here was checked within limits, in another process (engine/grammar_process.py): compiling it again takes
+milliseconds, or as long as was measured there. Grammars that take long are compiled one at a time, owners in turn, at
+low priority; the others do not wait for them. The library and the model's tokenizer are loaded with the first grammar,
+or in an idle moment before it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import msgspec
+from contextlib import suppress
 
 from ratoon.core.errors import RequestError
-from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.interface import CompiledGrammar, GrammarLibrary
+from ratoon.core.structured import StructuredOutput, content_of
+from ratoon.core.turns import Turns
+from ratoon.execution.grammar.interface import CompiledGrammar, GrammarLibrary, GrammarState
 
 MAX_KEPT_BYTES = 256 * 2**20
 NUM_THREADS = 2
+LOW_PRIORITY = 10  # of the thread that compiles large grammars
+
+
+class KeptGrammar:
+    """A compiled grammar, and what it takes of the memory for all of them. States of a grammar may share tables, which
+    grow while texts are matched: what measures that calls `note_growth`."""
+
+    def __init__(self, compiled: CompiledGrammar, num_bytes: int, on_growth: Callable[[KeptGrammar], None]) -> None:
+        self._compiled = compiled
+        self._on_growth = on_growth
+        self.num_bytes = num_bytes
+        self.cost = compiled.cost
+
+    def begin(self) -> GrammarState:
+        return self._compiled.begin()
+
+    def note_growth(self, num_bytes: int) -> None:
+        """Its tables have grown by so many bytes. From any thread."""
+        self.num_bytes += num_bytes
+        self._on_growth(self)
 
 
 class GrammarCompiler:
@@ -29,11 +53,12 @@ class GrammarCompiler:
         self._library_lock = threading.Lock()
         self._failed_ahead = False
         self._max_kept_bytes = max_kept_bytes
-        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently used first
-        self._num_kept_bytes = 0
-        self._under_way: dict[bytes, Future[CompiledGrammar]] = {}
+        self._kept: OrderedDict[bytes, KeptGrammar] = OrderedDict()  # the least recently used first
+        self._under_way: dict[bytes, Future[KeptGrammar]] = {}
+        self._large: Turns[tuple[bytes, StructuredOutput]] = Turns(num_places=1)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._large_pool: ThreadPoolExecutor | None = None
 
     @property
     def library(self) -> GrammarLibrary:
@@ -54,23 +79,30 @@ class GrammarCompiler:
         except Exception:
             self._failed_ahead = True
 
-    def prepare(self, asked: StructuredOutput) -> Future[CompiledGrammar]:
+    @property
+    def num_kept_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+    def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[KeptGrammar]:
         """Compile it in another thread, or find it. The future raises RequestError if it can't be compiled. One that
         is asked for again while it is compiled is compiled once."""
         key = content_of(asked)
         with self._lock:
             found = self._find(key)
             if found is not None:
-                done: Future[CompiledGrammar] = Future()
+                done: Future[KeptGrammar] = Future()
                 done.set_result(found)
                 return done
             if key not in self._under_way:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
-                self._under_way[key] = self._pool.submit(self._compile, key, asked)
+                future = self._under_way[key] = Future()
+                if asked.is_large:
+                    self._large.add(owner, (key, asked))
+                    self._threads_for_large().submit(self._compile_next_large)
+                else:
+                    self._threads().submit(self._settle, future, key, asked)
             return self._under_way[key]
 
-    def get(self, asked: StructuredOutput) -> CompiledGrammar:
+    def get(self, asked: StructuredOutput) -> KeptGrammar:
         """One that was prepared. It is compiled again if it is no longer kept."""
         key = content_of(asked)
         with self._lock:
@@ -78,38 +110,73 @@ class GrammarCompiler:
         return self._compile(key, asked) if found is None else found
 
     def shutdown(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._large_pool):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, key: bytes, asked: StructuredOutput) -> CompiledGrammar:
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
+        return self._pool
+
+    def _threads_for_large(self) -> ThreadPoolExecutor:
+        if self._large_pool is None:
+            self._large_pool = ThreadPoolExecutor(1, "large grammars", initializer=_lower_priority)
+        return self._large_pool
+
+    def _compile_next_large(self) -> None:
+        with self._lock:
+            found = self._large.begin()
+            assert found is not None, "each is submitted once, to one thread"
+            owner, (key, asked) = found
+            future = self._under_way[key]
+        self._settle(future, key, asked)
+        with self._lock:
+            self._large.end(owner)
+
+    def _settle(self, future: Future[KeptGrammar], key: bytes, asked: StructuredOutput) -> None:
+        try:
+            compiled = self._compile(key, asked)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(compiled)
+
+    def _compile(self, key: bytes, asked: StructuredOutput) -> KeptGrammar:
         try:
             compiled = self.library.compile(asked)
+            num_bytes = max(compiled.num_bytes, asked.num_bytes or 0)
+            kept = KeptGrammar(compiled, num_bytes, self._note_growth)
             with self._lock:
-                self._keep(key, compiled)
-            return compiled
+                self._kept.setdefault(key, kept)
+                self._drop_beyond_limit()
+            return kept
         except RequestError as error:
             raise error.inside("structured_output") from None
         finally:
             with self._lock:
                 self._under_way.pop(key, None)
 
-    def _find(self, key: bytes) -> CompiledGrammar | None:
+    def _find(self, key: bytes) -> KeptGrammar | None:
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
         return found
 
-    def _keep(self, key: bytes, compiled: CompiledGrammar) -> None:
-        if key in self._kept:
-            return
-        self._kept[key] = compiled
-        self._num_kept_bytes += compiled.num_bytes
-        while self._num_kept_bytes > self._max_kept_bytes and len(self._kept) > 1:
+    def _note_growth(self, grown: KeptGrammar) -> None:
+        with self._lock:
+            self._drop_beyond_limit()
+
+    def _drop_beyond_limit(self) -> None:
+        """The least recently used go first. What running requests use stays in memory until these end."""
+        num_bytes = self.num_kept_bytes
+        while num_bytes > self._max_kept_bytes and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
-            self._num_kept_bytes -= dropped.num_bytes
+            num_bytes -= dropped.num_bytes
 
 
-def content_of(asked: StructuredOutput) -> bytes:
-    """What its compiled form depends on."""
-    plain = msgspec.structs.replace(asked, begins_after=None, continue_grammar=False, first_token=None)
-    return msgspec.msgpack.encode(plain)
+def _lower_priority() -> None:
+    """Of this thread. On Linux a thread has a priority of its own; elsewhere it stays as it is."""
+    if os.uname().sysname == "Linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

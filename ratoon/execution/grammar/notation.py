@@ -11,10 +11,11 @@ from collections.abc import Collection
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.lark_rules import find_endless, read_rules
 from ratoon.execution.grammar.tag_formats import ANY_TEXT, FormatWriter
 
 # Bounds of the work of a compilation and of one mask (about 10 to 20 ms each) and of memory (about 2 KB for a state).
@@ -22,6 +23,7 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
+    max_items_in_row=20_000,  # an item for each of the alternatives that begin at one place
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
@@ -31,8 +33,16 @@ LIMITS = LLParserLimits(
 ESCAPES = 'nrbtf\\"'
 
 
+_IS_LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*(\.\s*\d+\s*)?(\[[^\]\n]*\]\s*)?:(?!:))", re.MULTILINE)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|.)", re.DOTALL)
+
+_SPECIAL_CHARACTERS = re.compile(r"[^\w ]")  # that may have a meaning in a regular expression
+
+
 def grammar_text(asked: StructuredOutput, special_tokens: Collection[str] = ()) -> str:
     """RequestError where the notation alone is wrong; `problem_of` tells what is wrong with the rest."""
+    if asked.translation is not None:  # it was written before, where the request was checked
+        return asked.translation
     if asked.json_schema is not None:
         return _of_schema(asked, json.loads(asked.json_schema))
     if asked.json_object:
@@ -40,8 +50,9 @@ def grammar_text(asked: StructuredOutput, special_tokens: Collection[str] = ()) 
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(without_anchors(asked.regex))
     if asked.choice is not None:
-        texts = dict.fromkeys(asked.choice)
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(_literal(text, special_tokens) for text in texts))
+        # One lexeme, which takes one item of the parser. It is text: what is spelt like a special token is written by
+        # ordinary tokens.
+        return LLMatcher.grammar_from_lark(f"start: /{'|'.join(map(_escaped, sorted(set(asked.choice))))}/")
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(asked.grammar))
     assert asked.structural_tag is not None, "verified"
@@ -91,10 +102,44 @@ def without_anchors(regex: str) -> str:
 
 
 def _lark(grammar: str) -> str:
+    """In Lark's notation, from that or from GBNF."""
+    expected = "a grammar in Lark's notation or in GBNF"
+    is_lark = _IS_LARK.search(grammar) is not None
     try:
-        return any_to_lark(grammar)
+        text = grammar if is_lark else gbnf_to_lark(_ESCAPE.sub(_plain_character, grammar))
+    except RecursionError:
+        raise RequestError("grammar", "is nested too deeply", "fewer parentheses within each other") from None
     except Exception as error:  # its own exceptions have no common class
-        raise RequestError("grammar", f"is not valid: {error}", "a grammar in Lark's notation or in GBNF") from None
+        raise RequestError("grammar", f"is not valid: {error}", expected) from None
+    rules = read_rules(text)
+    endless = None if rules is None else find_endless(rules)
+    if endless is not None:
+        endless = "root" if endless == "start" and not is_lark else endless
+        problem = f"allows no text: each text of the rule {endless!r} would have to contain another one, for ever"
+        raise RequestError("grammar", problem, f"a way to end the rule {endless!r}")
+    return text
+
+
+def _plain_character(escape: re.Match[str]) -> str:
+    """An escape of GBNF as the translation to Lark's notation reads it."""
+    digits = escape[1] or escape[2] or escape[3]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if code < 0x80:  # it may have a meaning: it stays an escape
+        return f"\\x{code:02x}"
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{escape[0]} is no character")
+    return chr(code)
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text."""
+    return _SPECIAL_CHARACTERS.sub(_escape, text)
+
+
+def _escape(character: re.Match[str]) -> str:
+    return f"\\x{{{ord(character[0]):x}}}"
 
 
 def _literal(text: str, special_tokens: Collection[str]) -> str:

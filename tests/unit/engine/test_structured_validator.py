@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine.structured_validator import LONG_GRAMMAR, takes_long, validate
+from ratoon.engine.structured_validator import validate
 
 
 def schema(value: Any) -> StructuredOutput:
@@ -99,9 +99,3 @@ def test_other_kinds_are_refused_with_a_reason(asked: StructuredOutput, told: st
         validate(asked)
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_only_long_ones_are_checked_beside_the_event_loop() -> None:
-    assert takes_long(StructuredOutput(regex="a" * (LONG_GRAMMAR + 1)))
-    assert not takes_long(StructuredOutput(regex="a"))
-    assert not takes_long(None)

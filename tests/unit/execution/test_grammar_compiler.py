@@ -29,12 +29,14 @@ class Library:
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
+        self.slow: set[str] | None = None  # None: all
         self.may_go_on = Event()
         self.may_go_on.set()
 
     def compile(self, asked: StructuredOutput) -> Compiled:
         assert asked.regex is not None
-        self.may_go_on.wait(PATIENCE)
+        if self.slow is None or asked.regex in self.slow or asked.is_large:
+            self.may_go_on.wait(PATIENCE)
         self.compiled.append(asked.regex)
         if asked.regex == "(":
             raise RequestError("regex", "is wrong", "another")
@@ -64,6 +66,41 @@ def test_the_least_recently_used_is_dropped_and_compiled_again() -> None:
     for regex in ("a", "b", "a", "c", "a", "b"):
         grammars.get(StructuredOutput(regex=regex))
     assert library.compiled == ["a", "b", "c", "b"]
+
+
+def test_what_was_measured_and_what_has_grown_counts() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library, max_kept_bytes=100)
+    measured = StructuredOutput(regex="a", num_bytes=60)
+    assert grammars.get(measured).num_bytes == 60 and grammars.num_kept_bytes == 60
+    running = grammars.get(StructuredOutput(regex="b"))
+    assert grammars.num_kept_bytes == 70
+    running.note_growth(50)  # as texts are matched
+    assert grammars.num_kept_bytes == 60, "the least recently used is dropped"
+    grammars.get(StructuredOutput(regex="b"))
+    assert library.compiled == ["a", "b"]
+    running.note_growth(1000)
+    grammars.get(StructuredOutput(regex="c"))
+    assert grammars.num_kept_bytes == 10, "one that has grown too large is dropped as soon as there is another"
+
+
+def test_large_grammars_do_not_hold_up_others() -> None:
+    """They are compiled one at a time, owners in turn."""
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    library.may_go_on.clear()
+    library.slow = set()
+    large = [
+        grammars.prepare(StructuredOutput(regex=name, is_large=True), owner)
+        for name, owner in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"))
+    ]
+    other = grammars.prepare(StructuredOutput(regex="x"), "c")
+    assert other.result(PATIENCE) is not None and not any(future.done() for future in large)
+    library.may_go_on.set()
+    for future in large:
+        future.result(PATIENCE)
+    assert library.compiled == ["x", "a1", "a2", "b1", "a3"] or library.compiled == ["x", "a1", "b1", "a2", "a3"]
+    grammars.shutdown()
 
 
 def test_the_library_is_opened_with_the_first_grammar() -> None:

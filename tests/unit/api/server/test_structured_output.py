@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from ratoon.core.params import BeamSearchParams
@@ -23,7 +24,9 @@ ANY_OBJECT = StructuredOutput(json_object=True)
 
 
 def asked(client: Client) -> StructuredOutput | None:
-    return client.engine.core.added[-1].params.structured_output
+    """Without what was measured when it was checked."""
+    found = client.engine.core.added[-1].params.structured_output
+    return None if found is None else msgspec.structs.replace(found, num_bytes=None, is_large=False)
 
 
 async def answers(client: Client, fields: dict[str, Any]) -> list[Any]:
