@@ -3,9 +3,11 @@ long others wait meanwhile.
 
     .venv/bin/python bench/attacks.py                                # this checkout
     .venv/bin/python bench/attacks.py --tree ../other --mebibytes 2  # another one, with bodies that are smaller
+    .venv/bin/python bench/attacks.py --part grammars                # another part
 
-One server meets all attacks, one after the other. Another client has a text of 1,500 words tokenised again and again.
-What counts is the process that speaks HTTP; the engine's is another one.
+The part `bodies` is in this file, the others are in attack_parts. One server meets all bodies, one after the other.
+Another client has a text of 1,500 words tokenised again and again. What counts is the process that speaks HTTP; the
+engine's is another one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from attack_parts import keys
+from attack_parts import grammars, keys
 
 MEBIBYTE = 2**20
 MODEL = "smollm2-135m"
@@ -75,14 +77,12 @@ ATTACKS = (
 
 
 @contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    """Process id and address of a server of the checkout."""
+def serving(args: argparse.Namespace, *options: str) -> Iterator[tuple[int, str]]:
+    """Process id and address of a server of the checkout, with these options."""
     # An earlier checkout (`--tree`) can't be run as a package.
     module = "ratoon" if (args.tree / "ratoon" / "__main__.py").exists() else "ratoon.api.cli"
-    command = [sys.executable, "-m", module, "serve", MODEL, "--port", "0", "--max-model-len", "2048"]
+    command = [sys.executable, "-m", module, "serve", MODEL, "--port", "0", "--max-model-len", "2048", *options]
     environment = {**os.environ, "PYTHONPATH": str(args.tree.resolve())}
-    if args.part == "keys":
-        environment["RATOON_API_KEY"] = f"{keys.BUSY_KEY},{keys.SHORT_KEY}"
     process = subprocess.Popen(
         command, cwd=args.tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -167,18 +167,7 @@ def run(attack: Attack, pid: int, address: str, size: int) -> Figures:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout whose server is run")
-    parser.add_argument("--mebibytes", type=float, default=15.9, help="size of a body; default 15.9")
-    parser.add_argument("--only", default="", help="attacks, or loads, whose name has this in it")
-    parser.add_argument("--part", choices=["bodies", "keys"], default="bodies", help="default bodies")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load of the part keys; default 20")
-    args = parser.parse_args()
-    if args.part == "keys":
-        with serving(args) as (_, address):
-            keys.run(address, args.only, args.seconds)
-        return
+def run_bodies(args: argparse.Namespace) -> None:
     size = int(args.mebibytes * MEBIBYTE) - 1024
     print(f"bodies of {args.mebibytes:g} MiB; memory in MiB, beyond what the server had before\n")
     print(f"{'attack':32}{'status':>8}{'seconds':>10}{'peak':>8}{'left':>8}{'others wait':>13}", flush=True)
@@ -192,6 +181,35 @@ def main() -> None:
                 f"{found.left / MEBIBYTE:8.0f}{found.longest_wait:11.2f} s",
                 flush=True,
             )
+
+
+def run_grammars(args: argparse.Namespace) -> None:
+    with serving(args, *grammars.OPTIONS) as (pid, address):
+        grammars.run(address, pid, args.bombs)
+
+
+def run_keys(args: argparse.Namespace) -> None:
+    with serving(args, "--api-key", keys.BUSY_KEY, "--api-key", keys.SHORT_KEY) as (_, address):
+        keys.run(address, args.only, args.seconds)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "bodies": run_bodies,
+    "grammars": run_grammars,
+    "keys": run_keys,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout whose server is run")
+    parser.add_argument("--part", choices=list(PARTS), default="bodies", help="default bodies")
+    parser.add_argument("--mebibytes", type=float, default=15.9, help="bodies: size of a body; default 15.9")
+    parser.add_argument("--only", default="", help="bodies, keys: attacks, or loads, whose name has this in it")
+    parser.add_argument("--seconds", type=float, default=20.0, help="keys: of each load; default 20")
+    parser.add_argument("--bombs", type=int, default=64, help="grammars: how many at once; default 64")
+    args = parser.parse_args()
+    PARTS[args.part](args)
 
 
 if __name__ == "__main__":
