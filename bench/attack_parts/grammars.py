@@ -1,8 +1,8 @@
 """Hostile grammars of one API key: what they cost a plain schema of another key, its stream, and the memory.
 
-Key A sends all bombs at once (grammar_bombs.py). Key B has a stream, and sends requests with schemas of its own, each
-of them new, before and meanwhile. Wanted: B's requests take twice as long at most, the gap between its tokens grows by a
-quarter at most, server and engine by 300 MiB at most, and what grew comes back.
+Key A sends all bombs at once (grammar_bombs.py). Key B has a stream, and sends requests with new schemas of its own,
+before and meanwhile. Wanted: B's requests take twice as long at most, the gap between its tokens grows by a quarter at
+most, server and engine by 300 MiB at most, and what grew comes back.
 """
 
 from __future__ import annotations

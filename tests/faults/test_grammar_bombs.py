@@ -52,8 +52,8 @@ def test_bombs_of_one_key_are_answered_and_hold_up_no_other() -> None:
         assert seconds_of_others < time.monotonic() - start, "they did not wait for all bombs"
         for pid, num_bytes in before.items():
             assert resident_bytes(pid) - num_bytes < MAX_GROWTH_BYTES
-        assert len(refused) >= 20
-        for name in ("lark, intersected lengths", "regex, squared repetition", "lark, itself", "gbnf, chain of rules"):
+        assert len(refused) >= 15
+        for name in ("lark, intersected lengths", "lark, itself", "gbnf, chain of rules"):
             assert name in refused
     finally:
         checks.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +12,7 @@ import pytest
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.interface import GrammarCost
 from ratoon.execution.worker import Worker
 from tests.waiting import PATIENCE
 
@@ -20,6 +21,7 @@ from tests.waiting import PATIENCE
 class Compiled:
     num_bytes: int
     text: str
+    cost: GrammarCost = field(default_factory=GrammarCost)
 
     def begin(self) -> Any: ...
 
