@@ -60,13 +60,27 @@ def run(args: argparse.Namespace) -> int:
             f"{llm.source.name} is ready after {time.monotonic() - begin:.1f} s; {len(DEMO_PROMPTS)} prompts follow.\n"
         )
         sys.stdout.flush()
+        rounding = describe_rounding(llm.describe().get("weight_formats", []))
         with choose_display() as display:
             answers, seconds = answer_all(llm, display)
     for answer in answers:
         print_answer(answer)
     print_table(answers, seconds)
+    if rounding:
+        print(rounding)
     failed = [answer for answer in answers if answer.last is None or answer.last.error is not None]
     return 1 if failed else 0
+
+
+def describe_rounding(weight_formats: list[dict[str, Any]]) -> str:
+    """What the answers may owe to weights that stay in few bits; empty where all products are those of floats."""
+    few_bits = [one["format"] for one in weight_formats if "activations" in one["product"]]
+    if not few_bits:
+        return ""
+    return (
+        f"Weights are multiplied as the file has them ({', '.join(few_bits)}), with activations rounded to 8 bits. Where two "
+        "tokens are almost equally probable, floats (--quantization none) may choose the other one."
+    )
 
 
 def answer_all(llm: LLM, display: Display) -> tuple[list[Answer], float]:

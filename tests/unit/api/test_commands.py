@@ -9,6 +9,7 @@ import json
 import pytest
 
 from ratoon.api.cli import parse_arguments
+from ratoon.api.commands.demo import describe_rounding
 from ratoon.api.commands.serve import say_what_is_waited_for
 from ratoon.api.server.settings import ServerSettings
 from ratoon.cli import main
@@ -393,6 +394,13 @@ def test_demo_answers_everything_and_sends_the_shared_prefix_second(client, sour
     out = capsys.readouterr().out
     assert out.count("\nok\n") == 6
     assert "library 2" in out and "prefix cache" in out
+
+
+def test_demo_says_what_is_rounded_where_weights_stay_in_few_bits():
+    few = {"format": "Q4_1", "product": "4-bit weights, 8-bit activations (neon)"}
+    floats = {"format": "float32", "product": "float32"}
+    assert "as the file has them (Q4_1), with activations rounded to 8 bits" in describe_rounding([few, floats])
+    assert describe_rounding([floats]) == ""
 
 
 def test_prompts_may_stand_behind_options(client, capsys):
