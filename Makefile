@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RATOON := $(BIN)/ratoon
 # Two states of the environment: what `make demo` runs, and what a developer needs beside that.
 RUN_STAMP := $(VENV)/.runs
 RUN_EXTRAS := serve
@@ -83,7 +84,7 @@ $(STAMP): $(SETUP_INPUTS) | $(BIN)/python
 	@touch $(RUN_STAMP) $@
 
 demo: $(RUN_STAMP)
-	@$(BIN)/ratoon demo
+	@$(RATOON) demo
 	@echo
 	@echo "Ratoon is installed in $(VENV). To go on:"
 	@echo "  source $(BIN)/activate"
@@ -120,8 +121,8 @@ format: setup
 
 bench: setup
 	$(BIN)/python bench/scheduler.py
-	$(BIN)/ratoon bench latency smollm2-135m
-	$(BIN)/ratoon bench throughput smollm2-135m
+	$(RATOON) bench latency smollm2-135m
+	$(RATOON) bench throughput smollm2-135m
 
 # All pages every time (-E -a): a page that did not change may link to a heading that did.
 docs: setup

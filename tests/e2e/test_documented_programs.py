@@ -1,60 +1,245 @@
-"""The programs in the pages on structured output, tools, responses and messages run as they are written, with the model
-that they name; only the server's address is another one."""
+"""Every program and command of README.md and docs/ prints what the page shows below it, with default settings and the
+model that it names; only the server's address is another one.
+
+A page is run from top to bottom, in a folder of its own: its Python in this process, as one program, its commands in a
+shell. All pages share a server. What is not run is listed with the reason (NOT_RUN), and nothing else is left out.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import shutil
 import subprocess
 import sys
+import traceback
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import av
 import pytest
 
-from tests.e2e.servers import Server, serving
-from tests.real_models import needs_embedded_model
+from ratoon.models.source import resolve_model
+from tests import real_models
+from tests.e2e.documents import Step, difference, steps_of
+from tests.e2e.forked_commands import forked_commands
+from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serving
 
-pytestmark = [needs_embedded_model, pytest.mark.slow]
+pytestmark = [real_models.needs_embedded_model, pytest.mark.slow]
 
-DOCS = Path(__file__).parents[2] / "docs"
-PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
-ADDRESS = re.compile(r"http://(?:localhost|127\.0\.0\.1):8000")
+ROOT = Path(__file__).parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if steps_of(page)]
+ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):(?:8000|8210)")
+SERVE = re.compile(r"((?:\w+=\S+ )*)ratoon serve (\S+)(.*)")
 MODEL = "smollm2-135m"
-LIMIT = 300  # seconds; a program takes a few, but the machine may be busy
+HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+LIMIT = 600  # seconds; a command takes a few, but the machine may be busy
+
+# By page: how a step begins, and why it and those behind it in its block are not run. "" is every step of the page.
+NOT_RUN = {
+    "README.md": {
+        "llm.generate({": "is about a model that is not here",
+    },
+    "command-line.md": {
+        "ratoon chat smollm2-135m": "is a session on a terminal",
+        "ratoon pull": "needs the hub",
+        "ratoon bench profile Qwen": "needs the hub",
+    },
+    "deployment.md": {"": "sets up an environment"},
+    "gpu.md": {"": "needs a GPU"},
+    "models.md": {
+        "ratoon generate ./smollm2-hf": "is written by bench/export_hf.py, half a gigabyte",
+        "ratoon serve smollm2-135m --max-model-len 10000 --rope-scaling": "is a server that is asked nothing",
+        "python bench/quality.py": "takes minutes",
+        '"""SmolLM3': "is a file of the package, as an example",
+        "# On a small random SmolLM3": "needs that file",
+    },
+    "serving.md": {"curl -sN localhost:8000/v1/completions -H 'Content-Type: application/json' -o": "kills an engine"},
+    "cpu.md": {"ratoon info": "is about the kernels of another processor"},
+    "hidden-states.md": {
+        "python examples/": "takes long, and test_examples.py looks at it",
+        "outputs = llm.extract_hidden_states(texts": "is a part of an example",
+        "everything =": "is a part of an example",
+    },
+    "benchmarking.md": {
+        "ratoon bench two-stage": "takes minutes; test_two_stage.py and test_two_stage_http.py run it",
+        "ratoon bench serve --url http://127.0.0.1:8210 --dataset multi-turn": "waits most of the time",
+        "cat capitals.jsonl": "is for a command that is not run",
+    },
+}
+# Their figures are those of a machine: the words are compared.
+MEASURED = ("ratoon bench ", "ratoon demo", "ratoon info", "make demo")
+MAKE_DEMO = f'make --no-print-directory -C {ROOT} -o .venv/.runs RATOON="$(command -v ratoon)" demo'
+
+
+def steps_to_run(page: Path) -> list[Step]:
+    steps, left_out = [], None
+    for step in steps_of(page):
+        if any(f"{step.source}\n".startswith(begin) for begin in NOT_RUN.get(page.name, {})):
+            left_out = step.block
+        if step.block != left_out:
+            steps.append(step)
+    return steps
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(MODEL, "--load-format", "auto") as running:
+def shared_server() -> Iterator[Server]:
+    options = ("--load-format", "auto", "--admin", "--admin-key", ADMIN_KEY)
+    with serving(MODEL, *options) as running:
         yield running
 
 
-def run_programs(page: str, server: Server) -> list[str]:
-    """Those of a page one after the other, as one reads them. Returns the lines that they print."""
-    programs = PROGRAM.findall((DOCS / page).read_text())
-    assert programs
-    text = ADDRESS.sub(server.url, "\n".join(programs))
-    done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of `ratoon` and `python`, which are those of this environment."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    with forked_commands(folder / "ratoon"):
+        yield folder
 
 
-def test_structured_output(server: Server) -> None:
-    in_process, over_http = run_programs("structured-output.md", server)
-    for shown in (in_process, over_http):
-        assert re.fullmatch(r"name='.+' country='.*' population=-?\d+", shown)
+@pytest.fixture
+def folder(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a page is run."""
+    for name in ("tests", "examples", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return tmp_path
 
 
-def test_tools(server: Server) -> None:
-    lines = run_programs("tools.md", server)
-    assert re.fullmatch(r"weather \{'city': '(Paris|Tokyo)'\}", lines[0])
-    assert re.fullmatch(r".*\[\('weather', '\{\"city\": ?\"(Paris|Tokyo)\"\}'\)\]", lines[-1])
+class Reader:
+    """Follows a page: what its steps leave behind is there for the next ones."""
+
+    def __init__(self, server: Server, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.server, self.folder, self._stack = server, folder, stack
+        self._shared, self._section = server, -1
+        self._names: dict[str, object] = {"__name__": "__main__"}
+        self._definitions = ""  # functions of the shell
+
+    def run(self, step: Step) -> str | None:
+        """What the step prints; None where there is nothing to compare."""
+        if step.section != self._section:  # a server is started for its section
+            self._section, self.server = step.section, self._shared
+        if step.language == "python":
+            return self._run_python(step)
+        if match := re.fullmatch(r"cat (\S+)", step.source):
+            (self.folder / match[1]).write_text(f"{step.shown}\n")
+            return None
+        if re.match(r"\w+\(\) \{", step.source):
+            self._definitions += f"{step.source}\n"
+            return None
+        if step.source == "make demo":  # as after the installation
+            return self._run_shell(replace(step, source=MAKE_DEMO))
+        match = SERVE.fullmatch(step.source)
+        if match and not (step.shown or "").startswith("error"):
+            self._serve(match[2], match[3].split(), dict(part.split("=") for part in match[1].split()))
+            return None
+        return self._run_shell(step)
+
+    def close(self) -> None:
+        for value in self._names.values():
+            if hasattr(value, "close") and type(value).__name__ == "LLM":
+                value.close()
+
+    def _serve(self, model: str, options: list[str], environment: dict[str, str]) -> None:
+        if "--port" in options:
+            del options[options.index("--port") : options.index("--port") + 2]
+        if model == MODEL and not options and not environment:
+            self.server = self._shared
+        else:
+            self.server = self._stack.enter_context(serving(model, "--load-format", "auto", *options, **environment))
+
+    def _run_python(self, step: Step) -> str:
+        printed = io.StringIO()
+        program = compile(ADDRESS.sub(self._address, step.source), f"line {step.line}", "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(program, self._names)
+        return printed.getvalue()
+
+    def _run_shell(self, step: Step) -> str:
+        command = ADDRESS.sub(self._address, step.source)
+        if command.startswith("ratoon complete ") and "--url" not in command:  # its default is 127.0.0.1:8000
+            command += f" --url {self._address}"
+        done = subprocess.run(
+            ["bash", "-c", self._definitions + command],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert step.shown is not None or done.returncode == 0, f"line {step.line}: {done.stdout}"
+        return done.stdout.replace(self._address, "127.0.0.1:8000")
+
+    @property
+    def _address(self) -> str:
+        return self.server.url.removeprefix("http://")
 
 
-def test_responses(server: Server) -> None:
-    *_, second = run_programs("responses.md", server)
-    assert int(second.split()[-1]) > 10  # the first question and its answer were not computed again
+def prepare(page: str, folder: Path) -> None:
+    """The files that a page speaks of."""
+    if page == "encoder-decoder.md":
+        shutil.copytree(real_models.bart_g2p(), folder / "bart-g2p-us")
+    elif page == "models.md":
+        file = Path(resolve_model(MODEL).path)
+        (folder / file.name).symlink_to(file)
+    elif page == "speech.md":
+        (folder / "whisper-tiny").symlink_to(real_models.whisper_tiny())
+        (folder / "jfk.wav").symlink_to(ROOT / "tests/data/audio/jfk.wav")
+        write_mp3(folder / "jfk.wav", folder / "speech.mp3")
+    elif any(HUB_MODEL in step.source for step in steps_of(ROOT / "docs" / page)):
+        (folder / HUB_MODEL).parent.mkdir()
+        (folder / HUB_MODEL).symlink_to(real_models.minilm())  # a path is looked for before the hub is asked
 
 
-def test_messages(server: Server) -> None:
-    assert any(line.strip() for line in run_programs("messages.md", server))
+def write_mp3(recording: Path, target: Path) -> None:
+    with av.open(str(recording)) as source, av.open(str(target), "w") as mp3:
+        stream = mp3.add_stream("mp3", rate=16000)
+        for frame in source.decode(audio=0):
+            mp3.mux(stream.encode(frame))
+        mp3.mux(stream.encode(None))
+
+
+def forget(server: Server) -> None:
+    """The prefix cache, which the pages before have filled."""
+    request = urllib.request.Request(f"{server.url}/admin/reset_prefix_cache", method="POST", headers=AS_ADMIN)
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_what_its_programs_and_commands_print(page: Path, shared_server: Server, folder: Path) -> None:
+    steps = steps_to_run(page)
+    if not steps:
+        pytest.skip("; ".join(NOT_RUN[page.name].values()))
+    prepare(page.name, folder)
+    forget(shared_server)
+    wrong = []
+    with contextlib.ExitStack() as stack:
+        reader = Reader(shared_server, folder, stack)
+        stack.callback(reader.close)
+        for step in steps:
+            try:
+                printed = reader.run(step)
+            except Exception:  # the steps behind it are compared nevertheless
+                wrong.append(f"{page.name}:{step.line}: {step.source.strip()}\n{traceback.format_exc()}")
+                continue
+            if printed is None or step.shown is None:
+                continue
+            if found := difference(step.shown, printed, is_measured=step.source.startswith(MEASURED)):
+                wrong.append(f"{page.name}:{step.line}: {step.source.strip()}\n{found}\nas it is printed:\n{printed}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_what_is_not_run_is_in_the_pages() -> None:
+    for name, begins in NOT_RUN.items():
+        page = ROOT / name if name == "README.md" else ROOT / "docs" / name
+        for begin in begins:
+            assert any(f"{step.source}\n".startswith(begin) for step in steps_of(page)), f"{name}: {begin!r}"

@@ -78,8 +78,8 @@ def describe_rounding(weight_formats: list[dict[str, Any]]) -> str:
     if not few_bits:
         return ""
     return (
-        f"Weights are multiplied as the file has them ({', '.join(few_bits)}), with activations rounded to 8 bits. Where two "
-        "tokens are almost equally probable, floats (--quantization none) may choose the other one."
+        f"Weights are multiplied as the file has them ({', '.join(few_bits)}), with activations rounded to 8 bits. "
+        "Where two tokens are almost equally probable, floats (--quantization none) may choose the other one."
     )
 
 
