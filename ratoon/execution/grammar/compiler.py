@@ -25,6 +25,9 @@ NUM_THREADS = 2
 LOW_PRIORITY = 10  # of the thread that compiles large grammars
 
 
+MAX_GROWN_BYTES = 2 * 2**20
+
+
 class KeptGrammar:
     """A compiled grammar, and what it takes of the memory for all of them. States of a grammar may share tables, which
     grow while texts are matched: what measures that calls `note_growth`."""
@@ -33,6 +36,7 @@ class KeptGrammar:
         self._compiled = compiled
         self._on_growth = on_growth
         self.num_bytes = num_bytes
+        self.num_grown_bytes = 0
         self.cost = compiled.cost
 
     def begin(self) -> GrammarState:
@@ -41,6 +45,7 @@ class KeptGrammar:
     def note_growth(self, num_bytes: int) -> None:
         """Its tables have grown by so many bytes. From any thread."""
         self.num_bytes += num_bytes
+        self.num_grown_bytes += num_bytes
         self._on_growth(self)
 
 
@@ -164,7 +169,11 @@ class GrammarCompiler:
         return found
 
     def _note_growth(self, grown: KeptGrammar) -> None:
+        """One that has grown much is not kept: compiled again, it is small."""
         with self._lock:
+            if grown.num_grown_bytes > MAX_GROWN_BYTES:
+                for key in [key for key, kept in self._kept.items() if kept is grown]:
+                    del self._kept[key]
             self._drop_beyond_limit()
 
     def _drop_beyond_limit(self) -> None:

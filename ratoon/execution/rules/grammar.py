@@ -18,9 +18,9 @@ import torch
 
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.cells import all_to_device
-from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.compiler import GrammarCompiler, KeptGrammar
 from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
-from ratoon.execution.grammar.interface import CompiledGrammar, GrammarCost, GrammarLibrary, GrammarState, words_of
+from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, words_of
 from ratoon.execution.grammar.markers import Marker, marker_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
 from ratoon.execution.rules.mask_filler import MaskFiller
@@ -32,6 +32,9 @@ FEW = 512  # tokens; a choice among so many does not read the other logits of it
 SECONDS_OF_TEXT = 0.5
 SECONDS_OF_TOKEN = 0.005
 
+# What the library keeps of a mask that took long, for each second: 50 to 100 MB were measured.
+BYTES_OF_SECOND = 10**8
+
 NOT_MATCHED = "allows no token here: no text that begins like this one matches it"
 
 
@@ -40,7 +43,7 @@ class Source:
 
     __slots__ = ("compiled", "library")
 
-    def __init__(self, compiled: CompiledGrammar, library: GrammarLibrary) -> None:
+    def __init__(self, compiled: KeptGrammar, library: GrammarLibrary) -> None:
         self.compiled = compiled
         self.library = library
 
@@ -186,6 +189,8 @@ class Grammar(LogitsRule):
 
     def note_seconds(self, seconds: float) -> None:
         self.cost.note(seconds)
+        if seconds >= FAST_SECONDS:
+            self._path.source.compiled.note_growth(int(BYTES_OF_SECOND * seconds))
         path = self._path
         path.seconds += seconds
         if path.seconds > SECONDS_OF_TEXT + SECONDS_OF_TOKEN * self._num_tokens:

@@ -11,7 +11,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.compiler import MAX_GROWN_BYTES, GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarCost
 from ratoon.execution.worker import Worker
 from tests.waiting import PATIENCE
@@ -84,6 +84,15 @@ def test_what_was_measured_and_what_has_grown_counts() -> None:
     running.note_growth(1000)
     grammars.get(StructuredOutput(regex="c"))
     assert grammars.num_kept_bytes == 10, "one that has grown too large is dropped as soon as there is another"
+
+
+def test_one_that_has_grown_much_is_not_kept() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    grammars.get(StructuredOutput(regex="a")).note_growth(MAX_GROWN_BYTES + 1)
+    assert grammars.num_kept_bytes == 0
+    grammars.get(StructuredOutput(regex="a"))
+    assert library.compiled == ["a", "a"]
 
 
 def test_large_grammars_do_not_hold_up_others() -> None:

@@ -18,7 +18,7 @@ from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, few_tokens_of, fill_ahead, forced_run
+from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
@@ -205,6 +205,20 @@ def test_long_forced_text_takes_no_longer_than_short_text(regex: str) -> None:
         run = forced_run(rules, 100)
         rules = rules.after_all(run or [min(possible(rules))])
     assert time.process_time() - start < 1
+
+
+def test_a_text_that_takes_too_long_to_match_ends_and_its_grammar_is_not_kept() -> None:
+    (grammar,) = rules_for(regex="[0-9]{1,9}x?")
+    assert isinstance(grammar, Grammar)
+    kept = grammars().get(StructuredOutput(regex="[0-9]{1,9}x?"))
+    grammar.wait_or_fill()
+    for _ in range(5):
+        grammar.note_seconds(0.09)
+        assert grammar.problem is None
+    grammar.note_seconds(0.09)
+    assert grammar.problem is not None and "takes longer to match than is allowed" in grammar.problem
+    assert not grammar.mask().any() and grammar.cost.is_slow
+    assert grammars().get(StructuredOutput(regex="[0-9]{1,9}x?")) is not kept
 
 
 def test_an_end_among_others_and_a_stop_token_in_the_text_are_not_forced() -> None:
