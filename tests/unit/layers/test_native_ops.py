@@ -104,14 +104,16 @@ def test_rotation_and_head_norm_work_in_place_on_views_of_the_fused_product(ops)
 
 @pytest.mark.parametrize("width", [1536, 37])
 def test_activations_equal_the_float64_functions(ops, width):
-    """Each rounds about four times for an element, and none is steeper than its argument is large."""
+    """Each rounds about four times for an element, and none is steeper than its argument is large. The polynomial of
+    the error function rounds twice more."""
     exact, x = TorchOps(), random(9, 2 * width) * 8
     gate, up = x.double().chunk(2, dim=1)
     error = (ops.silu_and_mul(x) - exact.silu_and_mul(x.double())).abs()
     assert (error <= 5 * UNIT * (gate * up).abs()).all()
     for kind in ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"):
         error = (ops.activation(x, kind) - exact.activation(x.double(), kind)).abs()
-        assert (error <= 4 * UNIT * x.double().abs()).all(), kind
+        num_roundings = 6 if kind == "gelu" else 4
+        assert (error <= num_roundings * UNIT * x.double().abs()).all(), kind
 
 
 def test_extreme_inputs_stay_finite(ops):
