@@ -52,7 +52,7 @@ def verify_types(params: type, values: Mapping[str, Any]) -> None:
             shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "…"
             is_switch = kind.expected == SIMPLE[bool].expected
             problem = f"{shown} is neither true nor false" if is_switch else f"{shown} is not {kind.expected}"
-            raise RequestError(name, problem, kind.expected if is_switch else "")
+            raise RequestError(name, problem, kind.expected)
 
 
 @cache

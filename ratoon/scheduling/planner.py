@@ -219,8 +219,8 @@ class StepPlanner:
         num_running = len(state.running)  # branches admitted now come after them, and are not preempted
         while state.waiting and step.budget > 0:
             branch = state.waiting.peek() if step.shares is None else state.waiting.peek_among(step.has_room)
-            if branch is None or branch in step.preempted_for_share:
-                break
+            if branch is None or branch in step.preempted_for_share or branch.branch_id in step.dropped_rows:
+                break  # what was preempted in this step is not resumed in it
             has_rows = state.has_rows_for(branch)
             budget = step.budget
             admission = self._admit(step, branch) if has_rows else Admission.NOT_NOW

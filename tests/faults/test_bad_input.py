@@ -136,25 +136,31 @@ def test_a_request_under_way_does_not_notice_a_bad_one(llm: LLM) -> None:
 # ---- parameters ----
 
 BAD_PARAMS: list[tuple[str, Any, str]] = [
-    *[("n", value, f"at least 1 and at most {MAX_CHOICES}") for value in (0, -1, MAX_CHOICES + 1, 1.5, True, None)],
-    *[("temperature", value, "at least 0") for value in (-0.1, NAN, INF, -INF, "hot", None, True)],
+    *[("n", value, f"at least 1 and at most {MAX_CHOICES}") for value in (0, -1, MAX_CHOICES + 1)],
+    *[("n", value, "a whole number") for value in (1.5, True, None)],
+    *[("temperature", value, "at least 0") for value in (-0.1, NAN, INF, -INF)],
+    *[("temperature", value, "a number") for value in ("hot", None, True)],
     *[("top_p", value, "above 0 and at most 1") for value in (0.0, -0.5, 1.01, NAN)],
-    *[("top_k", value, "at least 0") for value in (-2, 1.5, NAN)],
+    ("top_k", -2, "at least 0"),
+    *[("top_k", value, "a whole number") for value in (1.5, NAN)],
     *[("min_p", value, "at least 0 and at most 1") for value in (-0.1, 1.1, NAN)],
     *[("presence_penalty", value, "at least -2 and at most 2") for value in (-2.1, 2.1, NAN)],
     *[("frequency_penalty", value, "at least -2 and at most 2") for value in (-2.1, 2.1, NAN)],
     *[("repetition_penalty", value, "above 0") for value in (0.0, -1.0, NAN, INF)],
-    *[("max_tokens", value, "at least 1") for value in (0, -3, 2.5)],
-    *[("min_tokens", value, "at least 0") for value in (-1, 0.5)],
+    *[("max_tokens", value, "at least 1") for value in (0, -3)],
+    ("max_tokens", 2.5, "a whole number"),
+    ("min_tokens", -1, "at least 0"),
+    ("min_tokens", 0.5, "a whole number"),
     ("min_tokens", 17, "max_tokens"),
-    *[("logprobs", value, f"at most {MAX_LOGPROBS}") for value in (-1, MAX_LOGPROBS + 1, 2.0)],
+    *[("logprobs", value, f"at most {MAX_LOGPROBS}") for value in (-1, MAX_LOGPROBS + 1)],
+    ("logprobs", 2.0, "a whole number"),
     *[("prompt_logprobs", value, f"at most {MAX_LOGPROBS}") for value in (-1, MAX_LOGPROBS + 1)],
     *[("seed", value, "whole number") for value in (1.5, "lucky", 2**64)],
     ("stop", [""], "at least one character"),
-    ("stop", [5], "list of str"),
+    ("stop", [5], "a list of texts"),
     ("stop", ["x"] * 65, "64 at most"),
     ("stop_token_ids", [VOCAB_SIZE], f"0 to {VOCAB_SIZE - 1}"),
-    ("stop_token_ids", ["w1"], "list of int"),
+    ("stop_token_ids", ["w1"], "a list of whole numbers"),
     ("allowed_token_ids", [], "at least one token"),
     ("allowed_token_ids", [1, -1], f"0 to {VOCAB_SIZE - 1}"),
     ("logit_bias", {1: NAN}, "finite"),
@@ -162,7 +168,7 @@ BAD_PARAMS: list[tuple[str, Any, str]] = [
     ("logit_bias", {VOCAB_SIZE: 1.0}, f"0 to {VOCAB_SIZE - 1}"),
     ("logit_bias", [1, 2], "mapping"),
     ("logit_bias", {"w1": 1.0}, "whole numbers"),
-    ("bad_words", "w1", "list of str"),
+    ("bad_words", "w1", "a list of texts"),
 ]
 
 
@@ -174,8 +180,12 @@ def test_a_senseless_parameter_is_refused_by_name_alone_and_in_a_batch(
         llm.generate(GOOD, SamplingParams(**{field: value}), progress=False)
     assert caught.value.field == field
     check_error(caught.value, said)
+    try:
+        params = SamplingParams(**{field: value})
+    except RequestError:  # a value of a wrong type is refused where it is written
+        return
     with pytest.raises(RequestError) as caught:
-        llm.generate([GOOD, GOOD], [greedy(3), SamplingParams(**{field: value})], progress=False)
+        llm.generate([GOOD, GOOD], [greedy(3), params], progress=False)
     assert caught.value.field == f"prompts[1].{field}"
 
 
@@ -465,7 +475,7 @@ def test_a_name_of_5000_characters_ends_a_command_with_code_2(capfd: pytest.Capt
         ({"kv_memory_fraction": 1e-12}, "kv_memory_fraction", "at least 2 blocks"),
         ({"num_blocks": 1}, "num_blocks", "at least 2"),
         ({"num_blocks": 0}, "num_blocks", "at least 2"),
-        ({"num_blocks": 10**12}, "num_blocks", "lower num_blocks"),
+        ({"num_blocks": 10**12}, "num_blocks", "less of it"),
         ({"kv_memory": "a lot"}, "kv_memory", ""),
         ({"kv_memory_fraction": 0.0}, "kv_memory_fraction", "above 0"),
         ({"kv_memory_fraction": NAN}, "kv_memory_fraction", "above 0"),

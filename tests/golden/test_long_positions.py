@@ -124,7 +124,7 @@ def test_a_gguf_file_keeps_its_base_under_another_scaling() -> None:
     [
         ({"max_model_len": 33}, ["32 positions", '"rope_type": "yarn", "factor": 2.0']),
         ({"max_model_len": 65, "rope_scaling": LINEAR}, ["64 positions", "larger factor"]),
-        ({"rope_scaling": "{oops"}, ["rope_scaling: is no JSON"]),
+        ({"rope_scaling": "{oops"}, ["rope_scaling: '{oops' is no JSON"]),
         ({"rope_scaling": "[1]"}, ["rope_scaling: [1] is not an object"]),
         ({"hf_overrides": {"rope_scaling": 3}}, ["rope_scaling: 3 is not an object"]),
     ],

@@ -89,7 +89,9 @@ class Drive:
             choices = [self.received[request.request_id, choice] for choice in range(self.num_choices(request))]
             if all(received.finish is not None for received in choices):
                 continue
-            choices[0].rows.clear()  # hidden states come from the beginning again
+            choices[0].rows.clear()  # hidden states come from the beginning again,
+            if not choices[0].tokens:
+                choices[0].prompt_positions.clear()  # and so do log-probabilities of a prompt
             if isinstance(request.params, SamplingParams) and any(received.tokens for received in choices):
                 event("resumed")
                 resumed = [ResumedChoice(received.tokens.copy(), received.finish is not None) for received in choices]
@@ -286,7 +288,9 @@ class Drive:
         self.take(self.scheduler.update_from_output(plan, result))
         if plan.preempted_req_ids and len(set(self.load.owners)) > 1:
             event("preempted, perhaps for another owner")
-            assert not set(plan.preempted_req_ids) & {new.req_id for new in plan.scheduled_new_reqs}
+            resumed = set(plan.preempted_req_ids) & {new.req_id for new in plan.scheduled_new_reqs}
+            # A request that runs alone may move memory between its choices
+            assert quarantined or not resumed, f"preempted and resumed in one step: {resumed}"
         elif plan.preempted_req_ids and not quarantined:
             event("preempted")
             from_nothing = [new for new in plan.scheduled_new_reqs if new.num_computed_tokens == 0]
