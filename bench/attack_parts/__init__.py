@@ -1,1 +1,1 @@
-"""What attacks.py measures, a module for each part."""
+"""The parts of attacks.py: each module measures one kind of attack."""

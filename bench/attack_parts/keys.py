@@ -27,7 +27,7 @@ WORDS = ("river", "mill", "bridge", "boat", "morning", "light", "field", "stone"
 
 @dataclass(frozen=True)
 class Load:
-    """What key A asks for, by so many clients at once, each of them again and again."""
+    """The load of key A: so many clients at once, each of which repeats its request."""
 
     name: str
     path: str

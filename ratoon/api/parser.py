@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
     # ---- help ----
 
     def everyday_help(self) -> str:
-        """What `--help` prints: a line for each option."""
+        """Returns the text of `--help`, with a line for each option."""
         shown = self._everyday_actions()
         has_more = len(shown) < len(self._actions) or any(action.help != shown[id(action)] for action in self._actions)
         formatter = self._begin_help()

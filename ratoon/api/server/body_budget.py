@@ -151,7 +151,7 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """What all bodies hold."""
+        """The bytes that all bodies hold together."""
         return self._large.num_bytes + self._small.num_bytes
 
     async def take(self, owner: str | None, num_bytes: int) -> BodyPlace | None:
