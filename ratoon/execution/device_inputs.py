@@ -15,7 +15,8 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.errors import ConfigError
-from ratoon.execution.buffers import indices_on
+from ratoon.core.outputs import LogprobsLists
+from ratoon.execution.buffers import HostCopy, indices_on
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.packed import PackedBuffer
@@ -113,6 +114,7 @@ class DeviceInputs:
                 "read_rows": (max_padded_reqs, torch.int64),
                 "encoder_lens": (max_num_reqs, torch.int32),
                 **{name: (max_padded_reqs, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
+                "mask_of": (max_padded_reqs, torch.int32),
                 "beam_scores": (max_padded_reqs, torch.float32),
                 "search_starts": (max_padded_reqs, torch.int64),
                 "search_stops": (max_padded_reqs, torch.int64),
@@ -210,7 +212,7 @@ class DeviceInputs:
             behind = "temperature"
             host["encoder_lens"][:num_reqs] = rows.encoder_lens[batch_rows]
         if numbers:
-            behind = "beam_scores"
+            behind = "beam_scores"  # and with them comes mask_of
         if read_rows is not None:
             host["read_rows"][: len(read_rows)] = read_rows
             host["read_rows"][len(read_rows) :] = 0
@@ -218,6 +220,7 @@ class DeviceInputs:
             host["read_requests"][:num_sampled] = read_requests
         for name, values in (numbers or {}).items():
             host[name][:num_sampled] = values
+        host["mask_of"][num_sampled:] = -1  # padding has no mask
         if beams is not None:
             behind = "last"
             scores, searches = beams
@@ -345,6 +348,10 @@ class DeviceInputs:
         packed = self._packed.device
         return {name: packed[name][:size] for name in SAMPLING_NUMBERS}
 
+    def mask_of(self, size: int) -> Tensor:
+        """The same: which row of the masks is that of a row to sample; -1: it has none."""
+        return self._packed.device["mask_of"][:size]
+
     def beam_numbers(self, num_rows: int, num_searches: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What `send` brought for beams: scores of rows; the first row of each search, and the row after its last."""
         packed = self._packed.device
@@ -367,6 +374,10 @@ class DeviceInputs:
             self.sampled,
             self.rows.max_model_len,
         )
+
+    def tokens(self, count: int) -> DeviceTokens:
+        """Those of the step's first rows that were sampled."""
+        return DeviceTokens(self.sampled[:count])
 
     # ---- metadata ----
 
@@ -419,3 +430,32 @@ class DeviceInputs:
             max_seq_len=max_seq_len,
             is_padded=is_padded,
         )
+
+
+class DeviceTokens:
+    """Tokens that `append_tokens` has written to the rows, on their way to the host. As SampledTokens (sampler.py)."""
+
+    def __init__(self, sampled: Tensor) -> None:
+        self._sampled = sampled  # [R] int32; -1: none
+        self._copy: HostCopy | None = None
+        self._tokens: np.ndarray | None = None  # once they are there
+
+    def start_copy(self) -> None:
+        self._copy = HostCopy(self._sampled)  # the next step overwrites it
+
+    def wait(self) -> None:
+        assert self._copy is not None
+        self._copy.wait()
+
+    @property
+    def bad_rows(self) -> list[int]:
+        return np.flatnonzero(self.to_numpy() < 0).tolist()
+
+    def to_numpy(self) -> np.ndarray:
+        if self._tokens is None:
+            assert self._copy is not None
+            self._tokens = self._copy.to_numpy()
+        return self._tokens
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]:
+        return {}

@@ -13,22 +13,20 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.outputs import LogprobsLists
 from ratoon.core.stats import GraphStats
-from ratoon.execution.buffers import HostCopy
 from ratoon.execution.cuda_driver import load_library
 from ratoon.execution.device_inputs import DeviceInputs
 from ratoon.execution.kv_tensors import KVTensors
 from ratoon.execution.step_context import PagedStep
 from ratoon.layers.beams import SearchShape, best_keys_of_shape
-from ratoon.layers.sampling import Mode, sample_plain
+from ratoon.layers.sampling import Masks, Mode, sample_plain
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
@@ -71,10 +69,16 @@ class GraphKey(NamedTuple):
     num_read: int | None  # rows whose logits are computed, padded; None: all of them
     mode: Mode | None = None  # how their tokens are sampled; None: they are not
     searches: SearchShape | None = None  # whose candidates are chosen from them; without either it ends with the logits
+    is_masked: bool = False  # the step itself ended with the logits; this samples from them, under masks
 
     @property
     def max_query_len(self) -> int:
         return 1 if self.num_reqs is None else self.size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose logits are computed."""
+        return self.size if self.num_read is None else self.num_read
 
 
 def padded_reqs(count: int, num_padding: int, size: int, max_model_len: int) -> int | None:
@@ -107,44 +111,21 @@ def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: Langua
     if key.num_read == 0:
         return states.normed  # [0, H]
     logits = model.compute_logits(states.normed)
-    num_rows = key.size if key.num_read is None else key.num_read
     if key.searches is not None:
-        return best_keys_of_shape(logits, *inputs.beam_numbers(num_rows, key.searches.num_searches), key.searches)
+        return best_keys_of_shape(logits, *inputs.beam_numbers(key.num_rows, key.searches.num_searches), key.searches)
     if key.mode is None:
         return logits
-    numbers = inputs.sampling_numbers(num_rows)
-    chosen = sample_plain(logits, **numbers, mode=key.mode, masks=None)
-    inputs.append_tokens(chosen.token_ids, chosen.bad)
+    sample_padded(key, inputs, logits)
     return None
 
 
-class GraphTokens:
-    """Tokens that `run_padded` chose, for the rows that were read. As execution/sampler.py's SampledTokens."""
-
-    def __init__(self, sampled: Tensor) -> None:
-        self._sampled = sampled  # [R] int32; -1: none
-        self._copy: HostCopy | None = None
-        self._tokens: np.ndarray | None = None  # once they are there
-
-    def start_copy(self) -> None:
-        self._copy = HostCopy(self._sampled)  # the next step overwrites it
-
-    def wait(self) -> None:
-        assert self._copy is not None
-        self._copy.wait()
-
-    @property
-    def bad_rows(self) -> list[int]:
-        return np.flatnonzero(self.to_numpy() < 0).tolist()
-
-    def to_numpy(self) -> np.ndarray:
-        if self._tokens is None:
-            assert self._copy is not None
-            self._tokens = self._copy.to_numpy()
-        return self._tokens
-
-    def logprobs_lists(self) -> dict[int, LogprobsLists]:
-        return {}
+def sample_padded(key: GraphKey, inputs: DeviceInputs, logits: Tensor, words: Tensor | None = None) -> None:
+    """Sample a token from each row of logits, by the numbers that `inputs.send` has brought, under masks if there are
+    `words` of these. The tokens are in `inputs.sampled` and in the rows."""
+    assert key.mode is not None
+    masks = None if words is None else Masks(inputs.mask_of(key.num_rows), words)
+    chosen = sample_plain(logits, **inputs.sampling_numbers(key.num_rows), mode=key.mode, masks=masks)
+    inputs.append_tokens(chosen.token_ids, chosen.bad)
 
 
 # ---- capturing ----
@@ -227,15 +208,19 @@ class StepGraphs:
         capture: Capture,
         max_prefill_tokens: int = MAX_TOKENS,
         send_padding: Callable[[], None] | None = None,
+        sample: Callable[[GraphKey, Tensor], None] | None = None,
     ) -> None:
         """`send_padding`: bring a step without requests to the device, so that `run` computes padding alone. Without
-        it, only steps that have run are captured in moments without work."""
+        it, only steps that have run are captured in moments without work. `sample`: from the logits of a step that has
+        run, under masks."""
         self.stats = GraphStats()
         self._sizes = sizes
         self._max_prefill_tokens = max_prefill_tokens
         self._run = run
         self._capture = capture
         self._send_padding = send_padding
+        self._sample = sample
+        self._logits: Tensor | None = None  # that `sample` was called with
         self._graphs: dict[GraphKey, Captured] = {}
         self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
         self._modes: set[Mode] = set()  # of steps that have run
@@ -260,14 +245,36 @@ class StepGraphs:
         self._note(key)  # not if it raised: what it compiles may be missing
         return states
 
+    def sample(self, key: GraphKey, logits: Tensor) -> None:
+        """Sample under masks from the logits that `run` has returned for the same step. They are captured only if the
+        step is, so that the logits stay where they are."""
+        masked = key._replace(is_masked=True)
+        self._logits = logits
+        graph = self._graphs.get(masked)
+        if graph is None and masked in self._seen and key._replace(mode=None) in self._graphs:
+            graph = self._try_capture(masked)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._run_key(masked)
+            self._seen[masked] = None
+
+    def _run_key(self, key: GraphKey) -> Tensor | None:
+        if not key.is_masked:
+            return self._run(key)
+        assert self._sample is not None and self._logits is not None
+        self._sample(key, self._logits)
+        return None
+
     @property
     def can_capture_next(self) -> bool:
-        return len(self._graphs) < min(len(self._seen), MAX_GRAPHS) and self._num_failures < MAX_FAILURES
+        num_left = sum(not key.is_masked and key not in self._graphs for key in self._seen)
+        return num_left > 0 and len(self._graphs) < MAX_GRAPHS and self._num_failures < MAX_FAILURES
 
     def capture_next(self) -> bool:
         """Capture a step that has run once, the latest first. For moments without work: nothing is executed. False:
         nothing could be captured."""
-        key = next((key for key in reversed(self._seen) if key not in self._graphs), None)
+        key = next((key for key in reversed(self._seen) if key not in self._graphs and not key.is_masked), None)
         return key is not None and self._try_capture(key) is not None
 
     @property
@@ -318,7 +325,7 @@ class StepGraphs:
             return None
         begin = time.perf_counter()
         try:
-            graph = self._capture(lambda: self._run(key))
+            graph = self._capture(partial(self._run_key, key))
         except Exception:  # the step itself is still to be run
             self._num_failures += 1
             logger.warning("a step of %d tokens can't be captured as a CUDA graph", key.size, exc_info=True)

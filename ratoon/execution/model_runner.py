@@ -7,6 +7,7 @@ and block accounting are the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.journal import Journal
 from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.mask_column import MaskColumn
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.pooling import PoolingBranches
 from ratoon.execution.prompt_logprobs import PromptLogprobsReader, wants_prompt_logprobs
@@ -41,7 +43,7 @@ from ratoon.execution.readers import (
     join,
     rows_of,
 )
-from ratoon.execution.sampled_rows import KnownPass, SampledPass, SampledRowsReader
+from ratoon.execution.sampled_rows import KnownPass, MaskedPass, SampledPass, SampledRowsReader
 from ratoon.execution.sampler import HostTokens, Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.execution.step_context import PagedStep
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 
 FIRST = np.zeros(1, np.int64)  # the one request of a step
 
-Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass | KnownPass
+Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass | MaskedPass | KnownPass
 
 
 class ModelRunner:
@@ -114,7 +116,14 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         if on_device:
             from ratoon.execution.device_inputs import DeviceInputs
-            from ratoon.execution.graphs import MAX_DECODES, StepGraphs, graph_sizes, max_prefill_tokens, run_padded
+            from ratoon.execution.graphs import (
+                MAX_DECODES,
+                StepGraphs,
+                graph_sizes,
+                max_prefill_tokens,
+                run_padded,
+                sample_padded,
+            )
 
             sizes = [] if capture is None else graph_sizes(max_num_tokens)
             max_padded = max(sizes, default=0)
@@ -122,13 +131,17 @@ class ModelRunner:
                 self.input_batch, max_num_tokens, num_rows, max_padded, min(max_padded, MAX_DECODES), device
             )
             self.inputs, self._resident = inputs, inputs.resident
+            self.sampling_rows.spells_forced_text = False  # it would cost more than it saves
             if capture is not None:
+                masks = MaskColumn(min(max_padded, MAX_DECODES), device)
+                self.sampling_rows.mask_column = None if grammars is None else masks
                 self.graphs = StepGraphs(
                     sizes,
                     lambda key: run_padded(key, inputs, self.kv, self.model),
                     capture,
                     max_prefill_tokens(model.config),
                     inputs.send_padding,
+                    lambda key, logits: sample_padded(key, inputs, logits, masks.words),
                 )
         else:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
@@ -219,11 +232,9 @@ class ModelRunner:
 
     def _sample_padded(
         self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, ends: np.ndarray, key: GraphKey
-    ) -> SampledPass | None:
+    ) -> SampledPass | MaskedPass | None:
         """Run a small step that also chooses a token for each branch that is sampled. None: the rules of one ask for
         more than that, or it wants log-probabilities."""
-        from ratoon.execution.graphs import GraphTokens
-
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
         if key.num_read is None:  # all requests, in their own order
@@ -234,14 +245,20 @@ class ModelRunner:
             place_of = {req_id: place for place, req_id in enumerate(plan.num_scheduled_tokens)}
             ids, requests = list(plan.sampled_req_ids), np.array([place_of[name] for name in plan.sampled_req_ids])
             own, read_rows = rows[requests], ends[requests] - 1
-        plain = self.sampler.plain_numbers(own, self.input_batch.seeds[own])
-        if plain is None:
+        seeds = self.input_batch.seeds[own]
+        masked = self.sampler.masked_numbers(own, seeds)
+        found = masked or self.sampler.plain_numbers(own, seeds)
+        if found is None:
             return None
-        numbers, mode = plain
+        numbers, mode = found
         inputs.send(rows, num_scheduled, read_rows=read_rows, read_requests=requests, numbers=numbers)
+        if masked is not None:
+            logits = graphs.run(key)
+            assert logits is not None
+            sample = partial(graphs.sample, key._replace(mode=mode), logits)
+            return MaskedPass(sample, inputs, ids, own, self.input_batch, self.sampling_rows)
         graphs.run(key._replace(mode=mode))
-        tokens = GraphTokens(inputs.sampled[: len(own)])
-        return SampledPass(tokens, ids, own, self.input_batch, self.sampling_rows)
+        return SampledPass(inputs.tokens(len(own)), ids, own, self.input_batch, self.sampling_rows)
 
     def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> KnownPass | None:
         """Run a recorded step and take the most probable token of every branch. None: a branch asks for more than that,

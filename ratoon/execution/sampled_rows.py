@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ from ratoon.execution.input_batch import InputBatch
 from ratoon.execution.readers import Finish, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows, Tokens
+from ratoon.execution.sampling_rows import MasksOfStep, SamplingRows, Tokens
 
 if TYPE_CHECKING:
-    from ratoon.execution.device_inputs import DeviceRows
+    from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
 
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
@@ -187,6 +187,46 @@ class SampledPass:
     def read(self, output: ModelRunnerOutput) -> Finish | None:
         num_rows = len(self.rows)
         return append_pending(self.tokens, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
+
+
+@dataclass(slots=True)
+class MaskedPass:
+    """A forward pass whose next tokens are sampled under the masks of grammars, which are filled while it runs. As
+    ExecutedPass."""
+
+    sample: Callable[[], None]  # from its logits; the tokens go to the device's rows
+    inputs: DeviceInputs
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> Finish:
+        masks = self.sampling_rows.begin_masks(self.rows)
+        self.sample()
+        tokens = self.inputs.tokens(len(self.rows))
+        tokens.start_copy()
+        self.branches.append_pending(self.rows)
+        self.sampling_rows.append_masked(self.rows, tokens, masks)
+        return partial(_put_masked, tokens, self.ids, masks)
+
+
+def _put_masked(tokens: Tokens, ids: list[str], masks: MasksOfStep, output: ModelRunnerOutput) -> None:
+    """A row without a token has a grammar that allows none, or one that is complete."""
+    assert masks.filling is not None
+    masks.filling.result()
+    complete: set[str] = set()
+    for place in tokens.bad_rows:
+        grammar = masks.grammars.get(place)
+        if grammar is None or grammar.mask().any():
+            continue
+        if grammar.problem is None and grammar.is_complete:
+            complete.add(ids[place])
+        else:
+            output.refused[ids[place]] = grammar.problem or NOT_MATCHED
+    put_tokens(tokens, ids, output, complete)
+    for req_id in output.refused:
+        output.errors.pop(req_id, None)
 
 
 @dataclass(slots=True)

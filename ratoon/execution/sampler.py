@@ -197,6 +197,19 @@ class Sampler:
         mode = _mode(needed)
         return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
 
+    def masked_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
+        """The same for rows of which some have a grammar, whose masks are filled while the device computes. None: they
+        need more than that, or none of them has one."""
+        needs = self.rows.needs[slots]
+        needed = _all_of(needs)
+        is_more = needed & (Needs.PENALTIES | Needs.LOGPROBS) or not needed & Needs.MASK
+        if self.rows.mask_column is None or is_more or not self.rows.have_fast_masks(slots):
+            return None
+        mode = _mode(needed)
+        mask_of = np.where(needs & Needs.MASK, np.arange(len(slots), dtype=np.int32), np.int32(-1))
+        numbers = {} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)
+        return {**numbers, "mask_of": mask_of}, mode
+
     def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.rows
         return {

@@ -6,8 +6,9 @@ execution/sampler.py samples by them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,10 +16,21 @@ import torch
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.grammar.interface import GrammarLibrary
+from ratoon.execution.mask_column import Filling, MaskColumn
 from ratoon.execution.penalty_rows import PenaltyRows
 from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run, mask_filler
+from ratoon.execution.rules.grammar import (
+    FEW,
+    Grammar,
+    few_tokens_of,
+    fill_ahead,
+    fill_table,
+    forced_run,
+    mask_filler,
+    move_together,
+)
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -37,6 +49,7 @@ class Needs:
     TOKENS = 16  # its rules depend on its tokens or their number
     PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
     MASK = 64  # one of its rules is a grammar that has begun
+    ONLY_MASK = 128  # and it is the only one
 
 
 class Tokens(Protocol):
@@ -65,6 +78,18 @@ class UnreadTokens(NamedTuple):
     incarnations: np.ndarray  # [N] of these slots, when they were sampled
 
 
+class MasksOfStep:
+    """The grammars whose masks are filled while a step's forward pass runs."""
+
+    __slots__ = ("filling", "grammars", "places", "slots")
+
+    def __init__(self, places: np.ndarray, slots: np.ndarray) -> None:
+        self.places = places  # [N] of the step's sampled rows that have one
+        self.slots = slots  # [N] of these
+        self.grammars: dict[int, Grammar] = {}  # by place, once they are filled
+        self.filling: Filling | None = None
+
+
 MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
 NO_LIMIT = 1 << 62
 
@@ -78,6 +103,7 @@ class SamplingRows:
         """`penalties`: applies those of sampled rows in place of their rules, where there is one. `grammars`: of
         structured output."""
         self.may_be_late = True  # whether a step may leave out rows whose masks take long
+        self.spells_forced_text = True  # see rules/grammar.py: Source
         self._penalties = penalties
         self._grammars = grammars
         self.needs = np.zeros(max_slots, dtype=np.uint16)
@@ -93,6 +119,8 @@ class SamplingRows:
         self.active_rules: list[Sequence[LogitsRule]] = [()] * max_slots  # those of `rules` that are active now
         self._changed: set[int] = set()  # slots with new rules, for which no mask was begun
         self._unread: list[UnreadTokens] = []  # tokens that the rules of some slots have not read yet
+        self.mask_column: MaskColumn | None = None  # of masks that are filled while the device computes
+        self._masked_tokens: Tokens | None = None  # of the last step that has read masks
         self.incarnations = np.zeros(max_slots, dtype=np.int64)  # how many branches a slot has had
 
     def add(
@@ -105,6 +133,7 @@ class SamplingRows:
         encoder_token_ids: Sequence[int] = (),
     ) -> None:
         """Add a branch. `output_token_ids`: what a resumed branch generated before."""
+        self._finish_masks()
         self._grow(slot + 1)
         self.incarnations[slot] += 1
         self.num_outputs[slot] = len(output_token_ids)
@@ -112,7 +141,8 @@ class SamplingRows:
         self.needs[slot] = Needs.NOTHING
         if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
-        rules = rules_of(params, prompt_token_ids, encoder_token_ids, self._grammars)
+        spells = self.spells_forced_text or not isinstance(params, SamplingParams)
+        rules = rules_of(params, prompt_token_ids, encoder_token_ids, self._grammars, spells)
         if self._penalties is not None and isinstance(params, SamplingParams):
             rules = self._keep_on_device(self._penalties, slot, rules, prompt_token_ids, output_token_ids)
         rules = rules.after_all(output_token_ids)
@@ -190,6 +220,7 @@ class SamplingRows:
         """The slot's branch is gone. One that is not sampled, which has a vector, was never added."""
         if slot >= len(self.rules):
             return
+        self._finish_masks()
         if self._penalties:
             self._penalties.remove(slot)
         self.incarnations[slot] += 1
@@ -231,6 +262,7 @@ class SamplingRows:
 
     def read_tokens(self) -> None:
         """Wait for tokens that are on their way to rules which read them, and begin to fill the masks behind them."""
+        self._finish_masks()
         if not self._unread:
             return
         unread, self._unread = self._unread, []
@@ -244,6 +276,80 @@ class SamplingRows:
             ]
             self._set_rules([slot for slot, _ in moves], [self.rules[slot].after(token) for slot, token in moves])
         self.fill_ahead()
+
+    # ---- masks that are filled while the device computes ----
+
+    def have_fast_masks(self, slots: np.ndarray) -> bool:
+        """Whether the rules of these slots, and of those that have not read their tokens, are single grammars that have
+        been fast: a step may wait for their masks."""
+        needs = self.needs[slots]
+        with_rules = (needs & (Needs.EDITS | Needs.TOKENS)) != 0
+        if not (needs[with_rules] & Needs.ONLY_MASK).all():
+            return False
+        if not all((self.needs[unread.slots] & Needs.ONLY_MASK).all() for unread in self._unread):
+            return False
+        grammars = [self.rules[slot] for slot in slots[with_rules].tolist()]
+        return all(rules[0].cost.is_trusted for rules in grammars if rules)
+
+    def begin_masks(self, slots: np.ndarray) -> MasksOfStep:
+        """For slots that `have_fast_masks`: read the tokens on their way, and fill the masks of those that have a
+        grammar, beside the device's work. Until that is done no other method reads or changes rules."""
+        assert self.mask_column is not None and self._grammars is not None
+        places = (self.needs[slots] & Needs.MASK).nonzero()[0]
+        unread, self._unread = self._unread, []
+        masks = MasksOfStep(places, slots[places])
+        fill = partial(self._fill_masks, masks, unread, self._masked_tokens, self._grammars.library)
+        masks.filling = self.mask_column.begin(len(slots), self._grammars.library.num_words, fill)
+        return masks
+
+    def append_masked(self, slots: np.ndarray, tokens: Tokens, masks: MasksOfStep) -> None:
+        """As `append_unread`, for the step that `begin_masks` was called for."""
+        self.num_outputs[slots] += 1
+        self._masked_tokens = tokens
+        self._unread.append(UnreadTokens(tokens, masks.places, masks.slots, self.incarnations[masks.slots]))
+
+    def _fill_masks(
+        self,
+        masks: MasksOfStep,
+        unread: list[UnreadTokens],
+        before: Tokens | None,
+        library: GrammarLibrary,
+        table: np.ndarray,
+    ) -> None:
+        if before is not None:
+            before.wait()  # the device has read the table
+        for entry in unread:
+            self._move_grammars(entry, library)
+        for place, slot in zip(masks.places.tolist(), masks.slots.tolist()):
+            if rules := self.rules[slot]:
+                masks.grammars[place] = cast("Grammar", rules[0])
+            else:  # the text has ended, and any token will do
+                table[place] = -1
+        fill_table(list(masks.grammars.values()), table, list(masks.grammars), library)
+
+    def _move_grammars(self, unread: UnreadTokens, library: GrammarLibrary) -> None:
+        """Of slots with a single grammar each."""
+        unread.tokens.wait()
+        token_ids, bad = unread.tokens.to_numpy()[unread.places].tolist(), set(unread.tokens.bad_rows)
+        is_same = (self.incarnations[unread.slots] == unread.incarnations).tolist()
+        slots, grammars, read = [], [], []
+        for place, slot, token_id, same in zip(unread.places.tolist(), unread.slots.tolist(), token_ids, is_same):
+            rules = self.rules[slot]
+            if not same or not rules:
+                continue
+            grammar = cast("Grammar", rules[0])
+            if place in bad or token_id in grammar.end_token_ids:
+                self.rules[slot], self.active_rules[slot] = NO_RULES, ()
+            else:
+                slots.append(slot)
+                grammars.append(grammar)
+                read.append(token_id)
+        for place, stuck in move_together(grammars, read, library).items():
+            self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((stuck,))
+
+    def _finish_masks(self) -> None:
+        if self.mask_column is not None:
+            self.mask_column.finish()
 
     def fill_ahead(self) -> None:
         """Begin to fill the masks of grammars that have changed, beside what comes next."""
@@ -291,7 +397,10 @@ class SamplingRows:
                 needs &= ~Needs.TOKENS
             self.rules[slot] = row_rules
             self._changed.add(slot)
-            needs = needs | Needs.MASK if any(isinstance(rule, Grammar) for rule in row_rules) else needs & ~Needs.MASK
+            needs &= ~(Needs.MASK | Needs.ONLY_MASK)
+            if any(isinstance(rule, Grammar) for rule in row_rules):
+                is_single = len(row_rules) == 1 and type(row_rules[0]) is Grammar
+                needs |= Needs.MASK | (Needs.ONLY_MASK if is_single else 0)
             active = self.active_rules[slot] = row_rules.active()
             if not active and not needs & Needs.PENALTIES:
                 needs &= ~Needs.EDITS

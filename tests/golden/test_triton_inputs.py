@@ -11,9 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
+from ratoon.core.params import SamplingParams
 from ratoon.execution import choices
+from ratoon.execution.mask_column import MaskColumn
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.sampler import Sampler
+from ratoon.execution.sampling_rows import SamplingRows
 from tests.golden import tiny_models
+from tests.golden.grammar_engines import grammar_engine
 from tests.golden.test_cuda import greedy, searches, states, texts_over_encoders
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +46,58 @@ def inputs_on_device(padded: bool) -> Iterator[None]:
         yield
     for runner in runners:
         assert (runner.graphs is not None and runner.graphs.stats.num_graphs > 1) == padded
+
+
+def structured_texts() -> list[Any]:
+    """Texts of fast grammars, some of which end, among others: two batches, so that the second has trusted grammars."""
+    kinds: list[dict[str, Any] | None] = [
+        {"json_object": True},
+        {"regex": "[ab]{3,7}c"},
+        {"choice": ["red", "green", "blue"]},
+        {"regex": r"[a-z]+ [0-9]{2}"},
+        None,
+    ]
+    each = [
+        SamplingParams(
+            structured_output=kinds[index % 5],
+            temperature=(0.0, 1.0, 2.0)[index % 3],
+            seed=100 + index,
+            max_tokens=24,
+            logprobs=1 if index == 19 else None,
+        )
+        for index in range(20)
+    ]
+    with grammar_engine(max_steps_in_flight=2) as llm:
+        outputs = [
+            output
+            for asked in (each[:10], each[:10], each[10:])
+            for output in llm.generate(["hello"] * len(asked), asked, progress=False)
+        ]
+    return [(output.error, output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
+
+
+@pytest.mark.parametrize("in_thread", [True, False], ids=["thread", "at_once"])
+def test_texts_are_the_same_where_masks_are_filled_while_the_device_computes(in_thread, monkeypatch):
+    with monkeypatch.context() as patched, inputs_on_device(padded=True):
+        patched.setattr(Sampler, "masked_numbers", lambda *args: None)
+        expected = structured_texts()
+    steps: list[int] = []
+    begin_masks, make_column = SamplingRows.begin_masks, MaskColumn.__init__
+
+    def count(self: SamplingRows, slots: Any) -> Any:
+        steps.append(len(slots))
+        return begin_masks(self, slots)
+
+    def make(self: MaskColumn, *args: Any) -> None:
+        make_column(self, *args)
+        if in_thread:  # in place of a stream, this thread waits
+            self._wait_for_memory = lambda address, number: self.finish()
+
+    monkeypatch.setattr(SamplingRows, "begin_masks", count)
+    monkeypatch.setattr(MaskColumn, "__init__", make)
+    with inputs_on_device(padded=True):
+        assert structured_texts() == expected
+    assert len(steps) > 20 and max(steps) > 4
 
 
 # Steps run alone or padded: each kind of request once, in the way that fewer other tests see.

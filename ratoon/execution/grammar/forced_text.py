@@ -47,7 +47,7 @@ def longest_of_all(token_ids: Iterable[int], library: GrammarLibrary) -> int | N
 def forced_tokens(state: GrammarState, words: np.ndarray, library: GrammarLibrary) -> list[int]:
     """The next tokens that have no alternative, behind a state whose mask is `words` [W] int32. The state stays as it
     is. There may be more behind them; an end of the text is not among them."""
-    if state.is_accepting:
+    if state.is_accepting or not _may_be_forced(words, library):
         return []
     followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
     if followers is None or len(followers) == 0:
@@ -62,6 +62,21 @@ def forced_tokens(state: GrammarState, words: np.ndarray, library: GrammarLibrar
         tokens.append(found[0])
         text = text[len(library.token_bytes(found[0])) :]
     return tokens or ([int(followers[0])] if len(followers) == 1 else [])
+
+
+def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
+    """Whether the first and the last token of a mask [W] int32 begin with the same byte, which most masks without
+    forced text rule out. Asked of every mask, so it looks at two tokens alone."""
+    if np.count_nonzero(words) > MAX_TOKENS:
+        return False
+    places = words.nonzero()[0]
+    if not len(places):
+        return False
+    lowest, highest = int(words[places[0]]) & 0xFFFFFFFF, int(words[places[-1]]) & 0xFFFFFFFF
+    first = 32 * int(places[0]) + (lowest & -lowest).bit_length() - 1
+    last = 32 * int(places[-1]) + highest.bit_length() - 1
+    texts = library.all_token_bytes()
+    return last >= len(texts) or texts[first][:1] == texts[last][:1]
 
 
 def _forced_bytes(state: GrammarState, followers: np.ndarray, library: GrammarLibrary) -> tuple[bytes, bool]:

@@ -60,6 +60,21 @@ class GrammarLibrary(Protocol):
         Python's lock once for all of them."""
         ...
 
+    @property
+    def num_words(self) -> int:
+        """Of a row of the table that `fill_table` writes: at least words_of(vocab_size)."""
+        ...
+
+    def fill_table(self, states: Sequence[Any], table: np.ndarray, rows: Sequence[int]) -> None:
+        """Write what `fill` sets, for several states of this library, to rows of a table [R, num_words] int32, which is
+        contiguous. Releases Python's lock once for all of them."""
+        ...
+
+    def consume_all(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[bool]:
+        """Go on by a token in each of several states of this library, in one call. Releases Python's lock. A state
+        whose grammar forbids its token, or that exceeds a limit, can't be used any more; its `error` says why."""
+        ...
+
     def compile(self, asked: StructuredOutput) -> CompiledGrammar:
         """RequestError: it can't be compiled. The subject is the field's name."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ratoon.core.errors import RequestError
+from ratoon.core.machine import usable_cores
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.interface import GrammarCost, words_of
 from ratoon.execution.grammar.notation import LIMITS, grammar_text
@@ -20,6 +21,13 @@ END_OF_TEXT = "<[end of text]>"
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 BYTES_OF_GRAMMAR = 2**16  # the least that a compiled one takes
 BYTES_PER_CHARACTER = 64  # and what each character of its text adds, roughly
+TEXTS_OF_LEXER = 16
+MAX_LEXERS = 4  # of a grammar,
+MAX_CHARACTERS = 10_000  # if its text is no longer: compiling it takes milliseconds
+# Threads that fill masks. More of them take longer to be woken than they save.
+NUM_THREADS = 8
+NUM_THREADS_FOR_FEW = 2
+NUM_FEW = 12  # states
 
 
 class State:
@@ -56,15 +64,24 @@ class State:
 
 
 class Grammar:
-    """See CompiledGrammar."""
+    """See CompiledGrammar. The states of a matcher share its lexer, which one thread uses at a time. So where masks are
+    filled by several threads and many texts have the same grammar, it is compiled again for some of them."""
 
-    def __init__(self, matcher: LLMatcher, end: int, num_bytes: int) -> None:
-        self._first = State(matcher, end)
+    def __init__(self, compile_again: Callable[[], LLMatcher], end: int, num_bytes: int, max_lexers: int = 1) -> None:
+        self._compile_again = compile_again
+        self._end = end
+        self._firsts = [State(compile_again(), end)]  # one for each lexer
+        self._max_lexers = max_lexers
+        self._num_texts = 0
         self.num_bytes = num_bytes
         self.cost = GrammarCost()
 
     def begin(self) -> State:
-        return self._first.copy()
+        self._num_texts += 1
+        num_lexers = min(self._num_texts // TEXTS_OF_LEXER, self._max_lexers)
+        if len(self._firsts) < num_lexers:
+            self._firsts.append(State(self._compile_again(), self._end))
+        return self._firsts[self._num_texts % len(self._firsts)].copy()
 
 
 class Llguidance:
@@ -76,7 +93,9 @@ class Llguidance:
         self._tokenizer = tokenizer
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
-        self._executor = LLExecutor()
+        num_threads = max(1, min(NUM_THREADS, usable_cores() // 2))
+        self._executor = LLExecutor(num_threads=num_threads)
+        self._executor_for_few = LLExecutor(num_threads=min(NUM_THREADS_FOR_FEW, num_threads))
         self._special_ids = frozenset(
             token_id for token_id in range(num_tokens) if self._library_tokenizer.is_special_token(token_id)
         )
@@ -86,20 +105,43 @@ class Llguidance:
 
     def compile(self, asked: StructuredOutput) -> Grammar:
         text = without_forcing(grammar_text(asked, self.special_tokens))
-        matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise RequestError(asked.kind or "", matcher.get_error(), "")
+
+        def compile_once() -> LLMatcher:
+            matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise RequestError(asked.kind or "", matcher.get_error(), "")
+            return matcher
+
         num_bytes = BYTES_OF_GRAMMAR + BYTES_PER_CHARACTER * len(text)
-        return Grammar(matcher, self._library_tokenizer.eos_token, num_bytes)
+        max_lexers = min(MAX_LEXERS, usable_cores() // 2) if len(text) <= MAX_CHARACTERS else 1
+        return Grammar(compile_once, self._library_tokenizer.eos_token, num_bytes, max_lexers)
 
     def masks(self, states: Sequence[State]) -> np.ndarray:
-        num_words = words_of(self._library_tokenizer.vocab_size)
-        words = np.empty((len(states), num_words), np.int32)
-        places = [(state.matcher, place) for place, state in enumerate(states)]
-        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words.itemsize * num_words, len(states))
-        words = words[:, : words_of(self.vocab_size)]
-        _clear(words, self._library_tokenizer.eos_token)
-        return words
+        words = np.empty((len(states), self.num_words), np.int32)
+        self.fill_table(states, words, range(len(states)))
+        return words[:, : words_of(self.vocab_size)]
+
+    @property
+    def num_words(self) -> int:
+        return words_of(self._library_tokenizer.vocab_size)
+
+    def fill_table(self, states: Sequence[State], table: np.ndarray, rows: Sequence[int]) -> None:
+        if not states:
+            return
+        places = [(state.matcher, row) for state, row in zip(states, rows)]
+        self._executor_of(places).unsafe_compute_mask_ptr(
+            places, table.ctypes.data, table.itemsize * table.shape[1], len(table)
+        )
+        _clear(table, self._library_tokenizer.eos_token)
+
+    def consume_all(self, states: Sequence[State], token_ids: Sequence[int]) -> list[bool]:
+        if not states:
+            return []
+        moves = [(state.matcher, token_id) for state, token_id in zip(states, token_ids)]
+        return self._executor_of(moves).consume_token_par(moves)
+
+    def _executor_of(self, items: Sequence[object]) -> LLExecutor:
+        return self._executor_for_few if len(items) <= NUM_FEW else self._executor
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._library_tokenizer.decode_bytes([token_id])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,7 @@ from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
 from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, words_of
 from ratoon.execution.grammar.markers import Marker, marker_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
-from ratoon.execution.rules.mask_filler import MaskFiller
+from ratoon.execution.rules.mask_filler import SECONDS_OF_EACH, SECONDS_OF_MANY, MaskFiller
 from ratoon.layers import sampling
 
 FEW = 512  # tokens; a choice among so many does not read the other logits of its row
@@ -39,13 +40,15 @@ NOT_MATCHED = "allows no token here: no text that begins like this one matches i
 
 
 class Source:
-    """Where a grammar's states come from."""
+    """Where a grammar's states come from. `spells`: text without an alternative gets the tokens of the tokenizer, not
+    any that the model prefers, and so the same ones where it is appended at once."""
 
-    __slots__ = ("compiled", "library")
+    __slots__ = ("compiled", "library", "spells")
 
-    def __init__(self, compiled: KeptGrammar, library: GrammarLibrary) -> None:
+    def __init__(self, compiled: KeptGrammar, library: GrammarLibrary, spells: bool = True) -> None:
         self.compiled = compiled
         self.library = library
+        self.spells = spells
 
     def begin(self) -> Path:
         return Path(self.compiled.begin(), self)
@@ -98,11 +101,23 @@ class Ends:
                 return forced[:count]
         return forced
 
+    def set_in_rows(self, table: np.ndarray, rows: Sequence[int], allowed: Sequence[bool]) -> None:
+        """Their bits in several rows of a table of masks [R, W] int32."""
+        words, index, is_allowed = table.view(np.uint32), np.array(rows), np.array(allowed)
+        for place, bits in self._bits:
+            column = words[index, place]
+            words[index, place] = np.where(is_allowed, column | bits, column & ~bits)
+
     def set_in(self, words: np.ndarray, allowed: bool) -> None:
         """Their bits in a mask [W] int32."""
         words = words.view(np.uint32)
         for place, bits in self._bits:
             words[place] = words[place] | bits if allowed else words[place] & ~bits
+
+
+@lru_cache(64)  # most requests of a model have the same
+def ends_of(token_ids: frozenset[int], vocab_size: int) -> Ends:
+    return Ends(token_ids, vocab_size)
 
 
 class Grammar(LogitsRule):
@@ -171,6 +186,24 @@ class Grammar(LogitsRule):
                 self.fill()
                 self.is_filled = True
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self._ends.token_ids
+
+    def newest_state(self) -> GrammarState:
+        """The state behind the text's last token. No other thread has it."""
+        if self._is_queued and not self.is_filled:
+            mask_filler().wait_for_all([self])
+        self._path = self._path.at(self._num_tokens)
+        return self._path.state
+
+    def note_moved(self) -> None:
+        """Its own state has consumed a token: see `move_together`."""
+        self._path.num_tokens += 1
+        self._num_tokens += 1
+        self.is_filled = self._is_queued = False
+        self._mask, self._forced = None, []
+
     def queue(self) -> bool:
         """Whether it should be filled by another thread now: it is not yet, and none does so."""
         if self.is_filled or self._is_queued:
@@ -236,6 +269,46 @@ def forced_run(rules: Sequence[LogitsRule], most: int) -> list[int]:
     return [] if grammar is None else grammar.forced_tokens()[:most]
 
 
+def move_together(grammars: Sequence[Grammar], token_ids: Sequence[int], library: GrammarLibrary) -> dict[int, NoWay]:
+    """Go on by a token that ends no text in each of several grammars of this library, by one call. The rules move on
+    themselves, so each must be the only rule of its text. Those that can't are to be replaced: by what, by place."""
+    states = [grammar.newest_state() for grammar in grammars]
+    stuck: dict[int, NoWay] = {}
+    for place, is_allowed in enumerate(library.consume_all(states, token_ids)):
+        grammar = grammars[place]
+        if is_allowed:
+            grammar.note_moved()
+        else:
+            stuck[place] = NoWay(grammar._path, grammar._ends, states[place].error)
+    return stuck
+
+
+def fill_table(grammars: Sequence[Grammar], table: np.ndarray, rows: Sequence[int], library: GrammarLibrary) -> None:
+    """Write the masks of trusted grammars of this library to these rows of a table [R, W] int32, by one call. The rules
+    do not keep them."""
+    start = time.perf_counter()
+    together = [place for place, grammar in enumerate(grammars) if not grammar.is_filled]
+    states = [grammars[place].newest_state() for place in together]
+    places = [rows[place] for place in together]
+    try:
+        library.fill_table(states, table, places)
+        failed = {place for place, state in zip(together, states) if state.error is not None}
+    except Exception:  # because of one of them, and which is not said
+        failed = set(together)
+    if not failed:
+        for ends in {grammars[place]._ends for place in together}:
+            own = [(row, state) for place, row, state in zip(together, places, states) if grammars[place]._ends is ends]
+            ends.set_in_rows(table, [row for row, _ in own], [state.is_accepting for _, state in own])
+        if time.perf_counter() - start > SECONDS_OF_MANY + SECONDS_OF_EACH * len(together):
+            for place in together:
+                grammars[place].cost.doubt()
+    if failed or len(together) < len(grammars):
+        alone = range(len(grammars)) if failed else set(range(len(grammars))).difference(together)
+        for place in alone:
+            words = grammars[place].mask()
+            table[rows[place], : len(words)] = words
+
+
 def fill_ahead(rules: Iterable[LogitsRule]) -> None:
     """Fill the masks of the next tokens in other threads. The rules are of different texts."""
     queued = [rule for rule in rules if isinstance(rule, Grammar) and rule.queue()]
@@ -280,10 +353,12 @@ def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: 
             rule._fail(error)
             continue
         is_accepting = state.is_accepting
-        forced = [] if is_accepting else forced_tokens(state, words, rule._path.source.library)
+        source = rule._path.source
+        forced = [] if is_accepting or not source.spells else forced_tokens(state, words, source.library)
         rule._ends.set_in(words, is_accepting)
         rule._mask = words
-        forced = rule._ends.cut(forced, words if is_accepting else None)
+        if source.spells:
+            forced = rule._ends.cut(forced, words if is_accepting else None)
         if forced:
             rule._set_forced(forced)
 
@@ -380,12 +455,17 @@ class FreeText(ForbiddingRule):
 
 
 def grammar_rule(
-    asked: StructuredOutput, ends: Iterable[int], prompt_token_ids: Sequence[int], grammars: GrammarCompiler
+    asked: StructuredOutput,
+    ends: Iterable[int],
+    prompt_token_ids: Sequence[int],
+    grammars: GrammarCompiler,
+    spells: bool = True,
 ) -> Grammar | FreeText:
-    """The rule of a text at the end of its prompt, of which the grammar may have consumed a part."""
+    """The rule of a text at the end of its prompt, of which the grammar may have consumed a part. `spells`: see
+    Source."""
     library = grammars.library
-    tokens_of_end = Ends(ends, library.vocab_size)
-    source = Source(grammars.get(asked), library)
+    tokens_of_end = ends_of(frozenset(ends), library.vocab_size)
+    source = Source(grammars.get(asked), library, spells)
     rule: Grammar | FreeText
     if asked.begins_after is None:
         rule = Grammar(source.begin(), tokens_of_end)

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run
+from ratoon.execution.rules.grammar import (
+    FEW,
+    Grammar,
+    few_tokens_of,
+    fill_ahead,
+    fill_table,
+    forced_run,
+    move_together,
+)
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
@@ -245,6 +254,26 @@ def test_bits_forbid_what_is_not_set(vocab_size: int) -> None:
     for changed in (logits.clone(), logits.double()):  # by the kernel, where it was built, and by torch
         sampling.allow_bits(changed, torch.from_numpy(rows), torch.from_numpy(words))
         np.testing.assert_array_equal(changed.float().numpy(), expected)
+
+
+def test_grammars_that_move_and_fill_a_table_together_are_those_of_each() -> None:
+    library = grammars().library
+    texts = ['{"a":12,"b":[true,false]}', '{"a":7,"b":[]}', '{"a":0,"b":[true]}']
+    alone = [rules_for(json_schema=json.dumps(SCHEMA)) for _ in texts]
+    moving: list[Any] = [rules_for(json_schema=json.dumps(SCHEMA))[0] for _ in texts]
+    rows = [5, 1, 3]
+    table = np.zeros((6, library.num_words), np.int32)
+    for tokens in zip(*map(tokens_of, texts)):
+        for place, token in enumerate(tokens):
+            alone[place] = alone[place].after(token)
+        assert move_together(moving, tokens, library) == {}
+        fill_table(moving, table, rows, library)
+        for row, rules in zip(rows, alone):
+            words = rules[0].mask()  # type: ignore[attr-defined]
+            if not rules[0].forced_tokens():  # type: ignore[attr-defined]
+                np.testing.assert_array_equal(table[row, : len(words)], words)
+    (stuck,) = move_together(moving[:1], [library.vocab_size - 1], library).values()
+    assert not stuck.mask().any() and stuck.problem
 
 
 def test_masks_that_are_filled_ahead_are_the_same() -> None:

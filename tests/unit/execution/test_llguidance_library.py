@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.interface import words_of
-from ratoon.execution.grammar.llguidance_library import Llguidance
+from ratoon.execution.grammar.llguidance_library import Grammar, Llguidance
 from tests.property.json_vocabulary import json_tokenizer
 
 
@@ -55,3 +56,41 @@ def test_masks_of_several_states_are_those_of_each(num_more: int) -> None:
         alone = np.zeros(words_of(library.vocab_size), np.int32)
         state.fill(alone)
         np.testing.assert_array_equal(words, alone)
+
+
+def test_several_states_go_on_together_as_each_alone() -> None:
+    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+    compiled = library.compile(StructuredOutput(regex="[a-c]{2,5}"))
+    (letter,), (digit,) = json_tokenizer().encode("a"), json_tokenizer().encode("1")
+    states = [compiled.begin() for _ in range(20)]
+    moves = [digit if place in (3, 17) else letter for place in range(20)]
+    assert library.consume_all(states, moves) == [token == letter for token in moves]
+    assert states[3].error is not None and states[0].error is None
+    assert library.consume_all([], []) == []
+    alone = compiled.begin()
+    assert alone.consume(letter)
+    np.testing.assert_array_equal(library.masks([alone])[0], library.masks([states[19]])[0])
+
+
+def test_a_table_of_masks_has_rows_for_some_states() -> None:
+    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+    states = [library.compile(StructuredOutput(regex=regex)).begin() for regex in ("[0-9]+", "[a-c]*", "x{3}")]
+    table = np.full((5, library.num_words), 7, np.int32)
+    library.fill_table(states, table, [4, 0, 2])
+    np.testing.assert_array_equal(table[[4, 0, 2], : words_of(library.vocab_size)], library.masks(states))
+    assert (table[[1, 3]] == 7).all()
+
+
+def test_texts_of_a_grammar_are_divided_among_its_lexers() -> None:
+    made: list[LLMatcher] = []
+    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+
+    def compile_again() -> LLMatcher:
+        made.append(LLMatcher(library._library_tokenizer, 'start: "a" | "b"', log_level=0))
+        return made[-1]
+
+    grammar = Grammar(compile_again, library._library_tokenizer.eos_token, 1, max_lexers=3)
+    states = [grammar.begin() for _ in range(100)]
+    assert len(made) == 3
+    (letter,) = json_tokenizer().encode("a")
+    assert all(state.consume(letter) and state.is_accepting for state in states)
