@@ -196,7 +196,7 @@ class SchedulerConfig:
     jump_forward: bool = setting(
         True,
         "tokens for which structured output leaves no choice are computed together with the next one, not by a step "
-        "of their own; the answers are the same; not on a GPU, where the model chooses among the tokens that spell them",
+        "of their own; the answers are the same; not on a GPU, where the model chooses the tokens that spell them",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
 

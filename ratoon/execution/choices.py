@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
 MATRICES_TO_LOOK_AT = 4
+MATCHING_THREADS = 6  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
 # Compute capabilities
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
 OLDEST_WITH_FP8 = (8, 9)
@@ -152,7 +153,7 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
     dtype = resolve_dtype(config.dtype, device, model_config)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     threads = config.num_threads or usable_cores()
-    set_native_threads(threads)
+    set_native_threads(threads if device.type == "cpu" else min(threads, MATCHING_THREADS))
     if device.type == "cpu":
         keep_freed_memory()
     if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere

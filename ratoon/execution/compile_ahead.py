@@ -161,9 +161,11 @@ def launch_first_steps(runner: ModelRunner, largest: SchedulerOutput) -> None:
 
 
 def launch_later_steps(runner: ModelRunner) -> None:
-    """What other requests may need, the likeliest first: more of them at once, continuations and beams, then the other
-    ways to choose tokens. Kernels differ from size to size while a step has few rows."""
+    """What other requests may need, the likeliest first: filters of the draw, which most models' settings have and
+    which take longest to compile, more requests at once, continuations and beams, then the other ways to choose tokens.
+    Kernels differ from size to size while a step has few rows."""
     assert runner.graphs is not None
+    _launch_decodes(runner, (1,), (Mode.FILTERED,))
     sizes = [size for size in graph_sizes(MAX_TOKENS) if size <= FEW_ROWS]
     _launch_decodes(runner, (32, *sizes, *MANY_ROWS), (Mode.GREEDY,))
     _launch_prompts(runner, [size for size in sizes if size > 1])
@@ -171,7 +173,7 @@ def launch_later_steps(runner: ModelRunner) -> None:
         _launch_padded(runner, GraphKey(size, size, 1, Mode.GREEDY))
     _launch_beams(runner)
     _launch_candidates(runner)
-    _launch_decodes(runner, (1,), (Mode.RANDOM, Mode.FILTERED))
+    _launch_decodes(runner, (1,), (Mode.RANDOM,))
     _launch_logprobs(runner)
     _launch_shared_prefix(runner)
     _launch_edits(runner)

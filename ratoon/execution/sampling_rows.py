@@ -26,10 +26,9 @@ from ratoon.execution.rules.grammar import (
     Grammar,
     few_tokens_of,
     fill_ahead,
-    fill_table,
     forced_run,
     mask_filler,
-    move_together,
+    match_together,
 )
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
@@ -318,34 +317,41 @@ class SamplingRows:
     ) -> None:
         if before is not None:
             before.wait()  # the device has read the table
-        for entry in unread:
-            self._move_grammars(entry, library)
+        read = self._read_by_slot(unread)
+        slots: list[int] = []
+        grammars: list[Grammar] = []
+        rows: list[int] = []
         for place, slot in zip(masks.places.tolist(), masks.slots.tolist()):
             if rules := self.rules[slot]:
-                masks.grammars[place] = cast("Grammar", rules[0])
+                slots.append(slot)
+                grammars.append(cast("Grammar", rules[0]))
+                rows.append(place)
             else:  # the text has ended, and any token will do
                 table[place] = -1
-        fill_table(list(masks.grammars.values()), table, list(masks.grammars), library)
+        stuck = match_together(grammars, [read.pop(slot, -1) for slot in slots], table, rows, library)
+        for place, rule in stuck.items():
+            grammars[place] = rule
+            self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((rule,))
+        masks.grammars = dict(zip(rows, grammars))
+        for slot, token_id in read.items():  # of rows that are not in this step
+            self.rules[slot] = self.active_rules[slot] = self.rules[slot].after(token_id)
 
-    def _move_grammars(self, unread: UnreadTokens, library: GrammarLibrary) -> None:
-        """Of slots with a single grammar each."""
-        unread.tokens.wait()
-        token_ids, bad = unread.tokens.to_numpy()[unread.places].tolist(), set(unread.tokens.bad_rows)
-        is_same = (self.incarnations[unread.slots] == unread.incarnations).tolist()
-        slots, grammars, read = [], [], []
-        for place, slot, token_id, same in zip(unread.places.tolist(), unread.slots.tolist(), token_ids, is_same):
-            rules = self.rules[slot]
-            if not same or not rules:
-                continue
-            grammar = cast("Grammar", rules[0])
-            if place in bad or token_id in grammar.end_token_ids:
-                self.rules[slot], self.active_rules[slot] = NO_RULES, ()
-            else:
-                slots.append(slot)
-                grammars.append(grammar)
-                read.append(token_id)
-        for place, stuck in move_together(grammars, read, library).items():
-            self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((stuck,))
+    def _read_by_slot(self, unread: list[UnreadTokens]) -> dict[int, int]:
+        """Wait for tokens, and return those of slots whose text goes on. Each slot has a single grammar."""
+        found: dict[int, int] = {}
+        for tokens, places, slots, incarnations in unread:
+            tokens.wait()
+            token_ids, bad = tokens.to_numpy()[places].tolist(), set(tokens.bad_rows)
+            is_same = (self.incarnations[slots] == incarnations).tolist()
+            for place, slot, token_id, same in zip(places.tolist(), slots.tolist(), token_ids, is_same):
+                rules = self.rules[slot]
+                if not same or not rules:
+                    continue
+                if place in bad or token_id in cast("Grammar", rules[0]).end_token_ids:
+                    self.rules[slot], self.active_rules[slot] = NO_RULES, ()
+                else:
+                    found[slot] = token_id
+        return found
 
     def _finish_masks(self) -> None:
         if self.mask_column is not None:

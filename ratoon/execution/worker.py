@@ -92,7 +92,8 @@ class Worker:
             kv_config = cut_kv_memory(config.cache, choices.geometry, choices.device, step_bytes)
             if choices.device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, choices.max_model_len)
-            self.grammars = GrammarCompiler(partial(open_grammar_library, config, model_config.vocab_size))
+            by_c = choices.device.type == "cuda"  # elsewhere steps need the threads of the kernels
+            self.grammars = GrammarCompiler(partial(open_grammar_library, config, model_config.vocab_size, by_c))
             self.runner = choices.make_runner(model, kv_config, capture, self.grammars)
         weight_formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         self.facts = WorkerFacts(
@@ -227,13 +228,18 @@ class Worker:
         self.runner.kv.allocate()
 
 
-def open_grammar_library(config: EngineConfig, vocab_size: int) -> GrammarLibrary:
-    """With the model's tokenizer, which the engine needs for nothing else."""
+def open_grammar_library(config: EngineConfig, vocab_size: int, by_c: bool) -> GrammarLibrary:
+    """With the model's tokenizer, which the engine needs for nothing else. `by_c`: through the C interface, where it
+    can be used, with the threads of the CPU kernels."""
     from ratoon.execution.grammar.llguidance_library import Llguidance
     from ratoon.models.source import resolve_model
 
-    source = resolve_model(config.model, config.hf_overrides)
-    return Llguidance(source.load_tokenizer(), vocab_size)
+    tokenizer = resolve_model(config.model, config.hf_overrides).load_tokenizer()
+    if not by_c:
+        return Llguidance(tokenizer, vocab_size)
+    from ratoon.execution.grammar.llguidance_c import open_library
+
+    return open_library(tokenizer, vocab_size)
 
 
 def compile_ahead(choices: EngineChoices) -> CompileAhead | None:

@@ -41,6 +41,14 @@ class GrammarState(Protocol):
         ...
 
 
+class Match:
+    """What `GrammarLibrary.match` says of a state, as bits. The names are those of kernels.h."""
+
+    ACCEPTING = 1  # the text may end here
+    REFUSED = 2  # the grammar forbids its token
+    FAILED = 4  # its mask could not be filled
+
+
 class CompiledGrammar(Protocol):
     num_bytes: int  # of memory, estimated
     cost: GrammarCost
@@ -62,17 +70,16 @@ class GrammarLibrary(Protocol):
 
     @property
     def num_words(self) -> int:
-        """Of a row of the table that `fill_table` writes: at least words_of(vocab_size)."""
+        """Of a row of the table that `match` writes: at least words_of(vocab_size)."""
         ...
 
-    def fill_table(self, states: Sequence[Any], table: np.ndarray, rows: Sequence[int]) -> None:
-        """Write what `fill` sets, for several states of this library, to rows of a table [R, num_words] int32, which is
-        contiguous. Releases Python's lock once for all of them."""
-        ...
-
-    def consume_all(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[bool]:
-        """Go on by a token in each of several states of this library, in one call. Releases Python's lock. A state
-        whose grammar forbids its token, or that exceeds a limit, can't be used any more; its `error` says why."""
+    def match(
+        self, states: Sequence[Any], token_ids: Sequence[int], table: np.ndarray, rows: Sequence[int]
+    ) -> np.ndarray:
+        """Go on by a token in each of several states of this library, unless that is below 0, and write what `fill`
+        sets to rows of a table [R, num_words] int32, which is contiguous. Returns the bits of Match for each: [N]
+        uint8. Releases Python's lock. A state that was refused or has failed can't be used any more; its `error` says
+        why."""
         ...
 
     def compile(self, asked: StructuredOutput) -> CompiledGrammar:

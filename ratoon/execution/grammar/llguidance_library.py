@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from ratoon.core.errors import RequestError
 from ratoon.core.machine import usable_cores
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.interface import GrammarCost, words_of
+from ratoon.execution.grammar.interface import GrammarCost, GrammarState, Match, words_of
 from ratoon.execution.grammar.notation import LIMITS, grammar_text
 from ratoon.models.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ class State:
     def fill(self, words: np.ndarray) -> None:
         mask = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
         words[:] = mask[: len(words)]
-        _clear(words, self._end)
+        clear_token(words, self._end)
 
     @property
     def is_accepting(self) -> bool:
@@ -64,23 +65,22 @@ class State:
 
 
 class Grammar:
-    """See CompiledGrammar. The states of a matcher share its lexer, which one thread uses at a time. So where masks are
+    """See CompiledGrammar. The copies of a state share its lexer, which one thread uses at a time. So where masks are
     filled by several threads and many texts have the same grammar, it is compiled again for some of them."""
 
-    def __init__(self, compile_again: Callable[[], LLMatcher], end: int, num_bytes: int, max_lexers: int = 1) -> None:
+    def __init__(self, compile_again: Callable[[], GrammarState], num_bytes: int, max_lexers: int = 1) -> None:
         self._compile_again = compile_again
-        self._end = end
-        self._firsts = [State(compile_again(), end)]  # one for each lexer
+        self._firsts = [compile_again()]  # one for each lexer
         self._max_lexers = max_lexers
         self._num_texts = 0
         self.num_bytes = num_bytes
         self.cost = GrammarCost()
 
-    def begin(self) -> State:
+    def begin(self) -> GrammarState:
         self._num_texts += 1
         num_lexers = min(self._num_texts // TEXTS_OF_LEXER, self._max_lexers)
         if len(self._firsts) < num_lexers:
-            self._firsts.append(State(self._compile_again(), self._end))
+            self._firsts.append(self._compile_again())
         return self._firsts[self._num_texts % len(self._firsts)].copy()
 
 
@@ -91,54 +91,77 @@ class Llguidance:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        num_tokens = max(vocab_size, tokenizer.vocab_size)
-        self._library_tokenizer = _library_tokenizer(tokenizer, num_tokens)
+        self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         num_threads = max(1, min(NUM_THREADS, usable_cores() // 2))
         self._executor = LLExecutor(num_threads=num_threads)
         self._executor_for_few = LLExecutor(num_threads=min(NUM_THREADS_FOR_FEW, num_threads))
-        self._special_ids = frozenset(
-            token_id for token_id in range(num_tokens) if self._library_tokenizer.is_special_token(token_id)
-        )
         self.special_tokens = frozenset(
             token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special
         )
 
+    @cached_property
+    def _library_tokenizer(self) -> LLTokenizer:
+        return _library_tokenizer(self._tokenizer, self._num_tokens)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        is_special = self._library_tokenizer.is_special_token
+        return frozenset(token_id for token_id in range(self._num_tokens) if is_special(token_id))
+
     def compile(self, asked: StructuredOutput) -> Grammar:
         text = without_forcing(grammar_text(asked, self.special_tokens))
 
-        def compile_once() -> LLMatcher:
-            matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
-            if matcher.is_error():
-                raise RequestError(asked.kind or "", matcher.get_error(), "")
-            return matcher
+        def compile_once() -> GrammarState:
+            state = self.new_state(text)
+            if state.error is not None:
+                raise RequestError(asked.kind or "", state.error, "")
+            return state
 
         num_bytes = BYTES_OF_GRAMMAR + BYTES_PER_CHARACTER * len(text)
         max_lexers = min(MAX_LEXERS, usable_cores() // 2) if len(text) <= MAX_CHARACTERS else 1
-        return Grammar(compile_once, self._library_tokenizer.eos_token, num_bytes, max_lexers)
+        return Grammar(compile_once, num_bytes, max_lexers)
+
+    def new_state(self, text: str) -> GrammarState:
+        """The beginning of a grammar in the library's form. It may have an error."""
+        matcher = LLMatcher(self._library_tokenizer, text, log_level=0, limits=LIMITS)
+        return State(matcher, self._library_tokenizer.eos_token)
 
     def masks(self, states: Sequence[State]) -> np.ndarray:
         words = np.empty((len(states), self.num_words), np.int32)
-        self.fill_table(states, words, range(len(states)))
+        self._fill(states, words, range(len(states)))
         return words[:, : words_of(self.vocab_size)]
 
     @property
     def num_words(self) -> int:
         return words_of(self._library_tokenizer.vocab_size)
 
-    def fill_table(self, states: Sequence[State], table: np.ndarray, rows: Sequence[int]) -> None:
+    def match(
+        self, states: Sequence[Any], token_ids: Sequence[int], table: np.ndarray, rows: Sequence[int]
+    ) -> np.ndarray:
+        found = np.zeros(len(states), np.uint8)
+        moves = [(state.matcher, token_id) for state, token_id in zip(states, token_ids) if token_id >= 0]
+        if moves:
+            moving = [place for place, token_id in enumerate(token_ids) if token_id >= 0]
+            is_allowed = self._executor_of(moves).consume_token_par(moves)
+            found[moving] = np.where(is_allowed, 0, Match.REFUSED)
+        left = np.flatnonzero(found == 0).tolist()
+        try:
+            self._fill([states[place] for place in left], table, [rows[place] for place in left])
+        except ValueError:  # because of one of them, and which is not said
+            for place in left:
+                with suppress(ValueError):
+                    self._fill([states[place]], table, [rows[place]])
+        for place in left:
+            found[place] = Match.FAILED if states[place].error is not None else states[place].is_accepting
+        return found
+
+    def _fill(self, states: Sequence[State], table: np.ndarray, rows: Sequence[int]) -> None:
         if not states:
             return
         places = [(state.matcher, row) for state, row in zip(states, rows)]
-        self._executor_of(places).unsafe_compute_mask_ptr(
-            places, table.ctypes.data, table.itemsize * table.shape[1], len(table)
-        )
-        _clear(table, self._library_tokenizer.eos_token)
-
-    def consume_all(self, states: Sequence[State], token_ids: Sequence[int]) -> list[bool]:
-        if not states:
-            return []
-        moves = [(state.matcher, token_id) for state, token_id in zip(states, token_ids)]
-        return self._executor_of(moves).consume_token_par(moves)
+        row_bytes = table.itemsize * table.shape[1]
+        self._executor_of(places).unsafe_compute_mask_ptr(places, table.ctypes.data, row_bytes, len(table))
+        clear_token(table, self._library_tokenizer.eos_token)
 
     def _executor_of(self, items: Sequence[object]) -> LLExecutor:
         return self._executor_for_few if len(items) <= NUM_FEW else self._executor
@@ -170,17 +193,23 @@ def without_forcing(grammar: str) -> str:
     return grammar + '\n%llguidance {"no_forcing": true}\n'
 
 
-def _clear(words: np.ndarray, token_id: int) -> None:
+def clear_token(words: np.ndarray, token_id: int) -> None:
     """The bit of this token, in the mask or the masks [..., W] int32, if they reach so far."""
     if token_id // 32 < words.shape[-1]:
         words.view(np.uint32)[..., token_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << token_id % 32)
 
 
-def _library_tokenizer(tokenizer: Tokenizer, num_tokens: int) -> LLTokenizer:
+def describe_tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
+    """The content of a `tokenizer.json` with one more token, that of the end, and its id."""
     described = json.loads(tokenizer.backend.to_str())
     added = described["added_tokens"]
     end = max([tokenizer.backend.get_vocab_size(with_added_tokens=False), *(token["id"] + 1 for token in added)])
     added.append({"id": end, "content": END_OF_TEXT, "special": True, **PLAIN})
+    return described, end
+
+
+def _library_tokenizer(tokenizer: Tokenizer, num_tokens: int) -> LLTokenizer:
+    described, end = describe_tokenizer(tokenizer)
     try:
         return LLTokenizer(json.dumps(described), n_vocab=num_tokens + 1, eos_token=end)
     except ValueError:  # a kind of tokenizer that the library can't read: it gets the text of each token

@@ -21,7 +21,7 @@ from ratoon.core.structured import StructuredOutput
 from ratoon.execution.cells import all_to_device
 from ratoon.execution.grammar.compiler import GrammarCompiler, KeptGrammar
 from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
-from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, words_of
+from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, Match, words_of
 from ratoon.execution.grammar.markers import Marker, marker_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
 from ratoon.execution.rules.mask_filler import SECONDS_OF_EACH, SECONDS_OF_MANY, MaskFiller
@@ -101,12 +101,12 @@ class Ends:
                 return forced[:count]
         return forced
 
-    def set_in_rows(self, table: np.ndarray, rows: Sequence[int], allowed: Sequence[bool]) -> None:
-        """Their bits in several rows of a table of masks [R, W] int32."""
-        words, index, is_allowed = table.view(np.uint32), np.array(rows), np.array(allowed)
+    def set_in_rows(self, table: np.ndarray, rows: np.ndarray, allowed: np.ndarray) -> None:
+        """Their bits in these rows [N] of a table of masks [R, W] int32."""
+        words = table.view(np.uint32)
         for place, bits in self._bits:
-            column = words[index, place]
-            words[index, place] = np.where(is_allowed, column | bits, column & ~bits)
+            column = words[rows, place]
+            words[rows, place] = np.where(allowed, column | bits, column & ~bits)
 
     def set_in(self, words: np.ndarray, allowed: bool) -> None:
         """Their bits in a mask [W] int32."""
@@ -198,7 +198,7 @@ class Grammar(LogitsRule):
         return self._path.state
 
     def note_moved(self) -> None:
-        """Its own state has consumed a token: see `move_together`."""
+        """Its own state has consumed a token: see `match_together`."""
         self._path.num_tokens += 1
         self._num_tokens += 1
         self.is_filled = self._is_queued = False
@@ -269,44 +269,43 @@ def forced_run(rules: Sequence[LogitsRule], most: int) -> list[int]:
     return [] if grammar is None else grammar.forced_tokens()[:most]
 
 
-def move_together(grammars: Sequence[Grammar], token_ids: Sequence[int], library: GrammarLibrary) -> dict[int, NoWay]:
-    """Go on by a token that ends no text in each of several grammars of this library, by one call. The rules move on
-    themselves, so each must be the only rule of its text. Those that can't are to be replaced: by what, by place."""
-    states = [grammar.newest_state() for grammar in grammars]
-    stuck: dict[int, NoWay] = {}
-    for place, is_allowed in enumerate(library.consume_all(states, token_ids)):
-        grammar = grammars[place]
-        if is_allowed:
-            grammar.note_moved()
-        else:
-            stuck[place] = NoWay(grammar._path, grammar._ends, states[place].error)
-    return stuck
-
-
-def fill_table(grammars: Sequence[Grammar], table: np.ndarray, rows: Sequence[int], library: GrammarLibrary) -> None:
-    """Write the masks of trusted grammars of this library to these rows of a table [R, W] int32, by one call. The rules
-    do not keep them."""
+def match_together(
+    grammars: Sequence[Grammar],
+    token_ids: Sequence[int],
+    table: np.ndarray,
+    rows: Sequence[int],
+    library: GrammarLibrary,
+) -> dict[int, NoWay]:
+    """Go on by a token in each of several trusted grammars of this library, unless that is below 0, and write the masks
+    behind them to these rows of a table [R, W] int32: by one call. No token ends its text. The rules move on
+    themselves, so each must be the only rule of its text, and do not keep their masks. Those that can't go on are to be
+    replaced: by what, by place."""
     start = time.perf_counter()
-    together = [place for place, grammar in enumerate(grammars) if not grammar.is_filled]
-    states = [grammars[place].newest_state() for place in together]
-    places = [rows[place] for place in together]
-    try:
-        library.fill_table(states, table, places)
-        failed = {place for place, state in zip(together, states) if state.error is not None}
-    except Exception:  # because of one of them, and which is not said
-        failed = set(together)
-    if not failed:
-        for ends in {grammars[place]._ends for place in together}:
-            own = [(row, state) for place, row, state in zip(together, places, states) if grammars[place]._ends is ends]
-            ends.set_in_rows(table, [row for row, _ in own], [state.is_accepting for _, state in own])
-        if time.perf_counter() - start > SECONDS_OF_MANY + SECONDS_OF_EACH * len(together):
-            for place in together:
-                grammars[place].cost.doubt()
-    if failed or len(together) < len(grammars):
-        alone = range(len(grammars)) if failed else set(range(len(grammars))).difference(together)
-        for place in alone:
-            words = grammars[place].mask()
-            table[rows[place], : len(words)] = words
+    stuck = {place: NoWay(each._path, each._ends, each.problem) for place, each in enumerate(grammars) if each.problem}
+    if stuck:
+        left = [place for place in range(len(grammars)) if place not in stuck]
+        others = [[sequence[place] for place in left] for sequence in (grammars, token_ids, rows)]
+        found = match_together(others[0], others[1], table, others[2], library)  # type: ignore[arg-type]
+        table[[rows[place] for place in stuck]] = 0
+        return stuck | {left[place]: rule for place, rule in found.items()}
+    states = [grammar.newest_state() for grammar in grammars]
+    results = library.match(states, token_ids, table, rows)
+    for place in np.flatnonzero(results & (Match.REFUSED | Match.FAILED)).tolist():
+        stuck[place] = NoWay(grammars[place]._path, grammars[place]._ends, states[place].error)
+    for grammar, token_id in zip(grammars, token_ids):
+        if token_id >= 0:
+            grammar.note_moved()
+    accepting = (results & Match.ACCEPTING) != 0
+    all_rows, ends_of_rows = np.array(rows, np.int64), [grammar._ends for grammar in grammars]
+    for ends in set(ends_of_rows):
+        own = np.array([each is ends for each in ends_of_rows])
+        ends.set_in_rows(table, all_rows[own], accepting[own])
+    for place in stuck:
+        table[rows[place]] = 0
+    if time.perf_counter() - start > SECONDS_OF_MANY + SECONDS_OF_EACH * len(grammars):
+        for grammar in grammars:
+            grammar.cost.doubt()
+    return stuck
 
 
 def fill_ahead(rules: Iterable[LogitsRule]) -> None:

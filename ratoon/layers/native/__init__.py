@@ -69,6 +69,12 @@ class DecodeTables(ctypes.Structure):
     _fields_ = (("block_tables", _POINTER), ("tables", _POINTER), ("slots", _POINTER))
 
 
+class MatchCalls(ctypes.Structure):
+    """`match_calls` of kernels.h."""
+
+    _fields_ = (("consume", _POINTER), ("fill", _POINTER), ("is_accepting", _POINTER), ("mask_bytes", _INT))
+
+
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_sources": (ctypes.c_char_p, []),
     "ratoon_set_threads": (ctypes.c_int, [ctypes.c_int]),
@@ -96,6 +102,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_prepare_tables": (None, [_POINTER, _POINTER, _POINTER, _INT, _INT]),
     "ratoon_greedy": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
     "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
+    "ratoon_match_texts": (None, [*[_POINTER] * 4, _INT, _POINTER, _INT, _POINTER]),
     "ratoon_allow_bits": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT]),
     # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),

@@ -1,6 +1,8 @@
 // The kernels of a forward pass, as Python calls them and as recorded passes replay them (program.c). Those of quantised
 // weights are in quantised.h. ldx is the distance of two rows of x, in floats.
 #pragma once
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 const char *ratoon_sources(void);  // the digest of the C files that the library was built from, or "unknown"
@@ -77,6 +79,21 @@ void ratoon_greedy(const float *logits, int64_t rows, int64_t columns, int64_t *
 // and 1 leave all tokens. bad: 1 where a row is not made of numbers, or has nothing to draw.
 void ratoon_draw(float *probabilities, int64_t rows, int64_t columns, const int64_t *top_k, const double *top_p,
                  const float *min_p, const double *uniforms, int64_t *token_ids, uint8_t *bad);
+
+// The functions of a grammar library. 0: it was done.
+typedef struct {
+    int32_t (*consume)(void *matcher, uint32_t token);
+    int32_t (*fill)(void *matcher, uint32_t *mask, size_t mask_bytes);
+    bool (*is_accepting)(void *matcher);
+    int64_t mask_bytes;
+} match_calls;
+
+enum { MATCH_ACCEPTING = 1, MATCH_REFUSED = 2, MATCH_FAILED = 4 };
+
+// Each text goes on by its token, unless that is below 0, and writes its mask to its row of the table. found: what of the
+// names above is true of it.
+void ratoon_match_texts(const match_calls *calls, void *const *matchers, const int32_t *tokens, const int32_t *rows,
+                        int64_t texts, uint32_t *table, int64_t row_words, uint8_t *found);
 
 // Bits over tokens, `words_per_row` words of 32 for each of `count` rows: tokens whose bit is not set get -inf.
 void ratoon_allow_bits(float *logits, int64_t columns, const int64_t *rows, int64_t count, const uint32_t *words,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 
+from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.grammar.interface import words_of
+from ratoon.execution.grammar import llguidance_c
+from ratoon.execution.grammar.interface import GrammarState, Match, words_of
 from ratoon.execution.grammar.llguidance_library import Grammar, Llguidance
+from ratoon.layers import native
+from ratoon.models.tokenizer import Tokenizer
 from tests.property.json_vocabulary import json_tokenizer
 
 
@@ -33,10 +38,20 @@ def test_a_part_of_a_character_is_its_bytes() -> None:
     assert state.is_accepting
 
 
+OpenLibrary = Callable[[Tokenizer, int], Llguidance]
+
+
+@pytest.fixture(params=["python", "c"])
+def open_library(request: pytest.FixtureRequest) -> OpenLibrary:
+    if request.param == "c" and native.library() is None:
+        pytest.skip("the CPU kernels are not built")
+    return Llguidance if request.param == "python" else llguidance_c.LlguidanceC
+
+
 @pytest.mark.parametrize("num_more", [0, 1, 20, 64])  # models have rows behind the tokenizer's last token
-def test_the_librarys_own_end_is_never_allowed(num_more: int) -> None:
+def test_the_librarys_own_end_is_never_allowed(num_more: int, open_library: OpenLibrary) -> None:
     vocab_size = json_tokenizer().vocab_size + num_more
-    library = Llguidance(json_tokenizer(), vocab_size)
+    library = open_library(json_tokenizer(), vocab_size)
     digits = StructuredOutput(regex="[0-9]+")
     found = allowed(library, digits, "12")
     assert found == {token for token in range(json_tokenizer().vocab_size) if library.token_bytes(token).isdigit()}
@@ -44,8 +59,8 @@ def test_the_librarys_own_end_is_never_allowed(num_more: int) -> None:
 
 
 @pytest.mark.parametrize("num_more", [0, 1, 20, 64])
-def test_masks_of_several_states_are_those_of_each(num_more: int) -> None:
-    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size + num_more)
+def test_masks_of_several_states_are_those_of_each(num_more: int, open_library: OpenLibrary) -> None:
+    library = open_library(json_tokenizer(), json_tokenizer().vocab_size + num_more)
     texts = {"[0-9]+": "1", "[a-c]*": "", "ab": "ab", "x{3}": "z"}  # the last leaves its grammar
     states = [library.compile(StructuredOutput(regex=regex)).begin() for regex in texts]
     for state, text in zip(states, texts.values()):
@@ -58,39 +73,55 @@ def test_masks_of_several_states_are_those_of_each(num_more: int) -> None:
         np.testing.assert_array_equal(words, alone)
 
 
-def test_several_states_go_on_together_as_each_alone() -> None:
-    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+def test_several_states_go_on_together_as_each_alone(open_library: OpenLibrary) -> None:
+    library = open_library(json_tokenizer(), json_tokenizer().vocab_size)
     compiled = library.compile(StructuredOutput(regex="[a-c]{2,5}"))
     (letter,), (digit,) = json_tokenizer().encode("a"), json_tokenizer().encode("1")
     states = [compiled.begin() for _ in range(20)]
-    moves = [digit if place in (3, 17) else letter for place in range(20)]
-    assert library.consume_all(states, moves) == [token == letter for token in moves]
+    rows = list(range(20, 0, -1))
+    table = np.full((22, library.num_words), 7, np.int32)
+    for moves in ([letter] * 20, [-1] * 20, [digit if place in (3, 17) else letter for place in range(20)]):
+        found = library.match(states, moves, table, rows)
+        expected = [Match.REFUSED if token == digit else 0 for token in moves]
+        if digit in moves:  # the second letter of the others
+            expected = [each or Match.ACCEPTING for each in expected]
+        assert found.tolist() == expected
     assert states[3].error is not None and states[0].error is None
-    assert library.consume_all([], []) == []
+    assert len(library.match([], [], table, [])) == 0
     alone = compiled.begin()
-    assert alone.consume(letter)
-    np.testing.assert_array_equal(library.masks([alone])[0], library.masks([states[19]])[0])
+    assert alone.consume(letter) and alone.consume(letter) and not alone.consume(digit) and alone.error is None
+    words = np.zeros(words_of(library.vocab_size), np.int32)
+    alone.fill(words)
+    np.testing.assert_array_equal(table[rows[0], : len(words)], words)
+    np.testing.assert_array_equal(library.masks([alone])[0], words)
+    assert (table[[0, 21], : len(words) - 1] == 7).all(), "rows of no state"
+    alone.rewind(1)
+    assert not alone.is_accepting and alone.copy().consume(letter)
 
 
-def test_a_table_of_masks_has_rows_for_some_states() -> None:
-    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
-    states = [library.compile(StructuredOutput(regex=regex)).begin() for regex in ("[0-9]+", "[a-c]*", "x{3}")]
-    table = np.full((5, library.num_words), 7, np.int32)
-    library.fill_table(states, table, [4, 0, 2])
-    np.testing.assert_array_equal(table[[4, 0, 2], : words_of(library.vocab_size)], library.masks(states))
-    assert (table[[1, 3]] == 7).all()
+def test_texts_of_a_grammar_are_divided_among_its_lexers(open_library: OpenLibrary) -> None:
+    made: list[GrammarState] = []
+    library = open_library(json_tokenizer(), json_tokenizer().vocab_size)
 
-
-def test_texts_of_a_grammar_are_divided_among_its_lexers() -> None:
-    made: list[LLMatcher] = []
-    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
-
-    def compile_again() -> LLMatcher:
-        made.append(LLMatcher(library._library_tokenizer, 'start: "a" | "b"', log_level=0))
+    def compile_again() -> GrammarState:
+        made.append(library.new_state('start: "a" | "b"'))
         return made[-1]
 
-    grammar = Grammar(compile_again, library._library_tokenizer.eos_token, 1, max_lexers=3)
+    grammar = Grammar(compile_again, 1, max_lexers=3)
     states = [grammar.begin() for _ in range(100)]
     assert len(made) == 3
     (letter,) = json_tokenizer().encode("a")
     assert all(state.consume(letter) and state.is_accepting for state in states)
+
+
+def test_what_is_wrong_with_a_grammar_is_said_by_both_interfaces(open_library: OpenLibrary) -> None:
+    library = open_library(json_tokenizer(), json_tokenizer().vocab_size)
+    with pytest.raises(RequestError, match="missing"):
+        library.compile(StructuredOutput(grammar="start: missing"))
+    assert "missing" in (library.new_state("start: missing").error or "")
+
+
+def test_the_c_interface_is_left_where_its_limits_are_not_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(llguidance_c.open_library(json_tokenizer(), 300)) is llguidance_c.LlguidanceC
+    monkeypatch.setattr(llguidance_c, "DEFAULT_LIMITS", (1,) * 8)
+    assert type(llguidance_c.open_library(json_tokenizer(), 300)) is Llguidance
