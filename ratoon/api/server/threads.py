@@ -10,13 +10,13 @@ once read large bodies would stay large.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakSet
+
+from ratoon.core.heap import give_back
 
 LARGE = 2**20  # bytes, or characters, of work after which memory is returned
 DELAY = 0.5  # seconds: the answer is sent by then, and one call serves several requests
@@ -26,26 +26,15 @@ _waiting: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 def return_memory_soon(loop: asyncio.AbstractEventLoop) -> None:
     """To be called on the event loop; runs in a thread."""
-    trim = _find_trim()
-    if trim is None or loop in _waiting:
+    if loop in _waiting:
         return
 
     def begin() -> None:
         _waiting.discard(loop)
-        loop.run_in_executor(None, trim, 0)
+        loop.run_in_executor(None, give_back)
 
     _waiting.add(loop)
     loop.call_later(DELAY, begin)
-
-
-@cache
-def _find_trim() -> Callable[[int], int] | None:
-    """None: this system's C library has no such call."""
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):
-        return None
-    return trim
 
 
 T = TypeVar("T")
