@@ -31,6 +31,16 @@ class Turns(Generic[Job]):
     def add(self, owner: str | None, job: Job) -> None:
         self._waiting.setdefault(owner, deque()).append(job)
 
+    def remove(self, owner: str | None, job: Job) -> bool:
+        """False: it does not wait."""
+        jobs = self._waiting.get(owner, deque())
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[owner]
+        return True
+
     def begin(self) -> tuple[str | None, Job] | None:
         """The next job, and its owner; it has a place until `end`. None: no job waits, or there is no place for it."""
         if self._running.total() >= self._num_places:

@@ -41,3 +41,16 @@ def test_a_single_place_is_for_anyone() -> None:
     turns.end(None)
     turns.add(None, "y")
     assert begin_all(turns) == ["y"] and turns.num_running_of(None) == 1
+
+
+def test_what_waits_can_be_removed() -> None:
+    turns: Turns[str] = Turns(2)
+    for name in ("a1", "a2", "a3"):
+        turns.add("a", name)
+    assert begin_all(turns) == ["a1"]
+    assert turns.remove("a", "a2") and not turns.remove("a", "a2") and not turns.remove("b", "a3")
+    assert not turns.remove("a", "a1"), "it has begun"
+    turns.end("a")
+    assert begin_all(turns) == ["a3"]
+    turns.add("b", "b1")
+    assert turns.remove("b", "b1") and len(turns) == 0 and begin_all(turns) == []
