@@ -1,7 +1,7 @@
 """Requests that wait for what their rules need (the grammar of structured output), outside the scheduler's queues.
 
 So no step and no other request waits for a compilation. They are handed over when it is done, and may end before: by an
-abort, an error, or after too long.
+abort, an error, or after too long. What a request that has ended waited for is cancelled.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class PreparedRequests:
 
     def add(self, request: EngineCoreRequest, future: Future[Any], now: float) -> None:
         if request.request_id in self._waiting:
+            future.cancel()
             raise RequestError("request_id", f"{request.request_id!r} is in use", "another id")
         self._waiting[request.request_id] = Waiting(request, future, now + MAX_SECONDS)
         future.add_done_callback(self._note_done)
@@ -74,6 +75,7 @@ class PreparedRequests:
         for request_id in ids:
             waiting = self._waiting.pop(request_id, None)
             if waiting is not None:
+                waiting.future.cancel()
                 outputs += [
                     EngineCoreOutput(request_id, [], choice, FinishReason.ABORT)
                     for choice in range(waiting.request.num_choices)
@@ -81,10 +83,11 @@ class PreparedRequests:
         return outputs
 
     def expire(self, now: float) -> list[EngineCoreOutput]:
-        overdue = [waiting.request for waiting in self._waiting.values() if waiting.deadline <= now]
+        overdue = [waiting for waiting in self._waiting.values() if waiting.deadline <= now]
         outputs: list[EngineCoreOutput] = []
-        for request in overdue:
+        for request, future, _ in overdue:
             del self._waiting[request.request_id]
+            future.cancel()
             problem = f"could not be compiled in {MAX_SECONDS:g} seconds"
             outputs += failures(request, RequestError("structured_output", problem, "a smaller schema or grammar"))
         return outputs

@@ -2,8 +2,8 @@
 
 What arrives here was checked within limits, in another process (engine/grammar_process.py): compiling it again takes
 milliseconds, or as long as was measured there. Grammars that take long are compiled one at a time, owners in turn, at
-low priority; the others do not wait for them. The library and the model's tokenizer are loaded with the first grammar,
-or in an idle moment before it.
+low priority; the others do not wait for them. One that no request waits for any longer is not begun. The library and
+the model's tokenizer are loaded with the first grammar, or in an idle moment before it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import NamedTuple, TypeAlias
 
 from ratoon.core.errors import RequestError
+from ratoon.core.shared_work import SharedWork
 from ratoon.core.structured import StructuredOutput, content_of
 from ratoon.core.turns import Turns
 from ratoon.execution.grammar.interface import CompiledGrammar, GrammarLibrary, GrammarState
@@ -23,9 +25,9 @@ from ratoon.execution.grammar.interface import CompiledGrammar, GrammarLibrary, 
 MAX_KEPT_BYTES = 256 * 2**20
 NUM_THREADS = 2
 LOW_PRIORITY = 10  # of the thread that compiles large grammars
-
-
 MAX_GROWN_BYTES = 2 * 2**20
+
+_Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what is compiled
 
 
 class KeptGrammar:
@@ -49,6 +51,12 @@ class KeptGrammar:
         self._on_growth(self)
 
 
+class _Job(NamedTuple):
+    key: _Key
+    asked: StructuredOutput
+    work: SharedWork[KeptGrammar]
+
+
 class GrammarCompiler:
     """To be used from any thread."""
 
@@ -59,8 +67,8 @@ class GrammarCompiler:
         self._failed_ahead = False
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[bytes, KeptGrammar] = OrderedDict()  # the least recently used first
-        self._under_way: dict[bytes, Future[KeptGrammar]] = {}
-        self._large: Turns[tuple[bytes, StructuredOutput]] = Turns(num_places=1)
+        self._under_way: dict[_Key, SharedWork[KeptGrammar]] = {}
+        self._large: Turns[_Job] = Turns(num_places=1)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._large_pool: ThreadPoolExecutor | None = None
@@ -90,22 +98,42 @@ class GrammarCompiler:
 
     def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[KeptGrammar]:
         """Compile it in another thread, or find it. The future raises RequestError if it can't be compiled. One that
-        is asked for again while it is compiled is compiled once."""
-        key = content_of(asked)
+        its owner asks for again while it is compiled is compiled once. A caller that no longer waits cancels its
+        future: what has not begun then is not compiled."""
+        content = content_of(asked)
         with self._lock:
-            found = self._find(key)
+            found = self._find(content)
             if found is not None:
                 done: Future[KeptGrammar] = Future()
                 done.set_result(found)
                 return done
-            if key not in self._under_way:
-                future = self._under_way[key] = Future()
-                if asked.is_large:
-                    self._large.add(owner, (key, asked))
-                    self._threads_for_large().submit(self._compile_next_large)
-                else:
-                    self._threads().submit(self._settle, future, key, asked)
-            return self._under_way[key]
+            under_way = self._under_way.get((owner, content))
+            joined = None if under_way is None else under_way.join()
+            return self._begin((owner, content), asked) if joined is None else joined
+
+    def _begin(self, key: _Key, asked: StructuredOutput) -> Future[KeptGrammar]:
+        owner, _ = key
+
+        def abandon() -> None:
+            with self._lock:
+                self._leave(job)
+                self._large.remove(owner, job)
+
+        work: SharedWork[KeptGrammar] = SharedWork(abandon)
+        job = _Job(key, asked, work)
+        future = work.join()
+        assert future is not None
+        self._under_way[key] = work
+        if asked.is_large:
+            self._large.add(owner, job)
+            self._threads_for_large().submit(self._compile_next_large)
+        else:
+            self._threads().submit(self._settle, job)
+        return future
+
+    def _leave(self, job: _Job) -> None:
+        if self._under_way.get(job.key) is job.work:
+            del self._under_way[job.key]
 
     def get(self, asked: StructuredOutput) -> KeptGrammar:
         """One that was prepared. It is compiled again if it is no longer kept."""
@@ -132,35 +160,42 @@ class GrammarCompiler:
     def _compile_next_large(self) -> None:
         with self._lock:
             found = self._large.begin()
-            assert found is not None, "each is submitted once, to one thread"
-            owner, (key, asked) = found
-            future = self._under_way[key]
-        self._settle(future, key, asked)
+        if found is None:  # that for which this was submitted was abandoned
+            return
+        owner, job = found
+        self._settle(job)
         with self._lock:
             self._large.end(owner)
 
-    def _settle(self, future: Future[KeptGrammar], key: bytes, asked: StructuredOutput) -> None:
+    def _settle(self, job: _Job) -> None:
+        if job.work.is_over:
+            return
+        _, content = job.key
         try:
-            compiled = self._compile(key, asked)
+            with self._lock:
+                kept = self._find(content)  # another owner's, meanwhile
+            if kept is None:
+                kept = self._compile(content, job.asked)
         except BaseException as error:
-            future.set_exception(error)
+            with self._lock:
+                self._leave(job)
+            job.work.set_exception(error)
         else:
-            future.set_result(compiled)
+            with self._lock:
+                self._leave(job)
+            job.work.set_result(kept)
 
-    def _compile(self, key: bytes, asked: StructuredOutput) -> KeptGrammar:
+    def _compile(self, content: bytes, asked: StructuredOutput) -> KeptGrammar:
         try:
             compiled = self.library.compile(asked)
-            num_bytes = max(compiled.num_bytes, asked.num_bytes or 0)
-            kept = KeptGrammar(compiled, num_bytes, self._note_growth)
-            with self._lock:
-                self._kept.setdefault(key, kept)
-                self._drop_beyond_limit()
-            return kept
         except RequestError as error:
             raise error.inside("structured_output") from None
-        finally:
-            with self._lock:
-                self._under_way.pop(key, None)
+        num_bytes = max(compiled.num_bytes, asked.num_bytes or 0)
+        kept = KeptGrammar(compiled, num_bytes, self._note_growth)
+        with self._lock:
+            self._kept.setdefault(content, kept)
+            self._drop_beyond_limit()
+        return kept
 
     def _find(self, key: bytes) -> KeptGrammar | None:
         found = self._kept.get(key)

@@ -72,7 +72,7 @@ def test_it_can_be_aborted_while_it_waits(desk: Desk, num_choices: int) -> None:
     desk.core.add_request(structured("r", n=num_choices))
     desk.core.abort_requests(["r"])
     assert ends_of(desk.step()) == [(choice, FinishReason.ABORT) for choice in range(num_choices)]
-    desk.grammar.set_result(None)
+    assert desk.grammar.cancelled(), "no request waits for it any longer"
     assert not desk.core.has_work()
 
 
@@ -100,6 +100,7 @@ def test_one_that_takes_too_long_is_given_up(desk: Desk) -> None:
     desk.now = MAX_SECONDS + 1
     (output,) = run(desk.core)["r"]
     assert output.error is not None and "could not be compiled in" in output.error
+    assert desk.grammar.cancelled(), "the work is given up, too"
 
 
 def test_a_request_that_can_t_be_served_fails_when_its_grammar_is_there(desk: Desk) -> None:

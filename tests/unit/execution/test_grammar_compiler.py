@@ -114,6 +114,36 @@ def test_large_grammars_do_not_hold_up_others() -> None:
     grammars.shutdown()
 
 
+def test_what_no_request_waits_for_any_longer_is_not_compiled() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    library.may_go_on.clear()
+    running = [grammars.prepare(StructuredOutput(regex=name)) for name in ("a", "b")]  # all threads have work
+    running.append(grammars.prepare(StructuredOutput(regex="c", is_large=True), "x"))
+    left = [grammars.prepare(StructuredOutput(regex=name)) for name in ("d", "e", "e")]
+    left += [grammars.prepare(StructuredOutput(regex=name, is_large=True), "x") for name in ("f", "g")]
+    for future in (left[0], left[1], left[3]):
+        assert future.cancel()
+    again = grammars.prepare(StructuredOutput(regex="d"))  # as another work: the first was given up
+    library.may_go_on.set()
+    for future in (*running, left[2], left[4], again):
+        assert future.result(PATIENCE) is not None
+    assert sorted(library.compiled) == ["a", "b", "c", "d", "e", "g"]
+    grammars.shutdown()
+
+
+def test_an_owner_does_not_wait_behind_another_s_for_the_same_grammar() -> None:
+    library = Library()
+    grammars = GrammarCompiler(lambda: library)
+    library.may_go_on.clear()
+    of_a = [grammars.prepare(StructuredOutput(regex=name, is_large=True), "a") for name in ("1", "2", "3", "same")]
+    of_b = grammars.prepare(StructuredOutput(regex="same", is_large=True), "b")
+    library.may_go_on.set()
+    assert of_b.result(PATIENCE) is of_a[-1].result(PATIENCE), "it is compiled once, in the turn that comes first"
+    assert library.compiled.index("same") <= 2 and library.compiled.count("same") == 1
+    grammars.shutdown()
+
+
 def test_the_library_is_opened_with_the_first_grammar() -> None:
     opened: list[Library] = []
 
