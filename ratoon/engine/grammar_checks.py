@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.limited_process import LimitedProcess
+from ratoon.core.shared_work import SharedWork
 from ratoon.core.structured import StructuredOutput, content_of
 
 MODULE = "ratoon.engine.grammar_process"
@@ -29,6 +30,8 @@ MAX_SECONDS = 5.0  # of processor time, for one grammar
 MAX_WAIT_SECONDS = 60.0  # by the clock, from its beginning: the machine may be busy
 MAX_MEMORY_BYTES = 256 * 2**20  # of address space, beyond what the process had before
 NUM_PLACES = 4  # checks at once
+
+_Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what is checked
 
 
 # ---- messages ----
@@ -52,10 +55,16 @@ class Vocabulary(msgspec.Struct, frozen=True):
     num_places: int = NUM_PLACES
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True, tag=True):
     number: int
     owner: str | None
     asked: StructuredOutput
+
+
+class Cancellation(msgspec.Struct, frozen=True, tag=True):
+    """No caller waits for a check any longer."""
+
+    number: int  # of the check
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -85,7 +94,7 @@ class GrammarChecks:
         self._lock = threading.RLock()  # a check that fails at once is noted by the thread that asked
         self._kept: OrderedDict[bytes, Finding] = OrderedDict()  # the least recently used first
         self._num_kept_bytes = 0
-        self._under_way: dict[bytes, Future[Finding]] = {}
+        self._under_way: dict[_Key, SharedWork[Finding]] = {}
         self._num_waiting: Counter[str | None] = Counter()
         self._process: _Process | None = None
 
@@ -95,32 +104,71 @@ class GrammarChecks:
             self._running()
 
     def check(self, asked: StructuredOutput, owner: str | None = None) -> Future[Finding]:
-        """The values of `asked` were verified. One that is asked for again while it is checked is checked once. The
-        future raises RequestError where a later check may find something else. QueueFullError: too many of this owner
-        wait."""
-        key = content_of(asked)
+        """The values of `asked` were verified. One that its owner asks for again while it is checked is checked once;
+        another owner's does not wait behind this one's. The future raises RequestError where a later check may find
+        something else. A caller that no longer waits cancels it; if no other one waits, the check is ended.
+        QueueFullError: too many of this owner wait."""
+        content = content_of(asked)
         with self._lock:
-            kept = self._find(key)
+            kept = self._find(content)
             if kept is not None:
                 done: Future[Finding] = Future()
                 done.set_result(kept)
                 return done
-            future = self._under_way.get(key)
-            if future is not None:
-                return future
+            under_way = self._under_way.get((owner, content))
+            joined = None if under_way is None else under_way.join()
+            if joined is not None:
+                return joined
             if self._num_waiting[owner] >= MAX_WAITING:
                 problem = f"{MAX_WAITING} grammars wait to be compiled"
                 raise QueueFullError("structured_output", problem, "send it again later")
-            future = self._under_way[key] = Future()
-            self._num_waiting[owner] += 1
-            future.add_done_callback(lambda done: self._note(key, owner, done))
-            self._running().submit(future, owner, asked)
-            return future
+            return self._begin((owner, content), asked)
+
+    def _begin(self, key: _Key, asked: StructuredOutput) -> Future[Finding]:
+        owner, content = key
+        process = self._running()
+        number = process.next_number()
+
+        def abandon() -> None:
+            self._leave(key, work)
+            process.cancel(number)
+
+        def settle(found: Finding | RequestError) -> None:
+            if isinstance(found, Finding):
+                with self._lock:
+                    self._keep(content, found)
+            self._leave(key, work)
+            if isinstance(found, Finding):
+                work.set_result(found)
+            else:
+                work.set_exception(found)
+
+        work: SharedWork[Finding] = SharedWork(abandon)
+        future = work.join()
+        assert future is not None
+        self._under_way[key] = work
+        self._num_waiting[owner] += 1
+        process.submit(Check(number, owner, asked), settle)
+        return future
+
+    def _leave(self, key: _Key, work: SharedWork[Finding]) -> None:
+        """It is no longer under way."""
+        owner, _ = key
+        with self._lock:
+            if self._under_way.get(key) is work:
+                del self._under_way[key]
+            self._num_waiting[owner] -= 1
+            if not self._num_waiting[owner]:
+                del self._num_waiting[owner]
 
     def verify(self, asked: StructuredOutput, owner: str | None = None) -> None:
         """RequestError: it is malformed, unsatisfiable, not supported or too large. Waits for the check, if there was
         none before."""
-        error = self.check(asked, owner).result().error
+        future = self.check(asked, owner)
+        try:
+            error = future.result().error
+        finally:
+            future.cancel()  # if this thread was interrupted
         if error is not None:
             raise _error_of(error)
 
@@ -147,15 +195,6 @@ class GrammarChecks:
             weakref.finalize(self, self._process.close)
         return self._process
 
-    def _note(self, key: bytes, owner: str | None, done: Future[Finding]) -> None:
-        with self._lock:
-            self._under_way.pop(key, None)
-            self._num_waiting[owner] -= 1
-            if not self._num_waiting[owner]:
-                del self._num_waiting[owner]
-            if done.exception() is None:
-                self._keep(key, done.result())
-
     def _find(self, key: bytes) -> Finding | None:
         found = self._kept.get(key)
         if found is not None:
@@ -163,6 +202,8 @@ class GrammarChecks:
         return found
 
     def _keep(self, key: bytes, finding: Finding) -> None:
+        if key in self._kept:  # another owner's check found it
+            return
         self._kept[key] = finding
         self._num_kept_bytes += _size_of(key, finding)
         while len(self._kept) > MAX_KEPT or (self._num_kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
@@ -180,23 +221,36 @@ class _Process:
         self._vocabulary = tokenizer, vocab_size, ends, limits
         self._child = LimitedProcess(MODULE)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Finding]] = {}
+        self._waiting: dict[int, Callable[[Finding | RequestError], None]] = {}  # by number
         self._numbers = count()
-        self._unsent: list[bytes] = []
+        self._unsent: list[Check | Cancellation] = []
         self._has_unsent = threading.Condition(self._lock)
         self.has_ended = False
         for work in (self._send, self._receive):
             threading.Thread(target=work, name="grammar checks", daemon=True).start()
 
-    def submit(self, future: Future[Finding], owner: str | None, asked: StructuredOutput) -> None:
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def submit(self, check: Check, settle: Callable[[Finding | RequestError], None]) -> None:
+        """`settle` is called once, from any thread, unless it is cancelled before."""
         with self._lock:
             if not self.has_ended:
-                number = next(self._numbers)
-                self._waiting[number] = future
-                self._unsent.append(msgspec.msgpack.encode(Check(number, owner, asked)))
+                self._waiting[check.number] = settle
+                self._unsent.append(check)
                 self._has_unsent.notify()
                 return
-        future.set_exception(_ended())
+        settle(_ended())
+
+    def cancel(self, number: int) -> None:
+        with self._lock:
+            if self._waiting.pop(number, None) is None or self.has_ended:
+                return
+            unsent = [job for job in self._unsent if job.number != number]
+            if len(unsent) == len(self._unsent):
+                unsent.append(Cancellation(number))
+                self._has_unsent.notify()
+            self._unsent = unsent
 
     def close(self) -> None:
         self._end()
@@ -213,9 +267,9 @@ class _Process:
                         self._has_unsent.wait()
                     if self.has_ended:
                         return
-                    frames, self._unsent = self._unsent, []
-                for frame in frames:
-                    self._child.send(frame)
+                    jobs, self._unsent = self._unsent, []
+                for job in jobs:
+                    self._child.send(msgspec.msgpack.encode(job))
         except (OSError, ValueError):  # it has ended, or was closed
             self._end()
 
@@ -224,13 +278,13 @@ class _Process:
             while (frame := self._child.receive()) is not None:
                 answer = msgspec.msgpack.decode(frame, type=Answer)
                 with self._lock:
-                    future = self._waiting.pop(answer.number, None)
-                if future is None:
+                    settle = self._waiting.pop(answer.number, None)
+                if settle is None:
                     continue
                 if answer.finding.error is not None and not answer.finding.is_final:
-                    future.set_exception(_error_of(answer.finding.error))
+                    settle(_error_of(answer.finding.error))
                 else:
-                    future.set_result(answer.finding)
+                    settle(answer.finding)
         except (OSError, ValueError):
             pass
         finally:
@@ -239,11 +293,11 @@ class _Process:
     def _end(self) -> None:
         with self._lock:
             self.has_ended = True
-            futures = list(self._waiting.values())
+            waiting = list(self._waiting.values())
             self._waiting.clear()
             self._has_unsent.notify_all()
-        for future in futures:
-            future.set_exception(_ended())
+        for settle in waiting:
+            settle(_ended())
 
 
 def _error_of(error: tuple[str, str, str]) -> RequestError:

@@ -46,15 +46,27 @@ def find_problem(asked: StructuredOutput, special_tokens: Collection[str] = ()) 
     """What is wrong with something whose values were verified, and what would be right."""
     from ratoon.execution.grammar.notation import grammar_text, problem_of
 
-    schema = None if asked.json_schema is None else json.loads(asked.json_schema)
-    if schema is not None and (invalid := find_invalid(schema)) is not None:
-        return str(invalid), OTHERWISE
+    malformed = find_malformed(asked)
+    if malformed is not None:
+        return malformed
     try:
         problem = problem_of(grammar_text(asked, special_tokens))
     except RequestError as error:
         return error.problem, error.expected
-    if schema is not None:
-        return _explain_valid(asked, schema, problem)
+    return find_unsupported(asked, problem)
+
+
+def find_malformed(asked: StructuredOutput) -> tuple[str, str] | None:
+    """A schema is not one: the library can't be asked about it."""
+    invalid = None if asked.json_schema is None else find_invalid(json.loads(asked.json_schema))
+    return None if invalid is None else (str(invalid), OTHERWISE)
+
+
+def find_unsupported(asked: StructuredOutput, problem: str | None) -> tuple[str, str] | None:
+    """What texts would not have to match, although the library accepts it; or, if the library has a problem, where that
+    comes from."""
+    if asked.json_schema is not None:
+        return _explain_valid(asked, json.loads(asked.json_schema), problem)
     if asked.structural_tag is not None:
         return _explain_tag(asked, json.loads(asked.structural_tag), problem)
     return None if problem is None else (shown(problem), OTHERWISE)

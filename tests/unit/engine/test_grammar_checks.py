@@ -7,6 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from bench.attack_parts.grammar_bombs import bombs
 from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine import grammar_checks
-from ratoon.engine.grammar_checks import GrammarChecks, Limits
+from ratoon.engine.grammar_checks import NUM_PLACES, GrammarChecks, Limits
 from tests.unit.engine.fakes import byte_tokenizer
+from tests.waiting import wait_until
 
 PATIENCE_SECONDS = 120.0  # on a machine that may be busy
 TOKENIZER = byte_tokenizer()
@@ -49,6 +52,14 @@ def refusal(checks: GrammarChecks, asked: StructuredOutput, owner: str | None = 
 def process_of(checks: GrammarChecks) -> int:
     assert checks._process is not None
     return checks._process._child.process.pid
+
+
+def forks_of(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def many_endless() -> list[StructuredOutput]:
+    return [StructuredOutput(**bombs(number)["lark, intersected lengths"]) for number in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +151,7 @@ def test_the_checks_of_one_owner_do_not_hold_up_another_s() -> None:
     checks = make_checks(seconds=60.0, wait_seconds=PATIENCE_SECONDS)
     try:
         checks.start()
-        endless = [
-            checks.check(StructuredOutput(**bombs(number)["lark, intersected lengths"]), "a") for number in range(12)
-        ]
+        endless = [checks.check(one, "a") for one in many_endless()]
         for index in range(3):
             finding = checks.check(StructuredOutput(regex=f"a{index}"), "b").result(PATIENCE_SECONDS)
             assert finding.error is None
@@ -183,7 +192,108 @@ def test_a_process_that_is_killed_fails_what_it_had_and_is_replaced() -> None:
 
 def test_equal_grammars_are_checked_once(checks: GrammarChecks) -> None:
     first, second = (checks.check(StructuredOutput(regex="once", begins_after=marker)) for marker in (None, "</think>"))
-    assert first is second or second.done()
+    assert first.result(PATIENCE_SECONDS) is second.result(PATIENCE_SECONDS)
+
+
+def test_an_owner_does_not_wait_behind_another_s_for_the_same_grammar() -> None:
+    same = StructuredOutput(regex="the same")
+    checks = make_checks(seconds=60.0, wait_seconds=PATIENCE_SECONDS)
+    try:
+        endless = [checks.check(one, "a") for one in many_endless()]
+        of_a, of_b = (checks.check(same, owner) for owner in "ab")
+        assert of_b.result(PATIENCE_SECONDS).error is None
+        assert not of_a.done() and not any(future.done() for future in endless)
+    finally:
+        checks.close()
+
+
+# ---- forks ----
+
+
+def test_the_checks_of_an_owner_share_a_process_and_those_of_others_do_not() -> None:
+    checks = make_checks()
+    try:
+        used = {}
+        for owner in "ab":
+            before = forks_of(process_of(checks)) if used else set()
+            checks.verify(StructuredOutput(regex=f"first of {owner}"), owner)
+            (used[owner],) = forks_of(process_of(checks)) - before
+        for number in range(10):
+            checks.verify(StructuredOutput(regex=f"a{number}"), "a")
+        assert forks_of(process_of(checks)) == set(used.values())
+    finally:
+        checks.close()
+
+
+def test_a_process_is_ended_when_its_owner_has_no_more_checks() -> None:
+    checks = make_checks()
+    try:
+        for owner in "abcdef":
+            checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
+            assert len(forks_of(process_of(checks))) <= NUM_PLACES + 1, "another owner's takes the place of an idle one"
+        wait_until("idle processes end", lambda: not forks_of(process_of(checks)))
+    finally:
+        checks.close()
+
+
+def test_a_limit_that_is_exceeded_behind_other_checks_ends_one_alone() -> None:
+    """It has the whole of its limits, whatever was checked before it in the same process."""
+    checks = make_checks(seconds=60.0, memory_bytes=2**22)
+    try:
+        asked = [StructuredOutput(regex=f"a{number}") for number in range(20)]
+        asked.insert(10, ENDLESS)
+        futures = [checks.check(one, "a") for one in asked]
+        problems = [future.result(PATIENCE_SECONDS).error for future in futures]
+        assert [index for index, problem in enumerate(problems) if problem is not None] == [10]
+        assert problems[10] is not None and "takes more than 4 MiB of memory" in problems[10][1]
+    finally:
+        checks.close()
+    checks = make_checks(seconds=0.3)
+    try:
+        checks.verify(StructuredOutput(regex="a"))
+        assert "takes more than 0.3 seconds of processor time" in refusal(checks, ENDLESS).problem
+        checks.verify(StructuredOutput(regex="b"))
+    finally:
+        checks.close()
+
+
+# ---- callers that leave ----
+
+
+def test_a_check_ends_with_the_last_caller_that_waits_for_it() -> None:
+    checks = make_checks(seconds=60.0, wait_seconds=PATIENCE_SECONDS)
+    try:
+        checks.start()
+        waiting = [checks.check(one, "a") for one in many_endless()]
+        second = checks.check(many_endless()[0], "a")
+        wait_until("all places of the owner are taken", lambda: len(forks_of(process_of(checks))) == NUM_PLACES - 1)
+        first_forks = forks_of(process_of(checks))
+        for future in waiting:
+            assert future.cancel()
+        wait_until("all others have ended", lambda: len(forks_of(process_of(checks)) & first_forks) == 1)
+        assert not second.done(), "another caller waits for this one"
+        checks.verify(StructuredOutput(regex="a"), "a")  # in a place that became free
+        assert second.cancel()
+        wait_until("none is left", lambda: not forks_of(process_of(checks)))
+        assert not checks._under_way and not checks._num_waiting
+    finally:
+        checks.close()
+
+
+def test_a_thread_that_is_interrupted_ends_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = make_checks(seconds=60.0, wait_seconds=PATIENCE_SECONDS)
+
+    def interrupt(future: Future[Any], timeout: float | None = None) -> None:
+        wait_until("the check runs", lambda: forks_of(process_of(checks)))
+        raise KeyboardInterrupt
+
+    try:
+        monkeypatch.setattr(Future, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checks.verify(ENDLESS)
+        wait_until("it has ended", lambda: not forks_of(process_of(checks)))
+    finally:
+        checks.close()
 
 
 def test_a_checked_request_has_what_the_engine_needs(checks: GrammarChecks) -> None:
