@@ -6,9 +6,12 @@ Every entry is checked before the first is started, and an error names the entry
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.engine.front_end import Prepared, with_output_kind
@@ -19,6 +22,7 @@ from ratoon.engine.roots import Root
 
 UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 Ids: TypeAlias = str | Sequence[str] | None  # None: numbers, counted from 0
+NUM_CHECKS_AHEAD = 64  # of grammars that are new
 
 
 class BatchOptions(GenerationOptions, total=False):
@@ -62,6 +66,29 @@ def chat_prompts(render: Callable[..., Any], messages: Any, variables: Mapping[s
     return prompts
 
 
+class ChecksAhead:
+    """Begins the checks of a batch's grammars before they are waited for, so that several run at once. Closed early,
+    where an entry is refused, it cancels those that are left."""
+
+    def __init__(self, check: Callable[[Any], Future[Any] | None], params: Sequence[Any]) -> None:
+        self._check = check
+        self._params = params
+        self._begun: list[Future[Any] | None] = []
+        self._num_taken = 0
+
+    def advance(self) -> None:
+        """The batch goes on to its next entry, and waits for that."""
+        with suppress(QueueFullError):  # other threads have begun as many: it is tried again with the next entry
+            for params in self._params[len(self._begun) : self._num_taken + NUM_CHECKS_AHEAD]:
+                self._begun.append(self._check(params))
+        self._num_taken += 1
+
+    def close(self) -> None:
+        for check in self._begun:
+            if check is not None:
+                check.cancel()
+
+
 class Batches:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -78,9 +105,12 @@ class Batches:
             engine.input_processor.verify_params(with_output_kind(params or default, kind))
 
         def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int) -> Prepared:
+            ahead.advance()
             return engine.prepare(one_id, prompt, with_output_kind(one_params, kind), priority=priority, **options)
 
-        return self._of_prompts(prompts, "sampling_params", params, default, request_id, options, prepare)
+        check = partial(engine.input_processor.check_grammar, owner=options.get("owner"))
+        with closing(ChecksAhead(check, params if is_sequence(params) else ())) as ahead:
+            return self._of_prompts(prompts, "sampling_params", params, default, request_id, options, prepare)
 
     def poolings(self, prompts: Any, params: Any, request_id: Ids, options: dict[str, Any]) -> list[Prepared]:
         engine = self._engine

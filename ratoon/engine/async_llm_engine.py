@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
@@ -52,6 +54,7 @@ class AsyncLLMEngine(FrontEnd):
         self.stopped = False  # all of it has ended
         self.client = client
         self._waiting_for_ends: dict[Key, list[asyncio.Future[None]]] = {}
+        self._in_checks: dict[Key, list[asyncio.Future[Any]]] = {}  # requests that wait for the check of a grammar
         self._tasks = [asyncio.create_task(self._run(), name="output handler")]
         if self._throughput is not None:
             self._tasks.append(asyncio.create_task(self._write_throughput(self._throughput), name="throughput log"))
@@ -61,7 +64,7 @@ class AsyncLLMEngine(FrontEnd):
         self.ended = True
         while self.collectors and time.monotonic() < drain_until():
             await asyncio.sleep(DRAIN_POLL)
-        for owner, external_id in list(self.collectors):
+        for owner, external_id in [*self.collectors, *self._in_checks]:
             self.abort([external_id], owner)
         for task in self._tasks:
             task.cancel()
@@ -133,22 +136,51 @@ class AsyncLLMEngine(FrontEnd):
         options = {**options, "arrival_time": time.monotonic() if arrived is None else arrived}
         ready = partial(prepare, self, request_id, **options)
         try:
-            checked = self.input_processor.check_grammar(read.get("params"), options.get("owner"))
-            if checked is not None and not checked.done():
-                await asyncio.shield(asyncio.wrap_future(checked))  # others may wait for it; `prepare` has its result
+            was_aborted = not await self._check_grammar(request_id, read.get("params"), options.get("owner"))
+            if was_aborted:  # its grammar may be anything, and is not needed any more
+                ready = partial(ready, params=msgspec.structs.replace(read["params"], structured_output=None))
             prepared = await asyncio.to_thread(ready) if takes_long(**read) else ready()
+            if was_aborted:
+                return prepared, self._submit_aborted(prepared, take)
             self.verify_running()  # much may have happened in a thread
             return prepared, self.submit(prepared, take)
         except RequestError:
             self.count_refused()
             raise
 
+    async def _check_grammar(self, request_id: str, params: Any, owner: str | None) -> bool:
+        """Wait for the check of a new grammar, so that `prepare` has its result. False: the request was aborted
+        meanwhile. The check ends with a caller that leaves, unless others wait for it."""
+        check = self.input_processor.check_grammar(params, owner)
+        if check is None or check.done():
+            return True
+        key, checked = (owner, request_id), asyncio.wrap_future(check)
+        self._in_checks.setdefault(key, []).append(checked)
+        try:
+            await asyncio.wait([checked])
+            if not checked.cancelled():
+                checked.result()
+            return not checked.cancelled()
+        finally:
+            checked.cancel()
+            self._in_checks[key].remove(checked)
+            if not self._in_checks[key]:
+                del self._in_checks[key]
+
     def submit(self, prepared: Prepared, take: Take | None = None) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""
-        params = prepared.request.generation_params
-        collector = OutputCollector(RequestOutputKind.FINAL_ONLY if params is None else params.output_kind, take)
+        collector = _collector_of(prepared, take)
         self.hand_over(prepared)
         self.collectors[prepared.key] = collector
+        return collector
+
+    def _submit_aborted(self, prepared: Prepared, take: Take | None) -> OutputCollector:
+        """A request that was aborted before there was anything to hand over: its caller gets a last output."""
+        owner, external_id = key = prepared.key
+        collector = _collector_of(prepared, take)
+        self.output_processor.add_request(*prepared)
+        self.collectors[key] = collector
+        self.abort([external_id], owner)
         return collector
 
     def release(self, prepared: Prepared, collector: OutputCollector) -> None:
@@ -174,6 +206,10 @@ class AsyncLLMEngine(FrontEnd):
 
     def abort(self, external_ids: Iterable[str], owner: str | None = None) -> None:
         """End requests. Their callers get a last output."""
+        external_ids = list(external_ids)
+        for external_id in external_ids:
+            for checked in self._in_checks.get((owner, external_id), ()):
+                checked.cancel()
         self._deliver(self.end_requests(external_ids, owner))
 
     # ---- what comes back ----
@@ -228,6 +264,11 @@ class AsyncLLMEngine(FrontEnd):
                 collector.put(output)  # its text is complete, and only its hidden states are missing
             else:
                 collector.fail(EngineDeadError(*error.args))  # one for each: they get a traceback of their own
+
+
+def _collector_of(prepared: Prepared, take: Take | None) -> OutputCollector:
+    params = prepared.request.generation_params
+    return OutputCollector(RequestOutputKind.FINAL_ONLY if params is None else params.output_kind, take)
 
 
 def _slices(steps: list[EngineCoreOutputs]) -> Iterator[list[EngineCoreOutputs]]:

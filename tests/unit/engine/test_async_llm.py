@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -342,6 +344,64 @@ async def test_an_aborted_request_ends_with_what_it_had():
         client.step(20)
         assert (await tasks[2])[-1].outputs[0].finish_reason == "stop"
         assert_nothing_left(llm)
+
+
+class Checks:
+    """Checks of grammars that take until a test says so."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        assert llm.engine is not None
+        self.futures: list[Future[Any]] = []
+        llm.engine.input_processor._params.grammars.check = self.check
+
+    def check(self, asked: Any, owner: str | None = None) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+@on_event_loop
+async def test_a_request_can_be_aborted_while_its_grammar_is_checked():
+    client = FakeAsyncClient()
+    async with make(client) as llm:
+        checks = Checks(llm)
+        structured = params(structured_output={"regex": "a"}, n=2)
+        mine, other = (
+            asyncio.create_task(collect(llm.generate("abc", structured, "one", owner=owner))) for owner in ("me", "you")
+        )
+        await turns()
+        await llm.abort("one", owner="me")
+        (output,) = await mine
+        assert output.finished and [choice.finish_reason for choice in output.outputs] == ["abort"] * 2
+        assert output.request_id == "one" and output.outputs[0].text == ""
+        assert [future.cancelled() for future in checks.futures] == [True, False]
+        assert not other.done() and not client.core.added
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_a_caller_that_leaves_ends_the_check_of_its_grammar():
+    client = FakeAsyncClient()
+    async with make(client) as llm:
+        checks = Checks(llm)
+        task = asyncio.create_task(collect(llm.generate("abc", params(structured_output={"regex": "a"}), "one")))
+        await turns()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await turns()
+        assert checks.futures[0].cancelled() and not client.core.added
+        assert_nothing_left(llm)
+
+
+@on_event_loop
+async def test_shutdown_aborts_a_request_whose_grammar_is_checked():
+    async with make(FakeAsyncClient()) as llm:
+        checks = Checks(llm)
+        task = asyncio.create_task(collect(llm.generate("abc", params(structured_output={"regex": "a"}), "one")))
+        await turns()
+    (output,) = await task
+    assert output.outputs[0].finish_reason == "abort" and checks.futures[0].cancelled()
 
 
 @on_event_loop
