@@ -51,7 +51,7 @@ class _Closing:
         self._num_steps = 0
 
     def close(self) -> None:
-        schemas = list(self._walk())
+        schemas = list(iterate_schemas(self._root))
         joined = [schema for schema in schemas if self._is_joined(schema)]
         inner = {id(part) for schema in joined for part in self._in_place(schema) if part is not schema}
         together = {id(schema) for schema in joined}
@@ -118,44 +118,50 @@ class _Closing:
             for keyword in IN_PLACE:
                 waiting += _parts(part, keyword)
 
-    def _walk(self) -> Iterator[Schema]:
-        """All schemas of the document, each once. Values of `const`, `enum`, `default` and `examples` are none."""
-        seen: set[int] = set()
-        waiting: list[Any] = [self._root]
-        while waiting:
-            schema = waiting.pop()
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            yield schema
-            waiting.append(self._target(schema))
-            for keyword in BY_NAME:
-                named = schema.get(keyword)
-                waiting += named.values() if isinstance(named, dict) else ()
-            for keyword in LISTED:
-                waiting += _parts(schema, keyword)
-            waiting += [schema.get(keyword) for keyword in SINGLE]
-
     def _step(self, number: int = 1) -> None:
         self._num_steps += number
         if self._num_steps > MAX_STEPS:
             raise _TooManyStepsError
 
     def _target(self, schema: Schema) -> Schema | None:
-        """What `$ref` refers to within the document. None: there is none, or it is not found."""
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        return _target(self._root, schema)
+
+
+def iterate_schemas(root: Any) -> Iterator[Schema]:
+    """All schemas of a document that are objects, each once. Values of `const`, `enum`, `default` and `examples` are
+    none."""
+    seen: set[int] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield schema
+        waiting.append(_target(root, schema))
+        for keyword in BY_NAME:
+            named = schema.get(keyword)
+            waiting += named.values() if isinstance(named, dict) else ()
+        for keyword in LISTED:
+            waiting += _parts(schema, keyword)
+        waiting += [schema.get(keyword) for keyword in SINGLE]
+
+
+def _target(root: Any, schema: Schema) -> Schema | None:
+    """What `$ref` refers to within the document. None: there is none, or it is not found."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    part: Any = root
+    for word in unquote(reference[1:]).split("/")[1:]:
+        word = word.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and word.isdecimal() and int(word) < len(part):
+            part = part[int(word)]
+        elif isinstance(part, dict) and word in part:
+            part = part[word]
+        else:
             return None
-        part: Any = self._root
-        for word in unquote(reference[1:]).split("/")[1:]:
-            word = word.replace("~1", "/").replace("~0", "~")
-            if isinstance(part, list) and word.isdecimal() and int(word) < len(part):
-                part = part[int(word)]
-            elif isinstance(part, dict) and word in part:
-                part = part[word]
-            else:
-                return None
-        return part if isinstance(part, dict) else None
+    return part if isinstance(part, dict) else None
 
 
 def _describes(schema: Schema) -> bool:

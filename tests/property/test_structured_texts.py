@@ -6,7 +6,10 @@ No model is needed: a model under a grammar is a choice among the tokens that th
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import cache
 from random import Random
@@ -31,16 +34,29 @@ NUM_PARTS = 4  # of all seeds, which may run side by side
 SEEDS_OF_A_PART = 150
 TEXTS_OF_A_SCHEMA = 6
 MAX_TOKENS = 150
-CHECKED_FORMATS = (
-    "date",
-    "uuid",
-    "ipv4",
-    "email",
-)  # jsonschema checks others only with further packages, or differently
+CHECKED_FORMATS = ("date", "uuid", "ipv4", "email")  # others jsonschema checks with further packages, or differently
 
 OTHER_FORMATS = {
     "uuid": st.uuids().map(str)
 }  # hypothesis-jsonschema has those of draft 7, and draws any text for others
+
+
+@cache
+def format_checker() -> FormatChecker:
+    """jsonschema's own checks, and those of dates and times by Python's parser."""
+    checker = FormatChecker(CHECKED_FORMATS)
+    for name, parse in (("date-time", datetime.fromisoformat), ("time", time.fromisoformat)):
+
+        def is_valid(value: object, parse: Callable[[str], Any] = parse) -> bool:
+            return not isinstance(value, str) or parse(_in_microseconds(value.upper())).tzinfo is not None
+
+        checker.checks(name, raises=ValueError)(is_valid)
+    return checker
+
+
+def _in_microseconds(moment: str) -> str:
+    """The fraction of a second may have any number of digits, and Python reads six."""
+    return re.sub(r"\.([0-9]+)", lambda found: "." + found[1][:6].ljust(6, "0"), moment)
 
 
 @cache
@@ -89,8 +105,47 @@ def refusal_of(asked: StructuredOutput) -> RequestError | None:
 def find_violations(schema: Any, text: str) -> list[str]:
     """Numbers are decimal ones: as a float, 20.7 is no multiple of 0.1."""
     decimals = json.loads(json.dumps(schema), parse_float=Decimal)
-    validator = Draft202012Validator(decimals, format_checker=FormatChecker(CHECKED_FORMATS))
+    validator = Draft202012Validator(decimals, format_checker=format_checker())
     return [error.message for error in validator.iter_errors(json.loads(text, parse_float=Decimal))]
+
+
+@pytest.mark.parametrize("name", ["date", "time", "date-time"])
+@pytest.mark.parametrize("further", [{}, {"pattern": "^[^9]*$"}, {"maxLength": 25}])
+def test_every_text_of_a_date_or_a_time_is_one(name: str, further: dict[str, Any]) -> None:
+    """Digits are as likely as the grammar lets them be: second 60, the 30th of February or the year 0 would come."""
+    schema = {"$defs": {"x": {"type": "string", "format": name, **further}}, "$ref": "#/$defs/x"}
+    grammar = library().compile(StructuredOutput(json_schema=json.dumps(schema), disable_any_whitespace=True))
+    random = np.random.default_rng(0)
+    num_ended = 0
+    for _ in range(400):
+        tokens, ended = random_text(grammar, random)
+        num_ended += ended
+        assert not ended or not find_violations(schema, text_of(tokens)), text_of(tokens)
+    assert num_ended > 200
+
+
+@settings(max_examples=200)
+@given(st.dates() | st.dates(max_value=date(400, 1, 1)), st.times(), st.data())
+def test_a_date_and_a_time_are_possible_where_they_exist(day: date, moment: time, data: st.DataObject) -> None:
+    text = f"{day.isoformat()}T{moment.isoformat()}"
+    offset = data.draw(st.sampled_from(["Z", "z", "+00:00", "-23:59", "+05:30"]))
+    assert matches(dates("date-time"), f'"{text}{offset}"')
+    assert matches(dates("date"), f'"{day.isoformat()}"')
+    for wrong in (
+        f"{day.isoformat()}T23:59:60{offset}",
+        f"{day.isoformat()}T24:00:00{offset}",
+        f"{day.year:04}-02-30T00:00:00Z",
+        f"0000{day.isoformat()[4:]}T00:00:00Z",
+        text,
+    ):
+        assert not matches(dates("date-time"), f'"{wrong}"')
+    last_of_february = (date(day.year, 3, 1) - timedelta(days=1)).day if day.year > 1 else 28
+    assert matches(dates("date"), f'"{day.year:04}-02-29"') == (last_of_february == 29)
+
+
+@cache
+def dates(name: str) -> CompiledGrammar:
+    return library().compile(StructuredOutput(json_schema=json.dumps({"type": "string", "format": name})))
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

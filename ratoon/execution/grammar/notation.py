@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
+from ratoon.execution.grammar.date_formats import spell_out_dates
 from ratoon.execution.grammar.lark_rules import find_endless, read_rules
 from ratoon.execution.grammar.tag_formats import ANY_TEXT, FormatWriter
 
@@ -77,12 +78,17 @@ def _json_options(asked: StructuredOutput) -> dict[str, Any]:
     return options
 
 
+def _enforced(asked: StructuredOutput, schema: Any) -> Any:
+    """The schema for the library: what texts match where `schema` was given."""
+    return spell_out_dates(asked.enforced(schema))
+
+
 def _of_schema(asked: StructuredOutput, schema: Any) -> str:
     if schema is False:
         raise RequestError("json_schema", "Unsatisfiable schema: false matches nothing", "another schema")
     if schema is True:
         schema = {}
-    text, options = json.dumps(asked.enforced(schema), ensure_ascii=False), _json_options(asked)
+    text, options = json.dumps(_enforced(asked, schema), ensure_ascii=False), _json_options(asked)
     if "\\u00" in text or "\x7f" in text:  # characters that JSON can't write in another way
         options["json_allowed_escapes"] += "u"
     return LLMatcher.grammar_from_json_schema(
@@ -179,7 +185,7 @@ def _of_structural_tag(asked: StructuredOutput, tag: dict[str, Any], special_tok
         trigger = max((text for text in triggers if begin.startswith(text)), key=len, default=None)
         if trigger is None:
             raise RequestError("structural_tag", f"{place}.begin {begin!r} begins with no trigger", "one of them")
-        schema = asked.enforced(schema)
+        schema = _enforced(asked, schema)
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": json.loads(options)}
         rest = begin[len(trigger) :]
@@ -204,7 +210,7 @@ def _of_format(asked: StructuredOutput, tag: dict[str, Any], special_tokens: Col
             raise RequestError("structural_tag", f"{name} contradicts format", "one of the two forms")
 
     def schema_part(schema: Any) -> str:
-        schema = {} if schema is True else asked.enforced(schema)
+        schema = {} if schema is True else _enforced(asked, schema)
         return "%json " + json.dumps({**schema, "x-guidance": _json_options(asked)})
 
     def regex_part(pattern: str) -> str:
