@@ -185,7 +185,7 @@ def run_bodies(args: argparse.Namespace) -> None:
 
 def run_grammars(args: argparse.Namespace) -> None:
     with serving(args, *grammars.OPTIONS) as (pid, address):
-        grammars.run(address, pid, args.bombs)
+        grammars.run(address, pid, args.bombs, args.rounds)
 
 
 def run_keys(args: argparse.Namespace) -> None:
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="bodies, keys: attacks, or loads, whose name has this in it")
     parser.add_argument("--seconds", type=float, default=20.0, help="keys: of each load; default 20")
     parser.add_argument("--bombs", type=int, default=64, help="grammars: how many at once; default 64")
+    parser.add_argument("--rounds", type=int, default=2, help="grammars: how often they are sent; default 2")
     args = parser.parse_args()
     PARTS[args.part](args)
 

@@ -2,7 +2,8 @@
 
 Key A sends all bombs at once (grammar_bombs.py). Key B has a stream, and sends requests with new schemas of its own,
 before and meanwhile. Wanted: B's requests take twice as long at most, the gap between its tokens grows by a quarter at
-most, server and engine by 300 MiB at most, and what grew comes back.
+most, server and engine by 300 MiB at most, and what grew comes back. Further rounds, with other bombs of the same
+kinds, tell what a server keeps for good from what its first use makes.
 """
 
 from __future__ import annotations
@@ -125,9 +126,10 @@ def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def attack(address: str, num_bombs: int) -> tuple[list[threading.Thread], Counter[int | None]]:
-    """So many bombs of A at once: the threads of their clients, and the statuses as they come."""
-    numbers = range(-(-num_bombs // len(bombs())))
+def attack(address: str, num_bombs: int, round: int = 0) -> tuple[list[threading.Thread], Counter[int | None]]:
+    """So many bombs of A at once, others in each round: the threads of their clients, and the statuses as they come."""
+    num_sets = -(-num_bombs // len(bombs()))
+    numbers = range(round * num_sets, (round + 1) * num_sets)
     all_bombs = ((name, fields) for number in numbers for name, fields in bombs(number).items())
     statuses: Counter[int | None] = Counter()
 
@@ -143,7 +145,7 @@ def attack(address: str, num_bombs: int) -> tuple[list[threading.Thread], Counte
     return threads, statuses
 
 
-def run(address: str, server: int, num_bombs: int = 64) -> None:
+def run(address: str, server: int, num_bombs: int = 64, num_rounds: int = 2) -> None:
     """Print what B notices."""
     print(f"{num_bombs} grammars of key A at once; a plain schema and a stream of key B\n", flush=True)
     plain_request(address, -1)  # what the first one makes is not counted
@@ -159,7 +161,12 @@ def run(address: str, server: int, num_bombs: int = 64) -> None:
     seconds = time.monotonic() - start
     gaps = stream.end()
     time.sleep(SETTLE_SECONDS)
-    left = memory.growth()
+    left = [memory.growth()]
+    for number in range(1, num_rounds):
+        for thread in attack(address, num_bombs, number)[0]:
+            thread.join()
+        time.sleep(SETTLE_SECONDS)
+        left.append(memory.growth())
     memory.end()
     usual, median, gap = statistics.median(quiet), statistics.median(beside), statistics.median(gaps)
     print(f"A's answers: {dict(sorted(statuses.items(), key=str))}, the last after {seconds:.1f} s")
@@ -168,4 +175,5 @@ def run(address: str, server: int, num_bombs: int = 64) -> None:
     print(f"B's tokens: {1000 * quiet_gap:.1f} ms apart quiet, {1000 * gap:.1f} ms beside: {gap / quiet_gap:.2f}×")
     print(f"    the longest gap of {len(gaps)}: {1000 * max(gaps):.0f} ms")
     for name in ("server", "engine"):
-        print(f"{name}: {memory.peak[name] / MEBIBYTE:.0f} MiB more at most, {left[name] / MEBIBYTE:.0f} left")
+        after_rounds = ", ".join(f"{grown[name] / MEBIBYTE:.0f}" for grown in left)
+        print(f"{name}: {memory.peak[name] / MEBIBYTE:.0f} MiB more at most; left after each round: {after_rounds}")

@@ -43,8 +43,9 @@ from ratoon.execution.grammar.notation import grammar_text
 from ratoon.execution.grammar.trial import Tried, try_out
 from ratoon.models.tokenizer import Tokenizer
 
-QUICK_SECONDS = 0.1  # by the clock, at normal priority
+QUICK_SECONDS = 0.1  # of processor time, at normal priority
 LOW_PRIORITY = 15
+MIN_LOOK_SECONDS = 0.01  # by the clock, between two looks at the processor time of a check
 IDLE_SECONDS = 2.0  # that a fork waits for another check of its owner
 MAX_CHECKS_OF_FORK = 64
 MAX_LEFT_BYTES = 16 * 2**20  # of address space, that checks may leave behind in a fork
@@ -78,7 +79,9 @@ class _Fork:
     pid: int
     pipe: socket.socket
     check: Check | None  # None: it is idle
-    began: float  # the check, or to be idle
+    began: float  # the check, or to be idle, by the clock
+    cpu_began: float = 0.0  # the processor time that it had used then
+    quick_until: float = 0.0  # by the clock; its processor time is looked at then
     has_low_priority: bool = False
     num_checks: int = 0  # that have ended
     received: bytearray = field(default_factory=bytearray)
@@ -154,9 +157,11 @@ class _Server:
             self._make_room()
             fork = self._fork(check)
         else:
-            fork.check, fork.began = check, time.monotonic()
+            fork.check = check
             with suppress(OSError):  # it has ended, which is read next
                 fork.pipe.sendall(len(encoded).to_bytes(8, "little") + encoded)
+        fork.began, fork.cpu_began = time.monotonic(), _processor_seconds(fork.pid)
+        fork.quick_until = fork.began + QUICK_SECONDS
         if is_beside_another and not fork.has_low_priority:
             self._lower(fork)
 
@@ -286,8 +291,16 @@ class _Server:
             if now >= fork.began + self._limits.wait_seconds and not fork.was_too_slow:
                 fork.was_too_slow = True
                 os.kill(fork.pid, signal.SIGKILL)
-            if now >= fork.began + QUICK_SECONDS and not fork.has_low_priority:
-                self._lower(fork)
+            if now >= fork.quick_until and not fork.has_low_priority:
+                self._look_at(fork, now)
+
+    def _look_at(self, fork: _Fork, now: float) -> None:
+        """On a busy machine a check takes long by the clock that has hardly begun: low priority would starve it."""
+        left = fork.cpu_began + QUICK_SECONDS - _processor_seconds(fork.pid)
+        if left > 0:
+            fork.quick_until = now + max(left, MIN_LOOK_SECONDS)
+        else:
+            self._lower(fork)
 
     def _lower(self, fork: _Fork) -> None:
         fork.has_low_priority = True
@@ -295,17 +308,16 @@ class _Server:
             os.setpriority(os.PRIO_PROCESS, fork.pid, LOW_PRIORITY)
 
     def _seconds_to_wait(self) -> float | None:
-        ends = [fork.began + self._seconds_of(fork) for fork in self._forks.values() if self._is_watched(fork)]
+        watched = (fork for fork in self._forks.values() if not fork.is_leaving and not fork.was_too_slow)
+        ends = [self._next_look(fork) for fork in watched]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _is_watched(self, fork: _Fork) -> bool:
-        return not fork.is_leaving and not fork.was_too_slow
-
-    def _seconds_of(self, fork: _Fork) -> float:
-        """From which on something is done to it."""
+    def _next_look(self, fork: _Fork) -> float:
+        """When something may have to be done to it, by the clock."""
         if fork.check is None:
-            return IDLE_SECONDS
-        return self._limits.wait_seconds if fork.has_low_priority else QUICK_SECONDS
+            return fork.began + IDLE_SECONDS
+        too_slow = fork.began + self._limits.wait_seconds
+        return too_slow if fork.has_low_priority else min(fork.quick_until, too_slow)
 
 
 class _Checker:
@@ -377,6 +389,16 @@ class _Checker:
         tried.free()
         self._num_used_before = used_bytes()  # what it leaves behind is not the next one's
         return num_bytes
+
+
+def _processor_seconds(pid: int) -> float:
+    """What a process has used so far. By the clock, where the system has no clock of a process."""
+    if sys.platform != "linux":
+        return time.monotonic()
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # the clock's id, as clock_getcpuclockid makes it
+    except OSError:  # it has ended
+        return 0.0
 
 
 def _address_space() -> int:

@@ -3,7 +3,8 @@
 What arrives here was checked within limits, in another process (engine/grammar_process.py): compiling it again takes
 milliseconds, or as long as was measured there. Grammars that take long are compiled one at a time, owners in turn, at
 low priority; the others do not wait for them. One that no request waits for any longer is not begun. The library and
-the model's tokenizer are loaded with the first grammar, or in an idle moment before it.
+the model's tokenizer are loaded with the first grammar, or in an idle moment before it. Memory of grammars that have
+ended goes back to the system.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 from ratoon.core.errors import RequestError
+from ratoon.core.heap import HeapTrimmer
 from ratoon.core.shared_work import SharedWork
 from ratoon.core.structured import StructuredOutput, content_of
 from ratoon.core.turns import Turns
@@ -32,11 +34,19 @@ _Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what
 
 class KeptGrammar:
     """A compiled grammar, and what it takes of the memory for all of them. States of a grammar may share tables, which
-    grow while texts are matched: what measures that calls `note_growth`."""
+    grow while texts are matched: what measures that calls `note_growth`. `on_freed` hears of its bytes when neither the
+    compiler nor a text has it any longer."""
 
-    def __init__(self, compiled: CompiledGrammar, num_bytes: int, on_growth: Callable[[KeptGrammar], None]) -> None:
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        num_bytes: int,
+        on_growth: Callable[[KeptGrammar], None],
+        on_freed: Callable[[int], None],
+    ) -> None:
         self._compiled = compiled
         self._on_growth = on_growth
+        self._on_freed = on_freed
         self.num_bytes = num_bytes
         self.num_grown_bytes = 0
         self.cost = compiled.cost
@@ -49,6 +59,9 @@ class KeptGrammar:
         self.num_bytes += num_bytes
         self.num_grown_bytes += num_bytes
         self._on_growth(self)
+
+    def __del__(self) -> None:
+        self._on_freed(self.num_bytes)
 
 
 class _Job(NamedTuple):
@@ -70,6 +83,7 @@ class GrammarCompiler:
         self._under_way: dict[_Key, SharedWork[KeptGrammar]] = {}
         self._large: Turns[_Job] = Turns(num_places=1)
         self._lock = threading.Lock()
+        self._trimmer = HeapTrimmer()
         self._pool: ThreadPoolExecutor | None = None
         self._large_pool: ThreadPoolExecutor | None = None
 
@@ -143,6 +157,7 @@ class GrammarCompiler:
         return self._compile(key, asked) if found is None else found
 
     def shutdown(self) -> None:
+        self._trimmer.close()
         for pool in (self._pool, self._large_pool):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -190,8 +205,9 @@ class GrammarCompiler:
             compiled = self.library.compile(asked)
         except RequestError as error:
             raise error.inside("structured_output") from None
+        self._trimmer.start()
         num_bytes = max(compiled.num_bytes, asked.num_bytes or 0)
-        kept = KeptGrammar(compiled, num_bytes, self._note_growth)
+        kept = KeptGrammar(compiled, num_bytes, self._note_growth, self._trimmer.note_freed)
         with self._lock:
             self._kept.setdefault(content, kept)
             self._drop_beyond_limit()

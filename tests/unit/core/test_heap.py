@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import sys
 
 import pytest
 
-from ratoon.core.heap import give_back, used_bytes
+from ratoon.core.heap import MIN_FREED_BYTES, HeapTrimmer, give_back, used_bytes
 from tests.faults.processes import resident_bytes
+from tests.waiting import PATIENCE
 
 NUM_PIECES = 4096
 PIECE_BYTES = 8192  # below the size for which the C library has pages of their own
@@ -37,3 +39,17 @@ def test_pages_between_what_is_in_use_go_back() -> None:
     assert give_back()
     assert full - resident_bytes(os.getpid()) > NUM_PIECES * PIECE_BYTES
     del kept
+
+
+def test_memory_is_given_back_after_much_was_freed() -> None:
+    calls: queue.SimpleQueue[int] = queue.SimpleQueue()
+    trimmer = HeapTrimmer(lambda: calls.put(1), delay_seconds=0.0)
+    trimmer.start()
+    for _ in range(3):
+        trimmer.note_freed(MIN_FREED_BYTES // 2)
+    calls.get(timeout=PATIENCE)
+    trimmer.note_freed(MIN_FREED_BYTES // 4)
+    trimmer.close()
+    assert trimmer._thread is not None
+    trimmer._thread.join(PATIENCE)
+    assert not trimmer._thread.is_alive() and calls.empty(), "too little was freed since"

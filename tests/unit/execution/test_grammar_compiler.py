@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ratoon.core.errors import RequestError
+from ratoon.core.heap import HeapTrimmer
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar.compiler import MAX_GROWN_BYTES, GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarCost
@@ -93,6 +94,21 @@ def test_one_that_has_grown_much_is_not_kept() -> None:
     assert grammars.num_kept_bytes == 0
     grammars.get(StructuredOutput(regex="a"))
     assert library.compiled == ["a", "a"]
+
+
+def test_memory_of_a_grammar_that_has_grown_is_given_back_when_its_last_text_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(HeapTrimmer, "note_freed", lambda self, num_bytes: freed.append(num_bytes))
+    grammars = GrammarCompiler(lambda: Library())
+    of_text = grammars.get(StructuredOutput(regex="a"))
+    of_text.note_growth(2 * MAX_GROWN_BYTES)
+    assert grammars.num_kept_bytes == 0 and freed == [], "a text still uses it"
+    del of_text
+    assert freed == [2 * MAX_GROWN_BYTES + 10]
+    grammars.get(StructuredOutput(regex="b"))
+    assert len(freed) == 1, "it is kept"
 
 
 def test_large_grammars_do_not_hold_up_others() -> None:
