@@ -39,6 +39,7 @@ from structured_parts.schemas import made_schema, made_value, real_schemas, suit
 from tokenizers import Tokenizer
 
 from ratoon import LLM, AsyncLLM, SamplingParams, StructuredOutput
+from ratoon.engine.grammar_checks import GrammarChecks
 from ratoon.engine.structured_validator import validate
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.models.source import resolve_model
@@ -129,8 +130,41 @@ def measure_compile(args: argparse.Namespace) -> dict[str, Any]:
         library.compile(asked)
         validating.append(validated - begin)
         compiling.append(time.perf_counter() - validated)
+    checks = measure_checks(args, library, source)
     gaps = asyncio.run(measure_gaps(args))
-    return {"validate": validating, "compile": compiling, "longest_gaps": gaps}
+    return {"validate": validating, "compile": compiling, "checks": checks, "longest_gaps": gaps}
+
+
+def measure_checks(args: argparse.Namespace, library: Llguidance, source: Any) -> dict[str, list[float]]:
+    """Seconds for as many new schemas as a batch has, by round: until they are checked in the process with limits, and
+    validated and compiled without it."""
+    seconds: dict[str, list[float]] = {"together": [], "one by one": [], "unchecked": []}
+    checks = GrammarChecks(source.load_tokenizer(), source.config.vocab_size)
+    try:
+        checks.verify(StructuredOutput(json_object=True))
+        for number in range(args.rounds + 1):
+            for place, (kind, found) in enumerate(seconds.items()):
+                first = 200_000 + 1000 * (number * len(seconds) + place)
+                asked = [
+                    StructuredOutput(json_schema=json.dumps(made_schema(first + index, SCHEMA_BYTES)))
+                    for index in range(NUM_REQUESTS)
+                ]
+                begin = time.perf_counter()
+                if kind == "together":
+                    for check in [checks.check(one) for one in asked]:
+                        assert check.result().error is None
+                elif kind == "one by one":
+                    for one in asked:
+                        checks.verify(one)
+                else:
+                    for one in asked:
+                        validate(one)
+                        library.compile(one)
+                if number > 0:
+                    found.append(time.perf_counter() - begin)
+    finally:
+        checks.close()
+    return seconds
 
 
 async def measure_gaps(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -238,6 +272,9 @@ def show_compile(found: dict[str, Any]) -> None:
     print("| | median | longest |\n|---|---|---|")
     for kind in ("validate", "compile"):
         print(f"| {kind} | {1e3 * statistics.median(found[kind]):.1f} ms | {1e3 * max(found[kind]):.1f} ms |")
+    for kind, seconds in found["checks"].items():
+        name = f"{NUM_REQUESTS} schemas, " + ("validated and compiled" if kind == "unchecked" else f"checked {kind}")
+        print(f"| {name} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * max(seconds):.0f} ms |")
     for kind, gaps in found["longest_gaps"].items():
         name = f"longest time between tokens while ten requests {kind} arrive"
         print(f"| {name} | {1e3 * statistics.median(gaps):.1f} ms | {1e3 * max(gaps):.1f} ms |")

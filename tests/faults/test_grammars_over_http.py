@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Fields of structured_outputs, and how their texts begin.
 LARGE: dict[str, tuple[dict[str, Any], str]] = {
-    "5,000 alternatives": ({"grammar": "start: " + " | ".join(f'"word {k}" x' for k in range(5000)) + '\nx: "y"'}, "word"),
+    "5,000 alternatives": ({"grammar": "start: " + " | ".join(f'"a{k}" x' for k in range(5000)) + '\nx: "y"'}, "a"),
     "100,000 choices": ({"choice": [f"word {index}" for index in range(100_000)]}, "word "),
     "a long repetition, Lark": ({"grammar": 'start: "a"~100000'}, "aaaaaaaa"),
     "a squared repetition": ({"regex": "(a{1000}){1000}"}, "aaaaaaaa"),
