@@ -29,6 +29,7 @@ MAX_WAITING = 256  # checks of one owner
 MAX_SECONDS = 5.0  # of processor time, for one grammar
 MAX_WAIT_SECONDS = 60.0  # by the clock, from its beginning: the machine may be busy
 MAX_MEMORY_BYTES = 256 * 2**20  # of address space, beyond what the process had before
+IDLE_SECONDS = 2.0  # that a process waits for another grammar of its owner
 NUM_PLACES = 4  # checks at once
 
 _Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what is checked
@@ -38,11 +39,12 @@ _Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one check."""
+    """The limits of one check, and of the process that waits for the next."""
 
     seconds: float = MAX_SECONDS
     wait_seconds: float = MAX_WAIT_SECONDS
     memory_bytes: int = MAX_MEMORY_BYTES
+    idle_seconds: float = IDLE_SECONDS
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ class GrammarChecks:
         self._kept: OrderedDict[bytes, Finding] = OrderedDict()  # the least recently used first
         self._num_kept_bytes = 0
         self._under_way: dict[_Key, SharedWork[Finding]] = {}
+        self._counted: set[SharedWork[Finding]] = set()  # those in the next line
         self._num_waiting: Counter[str | None] = Counter()
         self._process: _Process | None = None
 
@@ -147,15 +150,19 @@ class GrammarChecks:
         future = work.join()
         assert future is not None
         self._under_way[key] = work
+        self._counted.add(work)
         self._num_waiting[owner] += 1
         process.submit(Check(number, owner, asked), settle)
         return future
 
     def _leave(self, key: _Key, work: SharedWork[Finding]) -> None:
-        """It is no longer under way."""
+        """It is no longer under way. Called twice where its last caller leaves while its result comes."""
         owner, _ = key
         with self._lock:
-            if self._under_way.get(key) is work:
+            if work not in self._counted:
+                return
+            self._counted.remove(work)
+            if self._under_way.get(key) is work:  # not another one, which was begun when this one was abandoned
                 del self._under_way[key]
             self._num_waiting[owner] -= 1
             if not self._num_waiting[owner]:

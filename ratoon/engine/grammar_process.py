@@ -46,7 +46,6 @@ from ratoon.models.tokenizer import Tokenizer
 QUICK_SECONDS = 0.1  # of processor time, at normal priority
 LOW_PRIORITY = 15
 MIN_LOOK_SECONDS = 0.01  # by the clock, between two looks at the processor time of a check
-IDLE_SECONDS = 2.0  # that a fork waits for another check of its owner
 MAX_CHECKS_OF_FORK = 64
 MAX_LEFT_BYTES = 16 * 2**20  # of address space, that checks may leave behind in a fork
 MAX_SENT_BYTES = 2**15  # of a check that is sent to a fork, so that sending it never waits; a larger one is forked for
@@ -138,6 +137,7 @@ class _Server:
 
     def _cancel(self, number: int) -> None:
         check = self._checks.pop(number, None)
+        self._alone.discard(number)
         if check is None or self._turns.remove(check.owner, check):
             return
         for fork in self._forks.values():
@@ -182,7 +182,8 @@ class _Server:
 
     def _end(self, fork: _Fork) -> None:
         fork.is_leaving = True
-        fork.pipe.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it has ended
+            fork.pipe.shutdown(socket.SHUT_WR)
 
     def _fork(self, check: Check) -> _Fork:
         own, others = socket.socketpair()
@@ -285,7 +286,7 @@ class _Server:
         now = time.monotonic()
         for fork in self._forks.values():
             if fork.check is None:
-                if now >= fork.began + IDLE_SECONDS and not fork.is_leaving:
+                if now >= fork.began + self._limits.idle_seconds and not fork.is_leaving:
                     self._end(fork)
                 continue
             if now >= fork.began + self._limits.wait_seconds and not fork.was_too_slow:
@@ -315,7 +316,7 @@ class _Server:
     def _next_look(self, fork: _Fork) -> float:
         """When something may have to be done to it, by the clock."""
         if fork.check is None:
-            return fork.began + IDLE_SECONDS
+            return fork.began + self._limits.idle_seconds
         too_slow = fork.began + self._limits.wait_seconds
         return too_slow if fork.has_low_priority else min(fork.quick_until, too_slow)
 

@@ -18,6 +18,7 @@ from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine import grammar_checks
 from ratoon.engine.grammar_checks import NUM_PLACES, GrammarChecks, Limits
+from ratoon.engine.grammar_process import MAX_CHECKS_OF_FORK
 from tests.unit.engine.fakes import byte_tokenizer
 from tests.waiting import wait_until
 
@@ -211,27 +212,55 @@ def test_an_owner_does_not_wait_behind_another_s_for_the_same_grammar() -> None:
 
 
 def test_the_checks_of_an_owner_share_a_process_and_those_of_others_do_not() -> None:
-    checks = make_checks()
+    checks = make_checks(idle_seconds=PATIENCE_SECONDS)
     try:
-        used = {}
-        for owner in "ab":
-            before = forks_of(process_of(checks)) if used else set()
-            checks.verify(StructuredOutput(regex=f"first of {owner}"), owner)
-            (used[owner],) = forks_of(process_of(checks)) - before
+        checks.verify(StructuredOutput(regex="first of a"), "a")
+        of_a = forks_of(process_of(checks))
+        checks.verify(StructuredOutput(regex="first of b"), "b")
+        of_both = forks_of(process_of(checks))
+        assert len(of_a) == 1 and len(of_both) == 2
         for number in range(10):
             checks.verify(StructuredOutput(regex=f"a{number}"), "a")
-        assert forks_of(process_of(checks)) == set(used.values())
+        assert forks_of(process_of(checks)) == of_both
+        for number, owner in enumerate("cdefgh"):
+            checks.verify(StructuredOutput(regex=f"b{number}"), owner)
+            wait_until("an idle one has ended for it", lambda: len(forks_of(process_of(checks))) <= NUM_PLACES)
     finally:
         checks.close()
 
 
 def test_a_process_is_ended_when_its_owner_has_no_more_checks() -> None:
+    checks = make_checks(idle_seconds=0.01)
+    try:
+        for owner in "ab":
+            checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
+        wait_until("idle processes end", lambda: not forks_of(process_of(checks)))
+        checks.verify(StructuredOutput(regex="another of a"), "a")
+    finally:
+        checks.close()
+
+
+def test_a_process_that_many_checks_have_used_is_replaced() -> None:
+    checks = make_checks(idle_seconds=PATIENCE_SECONDS)
+    try:
+        for number in range(MAX_CHECKS_OF_FORK):
+            checks.verify(StructuredOutput(regex=f"a{number}"), "a")
+        wait_until("it has ended", lambda: not forks_of(process_of(checks)))
+        checks.verify(StructuredOutput(regex="another"), "a")
+    finally:
+        checks.close()
+
+
+def test_callers_that_leave_while_results_come_are_counted_once() -> None:
     checks = make_checks()
     try:
-        for owner in "abcdef":
-            checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
-            assert len(forks_of(process_of(checks))) <= NUM_PLACES + 1, "another owner's takes the place of an idle one"
-        wait_until("idle processes end", lambda: not forks_of(process_of(checks)))
+        checks.verify(StructuredOutput(regex="a"))
+        for number in range(100):
+            future = checks.check(StructuredOutput(regex=f"a{number}"), "a")
+            time.sleep(0.0001 * (number % 40))
+            future.cancel()
+        wait_until("none is under way", lambda: not checks._under_way and not checks._counted)
+        assert not checks._num_waiting
     finally:
         checks.close()
 
