@@ -23,7 +23,8 @@ from attack_parts.grammar_bombs import bombs
 
 MODEL = "smollm2-135m"
 BOMB_KEY, PLAIN_KEY = "attack-key-a", "attack-key-b"
-OPTIONS = ("--api-key", BOMB_KEY, "--api-key", PLAIN_KEY)  # of the server
+NUM_BLOCKS = 320
+OPTIONS = ("--api-key", BOMB_KEY, "--api-key", PLAIN_KEY, "--num-blocks", str(NUM_BLOCKS))  # of the server
 PATH = "/v1/completions"
 NUM_QUIET = 8  # requests of B
 STREAM_TOKENS = 512
@@ -47,6 +48,15 @@ def post(address: str, key: str, body: dict[str, Any]) -> tuple[int | None, byte
 
 def completion(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0, **fields}
+
+
+def touch_kv_cache(address: str) -> None:
+    """Prompts that together fill the KV cache: pages of it count when they are first written to, and no grammar is to
+    blame for that."""
+    for number in range(1, 4):
+        prompt = [number * 1000 + index % 997 for index in range(NUM_BLOCKS * 16 // 3 + 16)]
+        status, told = post(address, PLAIN_KEY, {"model": MODEL, "prompt": prompt, "max_tokens": 1})
+        assert status == 200, told
 
 
 def plain_request(address: str, number: int) -> float:
@@ -149,6 +159,7 @@ def run(address: str, server: int, num_bombs: int = 64, num_rounds: int = 2) -> 
     """Print what B notices."""
     print(f"{num_bombs} grammars of key A at once; a plain schema and a stream of key B\n", flush=True)
     plain_request(address, -1)  # what the first one makes is not counted
+    touch_kv_cache(address)
     stream = Stream(address)
     quiet = [plain_request(address, number) for number in range(NUM_QUIET)]
     quiet_gap = statistics.median(stream.end())
