@@ -28,8 +28,8 @@ from ratoon.execution.rules.grammar import (
     fill_ahead,
     forced_run,
     mask_filler,
-    match_together,
 )
+from ratoon.execution.rules.grammar_batch import GrammarBatch
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.layers import sampling
 
@@ -120,6 +120,8 @@ class SamplingRows:
         self._unread: list[UnreadTokens] = []  # tokens that the rules of some slots have not read yet
         self.mask_column: MaskColumn | None = None  # of masks that are filled while the device computes
         self._masked_tokens: Tokens | None = None  # of the last step that has read masks
+        self._batch: GrammarBatch | None = None  # the grammars of that step,
+        self._batch_slots = np.zeros(0, np.int64)  # and their slots
         self.incarnations = np.zeros(max_slots, dtype=np.int64)  # how many branches a slot has had
 
     def add(
@@ -285,6 +287,8 @@ class SamplingRows:
         with_rules = (needs & (Needs.EDITS | Needs.TOKENS)) != 0
         if not (needs[with_rules] & Needs.ONLY_MASK).all():
             return False
+        if self._batch is not None and np.array_equal(self._batch_slots, slots[with_rules]):
+            return True
         if not all((self.needs[unread.slots] & Needs.ONLY_MASK).all() for unread in self._unread):
             return False
         grammars = [self.rules[slot] for slot in slots[with_rules].tolist()]
@@ -317,45 +321,73 @@ class SamplingRows:
     ) -> None:
         if before is not None:
             before.wait()  # the device has read the table
-        read = self._read_by_slot(unread)
-        slots: list[int] = []
-        grammars: list[Grammar] = []
-        rows: list[int] = []
-        for place, slot in zip(masks.places.tolist(), masks.slots.tolist()):
-            if rules := self.rules[slot]:
-                slots.append(slot)
-                grammars.append(cast("Grammar", rules[0]))
-                rows.append(place)
-            else:  # the text has ended, and any token will do
-                table[place] = -1
-        stuck = match_together(grammars, [read.pop(slot, -1) for slot in slots], table, rows, library)
-        for place, rule in stuck.items():
-            grammars[place] = rule
-            self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((rule,))
-        masks.grammars = dict(zip(rows, grammars))
-        for slot, token_id in read.items():  # of rows that are not in this step
-            self.rules[slot] = self.active_rules[slot] = self.rules[slot].after(token_id)
+        token_ids = self._tokens_of_batch(masks, unread)
+        if token_ids is None:
+            self._begin_batch(masks, unread, library, table)
+        batch = self._batch
+        assert batch is not None
+        masks.grammars |= batch.by_row
+        stuck = batch.match(token_ids, table)
+        for row in stuck:
+            (slot,) = masks.slots[masks.places == row].tolist()
+            rule = masks.grammars[row] = batch.by_row[row].stuck()
+            self.rules[slot] = self.active_rules[slot] = RowRules((rule,))
+        if stuck or batch.is_doubted:
+            self._end_batch()
 
-    def _read_by_slot(self, unread: list[UnreadTokens]) -> dict[int, int]:
-        """Wait for tokens, and return those of slots whose text goes on. Each slot has a single grammar."""
-        found: dict[int, int] = {}
+    def _tokens_of_batch(self, masks: MasksOfStep, unread: list[UnreadTokens]) -> np.ndarray | None:
+        """Wait for the tokens by which all grammars of the batch go on. None: there is no batch of this step's rows, or
+        one of them does not."""
+        batch = self._batch
+        if batch is None or len(unread) != 1:
+            return None
+        tokens, places, slots, incarnations = unread[0]
+        is_same = np.array_equal(self._batch_slots, masks.slots) and np.array_equal(slots, masks.slots)
+        if not is_same or not np.array_equal(list(batch.by_row), masks.places):
+            return None
+        if (self.incarnations[slots] != incarnations).any():
+            return None
+        tokens.wait()
+        token_ids = tokens.to_numpy()[places]
+        return None if tokens.bad_rows or batch.has_end(token_ids) else token_ids
+
+    def _begin_batch(
+        self, masks: MasksOfStep, unread: list[UnreadTokens], library: GrammarLibrary, table: np.ndarray
+    ) -> None:
+        """Let each grammar read its token, and make a batch of those of this step that can go on."""
+        self._end_batch()
         for tokens, places, slots, incarnations in unread:
             tokens.wait()
             token_ids, bad = tokens.to_numpy()[places].tolist(), set(tokens.bad_rows)
             is_same = (self.incarnations[slots] == incarnations).tolist()
             for place, slot, token_id, same in zip(places.tolist(), slots.tolist(), token_ids, is_same):
-                rules = self.rules[slot]
-                if not same or not rules:
-                    continue
-                if place in bad or token_id in cast("Grammar", rules[0]).end_token_ids:
-                    self.rules[slot], self.active_rules[slot] = NO_RULES, ()
-                else:
-                    found[slot] = token_id
-        return found
+                if same:
+                    rules = NO_RULES if place in bad else self.rules[slot].after(token_id)
+                    self.rules[slot] = self.active_rules[slot] = rules
+        found: dict[int, Grammar] = {}
+        slots_of_batch = []
+        for place, slot in zip(masks.places.tolist(), masks.slots.tolist()):
+            if not self.rules[slot]:  # the text has ended, and any token will do
+                table[place] = -1
+                continue
+            grammar = masks.grammars[place] = cast("Grammar", self.rules[slot][0])
+            if type(grammar) is Grammar and grammar.problem is None:
+                found[place] = grammar
+                slots_of_batch.append(slot)
+            else:
+                table[place] = 0
+        self._batch = GrammarBatch(list(found.values()), list(found), library)
+        self._batch_slots = np.array(slots_of_batch, np.int64)
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.settle()
+            self._batch = None
 
     def _finish_masks(self) -> None:
         if self.mask_column is not None:
             self.mask_column.finish()
+            self._end_batch()
 
     def fill_ahead(self) -> None:
         """Begin to fill the masks of grammars that have changed, beside what comes next."""

@@ -73,9 +73,7 @@ class GrammarLibrary(Protocol):
         """Of a row of the table that `match` writes: at least words_of(vocab_size)."""
         ...
 
-    def match(
-        self, states: Sequence[Any], token_ids: Sequence[int], table: np.ndarray, rows: Sequence[int]
-    ) -> np.ndarray:
+    def match(self, states: Sequence[Any], token_ids: np.ndarray, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Go on by a token in each of several states of this library, unless that is below 0, and write what `fill`
         sets to rows of a table [R, num_words] int32, which is contiguous. Returns the bits of Match for each: [N]
         uint8. Releases Python's lock. A state that was refused or has failed can't be used any more; its `error` says

@@ -197,14 +197,12 @@ class LlguidanceC(Llguidance):
 
     def masks(self, states: Sequence[Any]) -> np.ndarray:
         words = np.empty((len(states), self.num_words), np.int32)
-        self.match(states, [-1] * len(states), words, range(len(states)))
+        self.match(states, np.full(len(states), -1), words, np.arange(len(states)))
         return words[:, : words_of(self.vocab_size)]
 
-    def match(
-        self, states: Sequence[Any], token_ids: Sequence[int], table: np.ndarray, rows: Sequence[int]
-    ) -> np.ndarray:
+    def match(self, states: Sequence[Any], token_ids: np.ndarray, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         matchers = np.array([state.pointer for state in states], np.uint64)
-        tokens, places = np.array(token_ids, np.int32), np.array(rows, np.int32)
+        tokens, places = token_ids.astype(np.int32), rows.astype(np.int32)
         found = np.zeros(len(states), np.uint8)
         self._kernels.ratoon_match_texts(
             ctypes.addressof(self._calls), matchers.ctypes.data, tokens.ctypes.data, places.ctypes.data, len(states),

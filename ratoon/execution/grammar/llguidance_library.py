@@ -135,22 +135,21 @@ class Llguidance:
     def num_words(self) -> int:
         return words_of(self._library_tokenizer.vocab_size)
 
-    def match(
-        self, states: Sequence[Any], token_ids: Sequence[int], table: np.ndarray, rows: Sequence[int]
-    ) -> np.ndarray:
+    def match(self, states: Sequence[Any], token_ids: np.ndarray, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
         found = np.zeros(len(states), np.uint8)
-        moves = [(state.matcher, token_id) for state, token_id in zip(states, token_ids) if token_id >= 0]
-        if moves:
-            moving = [place for place, token_id in enumerate(token_ids) if token_id >= 0]
+        moving = np.flatnonzero(token_ids >= 0)
+        if len(moving):
+            pairs = zip(moving.tolist(), token_ids[moving].tolist())
+            moves = [(states[place].matcher, token_id) for place, token_id in pairs]
             is_allowed = self._executor_of(moves).consume_token_par(moves)
             found[moving] = np.where(is_allowed, 0, Match.REFUSED)
         left = np.flatnonzero(found == 0).tolist()
         try:
-            self._fill([states[place] for place in left], table, [rows[place] for place in left])
+            self._fill([states[place] for place in left], table, rows[left].tolist())
         except ValueError:  # because of one of them, and which is not said
             for place in left:
                 with suppress(ValueError):
-                    self._fill([states[place]], table, [rows[place]])
+                    self._fill([states[place]], table, [int(rows[place])])
         for place in left:
             found[place] = Match.FAILED if states[place].error is not None else states[place].is_accepting
         return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import groupby
@@ -21,10 +20,10 @@ from ratoon.core.structured import StructuredOutput
 from ratoon.execution.cells import all_to_device
 from ratoon.execution.grammar.compiler import GrammarCompiler, KeptGrammar
 from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
-from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, Match, words_of
+from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, words_of
 from ratoon.execution.grammar.markers import Marker, marker_of
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
-from ratoon.execution.rules.mask_filler import SECONDS_OF_EACH, SECONDS_OF_MANY, MaskFiller
+from ratoon.execution.rules.mask_filler import MaskFiller
 from ratoon.layers import sampling
 
 FEW = 512  # tokens; a choice among so many does not read the other logits of its row
@@ -187,8 +186,12 @@ class Grammar(LogitsRule):
                 self.is_filled = True
 
     @property
-    def end_token_ids(self) -> frozenset[int]:
-        return self._ends.token_ids
+    def ends(self) -> Ends:
+        return self._ends
+
+    def stuck(self) -> NoWay:
+        """The rule in its place, where its state can't be used any more."""
+        return NoWay(self._path, self._ends, self.problem or self._path.state.error)
 
     def newest_state(self) -> GrammarState:
         """The state behind the text's last token. No other thread has it."""
@@ -197,10 +200,10 @@ class Grammar(LogitsRule):
         self._path = self._path.at(self._num_tokens)
         return self._path.state
 
-    def note_moved(self) -> None:
-        """Its own state has consumed a token: see `match_together`."""
-        self._path.num_tokens += 1
-        self._num_tokens += 1
+    def note_moved(self, num_tokens: int) -> None:
+        """Its own state has consumed so many tokens: see grammar_batch.py."""
+        self._path.num_tokens += num_tokens
+        self._num_tokens += num_tokens
         self.is_filled = self._is_queued = False
         self._mask, self._forced = None, []
 
@@ -267,45 +270,6 @@ def forced_run(rules: Sequence[LogitsRule], most: int) -> list[int]:
         elif rule.stage < Stage.BIAS:
             return []
     return [] if grammar is None else grammar.forced_tokens()[:most]
-
-
-def match_together(
-    grammars: Sequence[Grammar],
-    token_ids: Sequence[int],
-    table: np.ndarray,
-    rows: Sequence[int],
-    library: GrammarLibrary,
-) -> dict[int, NoWay]:
-    """Go on by a token in each of several trusted grammars of this library, unless that is below 0, and write the masks
-    behind them to these rows of a table [R, W] int32: by one call. No token ends its text. The rules move on
-    themselves, so each must be the only rule of its text, and do not keep their masks. Those that can't go on are to be
-    replaced: by what, by place."""
-    start = time.perf_counter()
-    stuck = {place: NoWay(each._path, each._ends, each.problem) for place, each in enumerate(grammars) if each.problem}
-    if stuck:
-        left = [place for place in range(len(grammars)) if place not in stuck]
-        others = [[sequence[place] for place in left] for sequence in (grammars, token_ids, rows)]
-        found = match_together(others[0], others[1], table, others[2], library)  # type: ignore[arg-type]
-        table[[rows[place] for place in stuck]] = 0
-        return stuck | {left[place]: rule for place, rule in found.items()}
-    states = [grammar.newest_state() for grammar in grammars]
-    results = library.match(states, token_ids, table, rows)
-    for place in np.flatnonzero(results & (Match.REFUSED | Match.FAILED)).tolist():
-        stuck[place] = NoWay(grammars[place]._path, grammars[place]._ends, states[place].error)
-    for grammar, token_id in zip(grammars, token_ids):
-        if token_id >= 0:
-            grammar.note_moved()
-    accepting = (results & Match.ACCEPTING) != 0
-    all_rows, ends_of_rows = np.array(rows, np.int64), [grammar._ends for grammar in grammars]
-    for ends in set(ends_of_rows):
-        own = np.array([each is ends for each in ends_of_rows])
-        ends.set_in_rows(table, all_rows[own], accepting[own])
-    for place in stuck:
-        table[rows[place]] = 0
-    if time.perf_counter() - start > SECONDS_OF_MANY + SECONDS_OF_EACH * len(grammars):
-        for grammar in grammars:
-            grammar.cost.doubt()
-    return stuck
 
 
 def fill_ahead(rules: Iterable[LogitsRule]) -> None:

@@ -19,7 +19,8 @@ from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
-from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run, match_together
+from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run
+from ratoon.execution.rules.grammar_batch import GrammarBatch
 from ratoon.execution.sampler import Sampler
 from ratoon.execution.sampling_rows import SamplingRows
 from ratoon.layers import sampling
@@ -250,23 +251,27 @@ def test_bits_forbid_what_is_not_set(vocab_size: int) -> None:
 
 def test_grammars_that_match_together_are_those_of_each() -> None:
     library = grammars().library
-    texts = ['{"a":12,"b":[true,false]}', '{"a":7,"b":[]}', '{"a":0,"b":[true]}']
+    texts = ['{"a":12,"b":[true,false]}', '{"a":7,"b":[', '{"a":0,"b":[true]}']
     alone = [rules_for(json_schema=json.dumps(SCHEMA)) for _ in texts]
     moving: list[Any] = [rules_for(json_schema=json.dumps(SCHEMA))[0] for _ in texts]
     rows = [5, 1, 3]
     table = np.zeros((6, library.num_words), np.int32)
-    for tokens in [(-1,) * len(texts), *zip(*map(tokens_of, texts))]:
-        for place, token in enumerate(tokens):
-            alone[place] = alone[place] if token < 0 else alone[place].after(token)
-        assert match_together(moving, tokens, table, rows, library) == {}
+    batch = GrammarBatch(moving, rows, library)
+    for tokens in [None, *zip(*map(tokens_of, texts))]:
+        alone = alone if tokens is None else [rules.after(token) for rules, token in zip(alone, tokens)]
+        assert batch.match(None if tokens is None else np.array(tokens), table) == []
         for row, rules in zip(rows, alone):
             words = rules[0].mask()  # type: ignore[attr-defined]
             if not rules[0].forced_tokens():  # type: ignore[attr-defined]
                 np.testing.assert_array_equal(table[row, : len(words)], words)
-    moving[1]._fail("takes too long")
-    stuck = match_together(moving, [*tokens_of("]")[:1], -1, library.vocab_size - 1], table, rows, library)
-    assert stuck.keys() >= {1, 2} and stuck[1].problem == "takes too long" and stuck[2].problem
-    assert not table[[1, 3]].any() and not stuck[2].mask().any()
+    batch.settle()
+    assert [rule._num_tokens for rule in moving] == [rules[0]._num_tokens for rules in alone]  # type: ignore
+    assert possible(RowRules((moving[0],))) == possible(alone[0])
+    moves = [np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0] for words in table[rows]]
+    assert batch.has_end(np.array([5, end_token()])) and not batch.has_end(np.array(moves))
+    moves[2] = library.vocab_size - 1
+    assert batch.match(np.array(moves), table) == [3] and not table[3].any() and table[5].any()
+    assert moving[2].stuck().problem
 
 
 def test_masks_that_are_filled_ahead_are_the_same() -> None:

@@ -81,13 +81,14 @@ def test_several_states_go_on_together_as_each_alone(open_library: OpenLibrary) 
     rows = list(range(20, 0, -1))
     table = np.full((22, library.num_words), 7, np.int32)
     for moves in ([letter] * 20, [-1] * 20, [digit if place in (3, 17) else letter for place in range(20)]):
-        found = library.match(states, moves, table, rows)
+        found = library.match(states, np.array(moves), table, np.array(rows))
         expected = [Match.REFUSED if token == digit else 0 for token in moves]
         if digit in moves:  # the second letter of the others
             expected = [each or Match.ACCEPTING for each in expected]
         assert found.tolist() == expected
     assert states[3].error is not None and states[0].error is None
-    assert len(library.match([], [], table, [])) == 0
+    nothing = np.zeros(0, np.int64)
+    assert len(library.match([], nothing, table, nothing)) == 0
     alone = compiled.begin()
     assert alone.consume(letter) and alone.consume(letter) and not alone.consume(digit) and alone.error is None
     words = np.zeros(words_of(library.vocab_size), np.int32)
