@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import seeds
+from tests.cpu_times import CpuTimes
 from tests.depths import DEPTHS, engines_of_depth
 
 UNIT_TESTS = Path(__file__).parent / "unit"
@@ -43,8 +44,16 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 seeds.settle()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times", type=int, metavar="N", help="print the N test files and tests that took the processor longest"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.cpu_times is not None:
+        config.pluginmanager.register(CpuTimes(config.option.cpu_times))
     if seeds.asked() is not None:
         config.option.hypothesis_seed = str(seeds.asked())  # as --hypothesis-seed sets it
 
