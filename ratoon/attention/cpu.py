@@ -43,7 +43,7 @@ class CpuMetadata:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of the arrays that belong to the step's inputs."""
+        """The addresses and sizes of the arrays that belong to the step's inputs."""
         return self.slots, self.num_tokens, self.block_table, self.table_width, self.query_start, self.seq_lens
 
 
@@ -182,8 +182,8 @@ class RoundedCpuBackend(CpuAttentionBackend):
 
 
 def _memory(kv_cache: LayerCache) -> tuple[int, int, int, int | None, int]:
-    """For the kernels: what keys and values are kept as; the address of the first block and the bytes to the next, of
-    them and of their scales."""
+    """Describes a layer's cache to the kernels: what keys and values are kept as; the address of the first block and
+    the bytes to the next, of them and of their scales."""
     cache, *rest = kv_cache
     scales = rest[0] if rest else None
     return (

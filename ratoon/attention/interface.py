@@ -169,7 +169,7 @@ class AttentionBackend(ABC):
         rows: torch.Tensor,
         metadata_of_rows: Any,
     ) -> torch.Tensor:
-        """As `forward` of a causal layer, but attend with these `rows` [R] only: → [R, heads · head_dim].
+        """Attends as `forward` of a causal layer does, but with these `rows` [R] only: → [R, heads · head_dim].
         `metadata_of_rows`: that of a step in which each of them is a request of one token."""
         if transform is not None:
             transform.apply(q, k)

@@ -277,7 +277,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._launches.attend(operands, (num_tiles, layer.num_kv_heads, 1), tiles, (shortest, LONGEST))
 
     def _attend_on_hopper(self, operands: Operands, shortest: int) -> bool:
-        """As _attend_long, where the kernel of triton_prefill.py can do it; returns whether it did."""
+        """Does the work of _attend_long where the kernel of triton_prefill.py can; returns whether it did."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         if self._prefill is None or not serves(layer, q.dtype, pages, inputs.block_size):
             return False
@@ -343,7 +343,8 @@ class TritonAttentionBackend(AttentionBackend):
         return True
 
     def _attend_cascade(self, operands: Operands, longest: int, cascade: Cascade) -> None:
-        """As _attend_short, but all rows of a run attend to its prefix together, then each request to its own keys."""
+        """Does the work of _attend_short in two parts: all rows of a run attend to its prefix together, then each
+        request attends to its own keys."""
         layer, q, group, metadata = operands.layer, operands.q, operands.group, operands.metadata
         prefix_tiles = choose_tiles(layer.head_dim, q.dtype, None)
         num_prefix_tiles = q.shape[0] * group // prefix_tiles.block_m + cascade.num_runs

@@ -87,8 +87,8 @@ class BalancedDecode:
     def plan(
         self, inputs: CommonAttentionMetadata, block_n: int, window: int | None, lines_each: int, dependent: bool
     ) -> EvenPlan | None:
-        """The same for all layers with these numbers. `lines_each`: heads of one key or value that a page has room for.
-        None: there could be too many tiles."""
+        """Returns the plan of a step, which all layers with these numbers share. `lines_each`: heads of one key or
+        value that a page has room for. None: there could be too many tiles."""
         lengths, table, box = inputs.seq_lens_device, inputs.block_table_device, min(block_n, inputs.block_size)
         longest = inputs.max_seq_len if window is None else min(inputs.max_seq_len, window + block_n)
         capacity = lengths.shape[0] * -(-longest // block_n)

@@ -96,7 +96,7 @@ def plan_kernel(
 
 @triton.jit
 def _load_plan(ptrs):
-    """From the L2 cache: another one may hold the numbers of an earlier step."""
+    """Loads numbers of the plan from the L2 cache: another one may hold the numbers of an earlier step."""
     return tl.load(ptrs, cache_modifier=".cg")
 
 
@@ -107,7 +107,7 @@ def _load_boxes(boxes_ptr, tile, BLOCK_N: tl.constexpr, BOX: tl.constexpr):
 
 @triton.jit
 def _seen(keys, bounds, HAS_WINDOW: tl.constexpr):
-    """Of the keys of a tile, those of its request that are before its end, and in its window."""
+    """Marks the keys of a tile that its request attends to: they are before its end, and in its window."""
     seen = keys < ((bounds >> 12) & 0xFFF)
     if HAS_WINDOW:
         seen = seen & (keys >= (bounds & 0xFFF))
@@ -181,7 +181,7 @@ def _add_values(acc, acc_odd, weights, v, dtype: tl.constexpr, PAIRED: tl.conste
 
 @triton.jit
 def _program_of(tile, total, num_programs):
-    """That takes a tile: the last p with p · total // num_programs <= tile."""
+    """The program that takes a tile: the last p with p · total // num_programs <= tile."""
     return (((tile + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
 
 
@@ -206,8 +206,8 @@ def _merge_parts(
     tile, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """For the request of a tile, if low to high is not all of it: a part of it is stored, and the last program to
-    arrive writes the output from all parts, in their order."""
+    """Merges the parts of a tile's request, if low to high is not all of it: this part is stored, and the last program
+    to arrive writes the output from all parts, in their order."""
     first = _load_plan(tokens_ptr + capacity + tile)
     behind = first + _load_plan(tokens_ptr + 2 * capacity + tile)
     if (first < low) | (behind > high):

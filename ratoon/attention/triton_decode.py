@@ -266,8 +266,8 @@ def tiled_decode_kernel(
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PAIRED: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """As decode_kernel, with the bits that attention_kernel has where tiles are attended to by themselves: the new key
-    takes its place in the last tile. Not for pages in fp8.
+    """Does what decode_kernel does, with the bits that attention_kernel has where tiles are attended to by themselves:
+    the new key takes its place in the last tile. Not for pages in fp8.
 
     Grid: requests, KV heads, programs. SPLIT: programs take tiles in turns, and the last of them to arrive folds the
     results of all, which lie in num_slots of each row. Otherwise one program attends to all tiles, to the last one

@@ -153,8 +153,8 @@ class Launches:
         num_slots: int,
         parts: Parts,
     ) -> None:
-        """As decode, with the same bits in any batch. `num_programs`: that share a request's tiles of keys, of which
-        each has one of `num_slots` in `parts`."""
+        """Launches the kernel for requests of one token whose results have the same bits in any batch. `num_programs`
+        programs share a request's tiles of keys, of which each has one of `num_slots` in `parts`."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
         table = inputs.block_table_device
@@ -209,7 +209,7 @@ class Launches:
         )  # fmt: skip
 
     def _constants(self, operands: Operands, tiles: Tiles) -> dict[str, Any]:
-        """Those of decode_kernel and attention_kernel."""
+        """The constants that decode_kernel and attention_kernel are compiled with."""
         layer = operands.layer
         return {
             "HEAD_DIM": layer.head_dim,

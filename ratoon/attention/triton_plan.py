@@ -68,14 +68,15 @@ def choose_tiles(
 
 
 def choose_decode_stages(num_tiles: int, num_sms: int) -> int:
-    """Of the kernel for requests of one token. A few programs have one tile each, which is loaded before the others;
-    where they fill the device, two of them on each multiprocessor keep it busy with more loads at a time."""
+    """Chooses how many loads the kernel for requests of one token has in flight. A few programs have one tile each,
+    which is loaded before the others; where they fill the device, two of them on each multiprocessor keep it busy with
+    more loads at a time."""
     return 2 if num_tiles <= num_sms // 2 else 4
 
 
 def choose_tile_programs(num_tiles: int, num_key_tiles: int, num_sms: int) -> int:
-    """That share the tiles of keys of a request and a KV head, where results have the same bits in any batch. One:
-    nothing is exchanged."""
+    """Chooses how many programs share the tiles of keys of a request and a KV head, where results have the same bits in
+    any batch. With one, nothing is exchanged."""
     wanted = 2 * num_sms // max(1, num_tiles)
     return 1 if wanted < 3 else min(wanted, num_key_tiles)
 
@@ -86,15 +87,16 @@ def choose_store_tile(num_tokens: int) -> tuple[int, int]:
 
 
 def choose_num_splits(num_tiles: int, num_kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
-    """In how many parts keys are divided, so that a small batch occupies the device too. A function of upper bounds
-    only: a captured step has these programs for sequences of any length, and those without keys end at once."""
+    """Chooses in how many parts keys are divided, so that a small batch occupies the device too. A function of upper
+    bounds only: a captured step has these programs for sequences of any length, and those without keys end at once."""
     wanted = PROGRAMS_PER_SM * num_sms // max(1, num_tiles * num_kv_heads)
     return max(1, min(wanted, _MAX_SPLITS, -(-max_seq_len // block_n)))
 
 
 def limit_splits(num_splits: int, num_rows: int, batch_invariant: bool) -> int:
-    """As many as the scratch may hold. Its rows are those of all tokens of a step: beside a long prompt, many splits of
-    a few short requests would take gigabytes. Splits that must be the same in any batch are all made or none."""
+    """Reduces the number of splits to what the scratch may hold. The scratch's rows are those of all tokens of a step:
+    beside a long prompt, many splits of a few short requests would take gigabytes. Splits that must be the same in any
+    batch are all made or none."""
     if num_rows * num_splits <= MAX_PARTS:
         return num_splits
     return 1 if batch_invariant else max(1, MAX_PARTS // num_rows)
@@ -232,7 +234,7 @@ class Operands:
 
     @property
     def num_rows(self) -> int:
-        """Of all tokens and heads."""
+        """The number of query rows, one for each token and head."""
         return self.q.shape[0] * self.layer.num_heads
 
 

@@ -334,7 +334,7 @@ def _attend(
     half, q_ptr, out_ptr, query_buffers, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
     window, sizes: gl.constexpr,
 ):  # fmt: skip
-    """With half of the rows of each tile."""
+    """Attends with one half of the rows of each tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     DIM: gl.constexpr = sizes.DIM
     STAGES: gl.constexpr = sizes.STAGES

@@ -56,14 +56,15 @@ def normed(x, scale, weight):
 
 @triton.jit
 def greatest_square(x):
-    """Of each row [rows]; for sum_squares."""
+    """The greatest square of each row [rows], which sum_squares takes."""
     return tl.max(x.to(tl.float32) * x.to(tl.float32), 1)
 
 
 @triton.jit
 def sum_squares(x, greatest, EXACT: tl.constexpr):
-    """Of each row [rows]. EXACT, for numbers of 16 bits: in float64 and without rounding, so that it does not depend on
-    the order; squares below 2**-22 of the row's greatest, which rounding could reach, are left out."""
+    """The sum of the squares of each row [rows]. EXACT, for numbers of 16 bits: in float64 and without rounding, so
+    that it does not depend on the order; squares below 2**-22 of the row's greatest, which rounding could reach, are
+    left out."""
     squares = x.to(tl.float32) * x.to(tl.float32)
     if EXACT:
         squares = tl.where(squares * 4194304.0 < greatest[:, None], 0.0, squares).to(tl.float64)

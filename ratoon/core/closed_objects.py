@@ -72,7 +72,7 @@ class _Closing:
         return {"properties": {**properties, **unnamed}, "additionalProperties": False}
 
     def _closed_together(self, schema: Schema) -> Schema:
-        """The same for one of several: a further part of `allOf`, with the names of all."""
+        """Closes a schema that is one of several: a further part of `allOf`, with the names of all."""
         parts = list(self._in_place(schema))
         if any(_says_otherwise(part) for part in parts):
             return {}

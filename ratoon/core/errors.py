@@ -29,7 +29,7 @@ class RequestError(ExplainedError, ValueError):
         return self.subject
 
     def inside(self, outer: str) -> RequestError:
-        """The same error for a request nested in another: `outer.field`."""
+        """Returns this error for a request nested in another: `outer.field`."""
         return type(self)(f"{outer}.{self.subject}", self.problem, self.expected)
 
 

@@ -73,7 +73,7 @@ class FullAttentionSpec(AttentionSpec, frozen=True):
 
 
 class SlidingWindowSpec(AttentionSpec, frozen=True):
-    """Only the last `window` tokens are read; blocks before the window are freed."""
+    """The memory of a layer that reads only the last `window` tokens: blocks before the window are freed."""
 
     growth: ClassVar[str] = "window"
 
@@ -81,7 +81,8 @@ class SlidingWindowSpec(AttentionSpec, frozen=True):
 
 
 class CrossAttentionSpec(AttentionSpec, frozen=True):
-    """As long as the encoder's input; written once, before any decoder row reads it."""
+    """The memory of cross-attention: as long as the encoder's input, and written once, before any decoder row reads
+    it."""
 
     growth: ClassVar[str] = "cross"
 

@@ -79,7 +79,7 @@ def limit_resources(max_address_space: int) -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """From now on; SIGPROF then ends the process. 0: no limit."""
+    """Limits the time of the processor from now on; SIGPROF then ends the process. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -102,7 +102,7 @@ def read_frame(pipe: IO[bytes]) -> bytes | None:
 
 
 def _read(pipe: IO[bytes], length: int) -> bytes | None:
-    """So many bytes, also from a pipe without a buffer, which returns what there is."""
+    """Reads exactly `length` bytes, also from a pipe without a buffer, which returns what there is."""
     parts: list[bytes] = []
     while length > 0:
         part = pipe.read(length)

@@ -24,7 +24,8 @@ class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobsChunk(msgspec.Struct, array_like=True, gc=False):
-    """The same for consecutive prompt tokens; `start` is the prompt position of the first row's token (≥ 1)."""
+    """The log-probabilities of consecutive prompt tokens; `start` is the prompt position of the first row's token (≥
+    1)."""
 
     start: int
     rows: LogprobsLists
@@ -108,17 +109,17 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
-        """In the engine's queue, before it was scheduled for the first time."""
+        """The seconds in the engine's queue, before the request was scheduled for the first time."""
         return _between(self.queued_time, self.scheduled_time)
 
     @property
     def prefill_time(self) -> float | None:
-        """From first scheduled to the end of the step that sampled the first token."""
+        """The seconds from when the request was first scheduled to the end of the step that sampled its first token."""
         return _between(self.scheduled_time, self.sampled_first_time)
 
     @property
     def decode_time(self) -> float | None:
-        """From the first token to the last."""
+        """The seconds from the first token to the last."""
         return _between(self.sampled_first_time, self.sampled_last_time)
 
     @property

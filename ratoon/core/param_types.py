@@ -57,7 +57,7 @@ def verify_types(params: type, values: Mapping[str, Any]) -> None:
 
 @cache
 def _kinds_of(params: type) -> dict[str, Kind]:
-    """By field. Types that a constructor converts are in ALSO_ACCEPTED of the class."""
+    """Returns the type that each field takes. Types that a constructor converts are in ALSO_ACCEPTED of the class."""
     further: Mapping[str, tuple[Any, ...]] = getattr(params, "ALSO_ACCEPTED", {})
     hints = get_type_hints(params)
     fields: tuple[str, ...] = params.__struct_fields__  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ Job = TypeVar("Job")
 
 
 class Turns(Generic[Job]):
-    """Of the places, one owner has all but one at most: another owner's job begins at once, or behind that of a third
-    one. Without a clock and without locks."""
+    """Places for jobs, which owners take in turns. One owner has all places but one at most, so that another owner's
+    job begins at once, or behind that of a third one. There is no clock here, and there are no locks."""
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places

@@ -59,7 +59,7 @@ VLLM_NAMES = (*RENAMED, *NEGATED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
 
 
 def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings under Ratoon's names. Raises ConfigError for a value that is not supported."""
+    """Returns these settings under Ratoon's names. Raises ConfigError for a value that is not supported."""
     given = dict(settings)
     for name in NO_EFFECT:
         given.pop(name, None)

@@ -27,7 +27,7 @@ class HeadTransform:
     k_norm: HeadRMSNorm | None
 
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """In place, one operation after the other."""
+        """Transforms q and k in place, one operation after the other."""
         if self.q_norm is not None:
             self.q_norm(q)
         if self.k_norm is not None:
@@ -36,7 +36,7 @@ class HeadTransform:
             self.rotary(q, k, self.positions)
 
     def of_rows(self, rows: torch.Tensor) -> HeadTransform:
-        """The same for these rows [R] alone."""
+        """Returns the transform of these rows [R] alone."""
         return HeadTransform(self.positions[rows], self.rotary, self.q_norm, self.k_norm)
 
 
@@ -61,7 +61,7 @@ class StepContext(Protocol):
         ...
 
     def reading(self, rows: torch.Tensor) -> StepContext | None:
-        """The same pass for the last layer, of which only these `rows` [R] are read: its `attend` stores k and v of all
+        """Returns the pass for a last layer of which only these `rows` [R] are read: its `attend` stores k and v of all
         rows, attends with those of `rows`, and returns [R, heads · head_dim]. None: it attends with all."""
         ...
 

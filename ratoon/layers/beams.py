@@ -60,7 +60,8 @@ def best_candidates_of_searches(
     edit: Edit | None = None,
     logprob_rows: Sequence[int] = (),  # rows in which `edit` gets log-probabilities, not logits
 ) -> list[Candidates | None]:
-    """For each search the best of all its beams' continuations: `num_candidates` of them, or all if there are fewer.
+    """Returns for each search the best of all its beams' continuations: `num_candidates` of them, or all if there are
+    fewer.
 
     `edit` does not renormalise: tokens that it does not change keep their probabilities. None for a search with a row
     of NaN or infinite logits, or with no token left.
@@ -101,8 +102,9 @@ def best_keys_of_searches(
     edit: Edit | None = None,
     logprob_rows: Sequence[int] = (),
 ) -> Tensor:
-    """The same on a GPU, for all searches at once and without waiting for the device: one tensor [S, W] of keys, which
-    `candidates_of_keys` reads on the host. The logits are read once, and once more after an edit."""
+    """Chooses the best continuations on a GPU, for all searches at once and without waiting for the device. The result
+    is one tensor [S, W] of keys, which `candidates_of_keys` reads on the host. The logits are read once, and once more
+    after an edit."""
     from ratoon.layers.triton import top
 
     normalizers, maxima = top.normalizers_and_maxima(logits)
@@ -138,8 +140,8 @@ class SearchShape(NamedTuple):
 
 
 def best_keys_of_shape(logits: Tensor, scores: Tensor, row_bounds: tuple[Tensor, Tensor], shape: SearchShape) -> Tensor:
-    """As `best_keys_of_searches` without an edit, for searches whose first rows and ends [S] are on the device. One
-    without rows gets keys that mean nothing."""
+    """Does what `best_keys_of_searches` does without an edit, for searches whose first rows and ends [S] are on the
+    device. One without rows gets keys that mean nothing."""
     from ratoon.layers.triton import top
 
     normalizers, maxima = top.normalizers_and_maxima(logits)
@@ -161,7 +163,7 @@ def candidates_of_keys(keys: np.ndarray, searches: Sequence[SearchRows], vocab_s
 
 
 def _uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """As int64 on the device, without waiting for it (the host side is pinned)."""
+    """Copies numbers to the device as int64, without waiting for it (the host side is pinned)."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -144,7 +144,7 @@ class CudaLinear:
     def multiply_in_segments(
         self, x: Tensor, segments: Segments, norm: RMSWeights | None, residual: Tensor | None
     ) -> Tensor:
-        """Of many rows, with the bits that the kernels for few rows have."""
+        """Multiplies many rows, with the bits that the kernels for few rows have."""
         from ratoon.layers.triton.wide import wide_product  # for Hopper alone
 
         row_scales = None
@@ -161,7 +161,8 @@ class CudaLinear:
     def multiply_8_bits(
         self, x: Tensor, scales: Tensor, norm: RMSWeights | None, residual: Tensor | None, is_gate: bool = False
     ) -> Tensor:
-        """With the input in 8 bits too. `is_gate`: of silu of the first half of x times the second."""
+        """Multiplies with the input in 8 bits too. `is_gate`: the input is silu of the first half of x times the
+        second."""
         numbers, row_scales = quantize_rows(x, norm, is_gate, self.dependent)
         product = torch._scaled_mm(
             numbers, self.weight.t(), row_scales, scales[None, :], self.bias, out_dtype=x.dtype, use_fast_accum=True

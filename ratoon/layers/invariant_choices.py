@@ -58,7 +58,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(kind: str, outputs: int, inputs: int, dtype: str) -> Segments | None:
-    """For a weight [outputs, inputs]; None: it can't be copied in boxes."""
+    """Chooses the segments of a weight [outputs, inputs]. None: it can't be copied in boxes."""
     if PANEL_DTYPES.get(dtype) != 2 or 2 * inputs % STREAM_ROW_BYTES:
         return None
     if panels := panels_for(kind, outputs, inputs):
@@ -85,8 +85,8 @@ def whole_steps(inputs: int, count: int, step: int) -> int:
 
 
 def panels_for(kind: str, outputs: int, inputs: int) -> tuple[Panel, Panel] | None:
-    """For up to SMALL_PANEL_ROWS rows and for more, if the weight is small: the second one may share the sums of a tile
-    among programs, the first one does all of them."""
+    """Chooses the panels for up to SMALL_PANEL_ROWS rows and for more, if the weight is small: the second one may share
+    the sums of a tile among programs, the first one does all of them."""
     if outputs * inputs > MAX_PANEL_NUMBERS or 2 * inputs % PANEL_STEP_BYTES:
         return None
     if kind == "linear" and outputs <= 2048 and inputs > 1024:

@@ -78,7 +78,8 @@ class Linear:
 
 
 class ColumnParallelLinear(Linear):
-    """From `weight` and, if asked for, `bias` below `weights`. A rank has some of the outputs."""
+    """A linear layer from `weight` and, if asked for, `bias` below `weights`, of which a rank has some of the
+    outputs."""
 
     __slots__ = ()
 
@@ -90,7 +91,8 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """The same. A rank has some of the inputs, and the ranks' results are summed; the first rank adds the bias."""
+    """A linear layer of which a rank has some of the inputs. The ranks' results are summed, and the first rank adds the
+    bias."""
 
     __slots__ = ()
 

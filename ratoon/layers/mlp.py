@@ -27,7 +27,7 @@ class FeedForward(Protocol):
         ...
 
     def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
-        """As that of Linear."""
+        """Adds the result to `stream` in place, or returns it, as `Linear.add_to` does."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From how many rows on a product with a quantised weight takes which kernel, on this processor.
+"""The kernels of products with quantised weights: from how many rows on which one is taken, on this processor.
 
 All kernels give the same bits. Which one is fastest depends on the processor, the number of threads, and the weight's
 shape and format, so it is measured once (native_measurement.py) and kept in a file of the cache folder. A file that
@@ -100,7 +100,7 @@ def choices_file(machine: Machine) -> Path:
 
 
 class KernelChoices:
-    """Of the weights of one engine."""
+    """The chosen kernels of one engine's weights."""
 
     def __init__(self, machine: Machine | None, file: Path | None = None) -> None:
         """None: all weights have the default."""
@@ -141,7 +141,7 @@ class KernelChoices:
             write_choices(self._file, self.machine, self._measured)
 
     def facts(self) -> list[dict[str, Any]]:
-        """For display: the kernels of each shape of weights, each with the number of rows that it begins at."""
+        """Lists, for display, the kernels of each shape of weights, each with the number of rows that it begins at."""
         found = []
         for shape, weights in self._weights.items():
             if weight := next(iter(weights), None):
@@ -175,8 +175,8 @@ def read_choices(file: Path, machine: Machine) -> dict[WeightShape, RowCounts]:
 
 
 def write_choices(file: Path, machine: Machine, measured: Mapping[WeightShape, RowCounts]) -> None:
-    """With what another engine has written meanwhile. In one move, so that no process reads half a file. A folder that
-    can't be written is no error."""
+    """Writes the file, with what another engine has written meanwhile, in one move: no process reads half a file. A
+    folder that can't be written is no error."""
     try:
         known = _parse(_read(file), machine)
     except (OSError, ValueError):

@@ -150,7 +150,7 @@ class QuantisedLinear:
         return y
 
     def write(self, x: Tensor, y: Tensor) -> None:
-        """To y [T, out], which may be some columns of a larger tensor."""
+        """Writes the product to y [T, out], which may be some columns of a larger tensor."""
         rows = x.shape[0]
         scratch = new_bytes((rows + SCRATCH_ROOM) * self._scratch_bytes)
         self._kernels.ratoon_quantised_linear(
@@ -268,7 +268,7 @@ class KeptFormats:
         return None if self._obstacle(stored) else self.by_name.get(stored.format)
 
     def note_on(self, stored: StoredTensor) -> str | None:
-        """Of a quantised weight: why it is decoded, or that its scales are unusable."""
+        """Says why a quantised weight is decoded, or that its scales are unusable."""
         obstacle = self._obstacle(stored)
         if obstacle is not None:
             return f"decoded to floats, since {obstacle}"
@@ -288,7 +288,7 @@ class KeptFormats:
         return None
 
     def facts(self) -> list[dict[str, Any]]:
-        """For display: what is kept, and how it is multiplied."""
+        """Lists, for display, what is kept, and how it is multiplied."""
         return [
             {
                 "format": one.name,
@@ -302,7 +302,7 @@ class KeptFormats:
 
 
 def _fill_panels(rows: Tensor) -> Tensor:
-    """With rows of zeros behind the last, up to a whole panel."""
+    """Adds rows of zeros behind the last, up to a whole panel."""
     missing = -len(rows) % PANEL
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
@@ -325,7 +325,8 @@ def _read_blocks(name: str, parts: Sequence[StoredTensor]) -> Blocks:
 
 
 def _read_codes(parts: Sequence[StoredTensor]) -> Groups:
-    """Of grouped tensors, one above the other. A zero point that is not in the middle becomes an offset."""
+    """Reads the codes of grouped tensors, one above the other. A zero point that is not in the middle becomes an
+    offset."""
     codes = torch.cat([part.data for part in parts])
     per_block = [part.shape[1] // BLOCK // part.extras["scales"].shape[1] for part in parts]
     scales, zeros = (
@@ -418,7 +419,7 @@ def _two_halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_of_16(blocks: Tensor) -> tuple[Tensor, None]:
-    """Of Q6_K: 16 bytes, times a half."""
+    """Reads the scales of Q6_K: 16 bytes, times a half."""
     scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks[..., 208:210]).float()
     return scales.flatten(1), None
 

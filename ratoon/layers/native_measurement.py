@@ -95,7 +95,7 @@ def is_steady(times: Sequence[Sequence[float]]) -> bool:
 
 
 def choose_row_counts(times: Mapping[int, Mapping[Kernel, float]], default: RowCounts) -> RowCounts:
-    """Those with the lowest sum of times, each in proportion to the best for so many rows."""
+    """Chooses the counts with the lowest sum of times, each time in proportion to the best for so many rows."""
 
     def cost(counts: RowCounts) -> float:
         parts = [some[kernel_of(counts, rows)] / min(some.values()) for rows, some in times.items()]
@@ -170,7 +170,7 @@ class ProductTimer:
 
 
 def counts_for(kernel: Kernel) -> RowCounts:
-    """That make a product take this kernel."""
+    """Returns the counts with which a product takes this kernel."""
     return {
         IN_REGISTERS: RowCounts(NEVER, NEVER),
         UNPACKED: RowCounts(1, NEVER),

@@ -57,7 +57,7 @@ class NativeLinear:
         return y
 
     def write(self, x: Tensor, y: Tensor) -> None:
-        """To y [T, out], which may be some columns of a larger tensor."""
+        """Writes the product to y [T, out], which may be some columns of a larger tensor."""
         self._kernels.ratoon_linear(
             x.data_ptr(), x.stride(0), x.shape[0], self.packed_pointer, self.in_features, self.out_features,
             self.bias_pointer, y.data_ptr(), y.stride(0),

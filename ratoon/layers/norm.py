@@ -72,7 +72,7 @@ class LayerNorm:
         return self.add_norm(x, residual, self.weight, self.bias, self.eps)
 
     def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
-        """As that of RMSNorm. No product computes this norm."""
+        """Returns the input of a product, normalised: no product computes this norm itself."""
         return self(stream) if update is None else self(update, stream)
 
 

@@ -46,7 +46,8 @@ class WeightFormat(Protocol):
     """Products with weights in their file's format."""
 
     def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
-        """As Ops.make_linear, with a weight in parts of this format, concatenated by rows."""
+        """Makes a product, as Ops.make_linear does, from a weight in parts of this format, which are concatenated by
+        rows."""
         ...
 
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
@@ -74,7 +75,7 @@ class Ops(Protocol):
         ...
 
     def kept_formats(self) -> list[dict[str, Any]]:
-        """For display: in which formats other than floats weights are, and how they are multiplied (format,
+        """Lists, for display, in which formats other than floats weights are, and how they are multiplied (format,
         num_weights, num_bytes, product)."""
         ...
 
@@ -119,7 +120,7 @@ class Ops(Protocol):
         ...
 
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        """In place over the last dimension of x [T, heads, head_dim]; x may be a strided view."""
+        """Normalises in place over the last dimension of x [T, heads, head_dim]; x may be a strided view."""
         ...
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:

@@ -133,8 +133,8 @@ def default_choice(key: ProductKey, has_wgmma: bool = False) -> Choice:
 
 
 def panels_of(key: ProductKey) -> list[Panel]:
-    """Those that are worth a measurement, the best guess first. None for a weight that is too large, or whose rows are
-    not of whole steps."""
+    """Lists the panels that are worth a measurement, the best guess first. There is none for a weight that is too
+    large, or whose rows are not of whole steps."""
     if key.dtype not in PANEL_DTYPES or not 0 < key.rows <= MAX_PANEL_ROWS:
         return []
     if key.outputs * key.inputs > MAX_PANEL_NUMBERS or key.inputs * PANEL_DTYPES[key.dtype] % PANEL_STEP_BYTES:
@@ -157,7 +157,7 @@ def panels_of(key: ProductKey) -> list[Panel]:
 
 
 def streams_of(key: ProductKey) -> list[Stream]:
-    """As panels_of, on Hopper GPUs, for weights that are too large for panels."""
+    """Lists the streams that are worth a measurement on Hopper GPUs, for weights that are too large for panels."""
     if key.dtype not in PANEL_DTYPES or not 0 < key.rows <= MAX_PANEL_ROWS:
         return []
     if key.outputs * key.inputs <= MAX_PANEL_NUMBERS or key.inputs * PANEL_DTYPES[key.dtype] % STREAM_ROW_BYTES:
@@ -183,7 +183,8 @@ def streams_of(key: ProductKey) -> list[Stream]:
 
 
 def invariant_choice(outputs: int, inputs: int) -> Split:
-    """For all numbers of rows: one size of tile, and a sum in as many parts as keep a GPU busy with one row."""
+    """Returns the choice for all numbers of rows: one size of tile, and a sum in as many parts as keep a GPU busy with
+    one row."""
     splits = 1
     while splits < 16 and splits * -(-outputs // 128) < 128 and inputs >= 512 * splits:
         splits *= 2
@@ -195,7 +196,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choices_file(device: torch.device) -> Path:
-    """For this GPU and these versions: another kernel may be fastest with others."""
+    """The file of the choices for this GPU and these versions: another kernel may be fastest with others."""
     import triton
 
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
@@ -232,7 +233,8 @@ def read_choices(file: Path) -> ProductChoices:
 
 
 def write_choices(file: Path, choices: ProductChoices) -> None:
-    """In one move, so that another process never reads half a file. A folder that can't be written is no error."""
+    """Writes the file in one move, so that another process never reads half of it. A folder that can't be written is no
+    error."""
     products = {key: None if tile is None else list(tile) for key, tile in sorted(choices.measured.items())}
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:

@@ -1,4 +1,5 @@
-"""From logits to one token a row, as pure tensor functions over a batch: edits, filters, the draw, log-probabilities.
+"""Sampling: one token a row from logits, by pure tensor functions over a batch: edits, filters, the draw,
+log-probabilities.
 
 There are no requests and no state here: execution/sampler.py decides which rows need which function. On a GPU the
 kernels of layers/triton do the same; they are imported when they are used, since a CPU's installation has no Triton.
@@ -88,20 +89,20 @@ def add_bias(logits: Tensor, row_ids: Tensor, token_ids: Tensor, bias: Tensor) -
 
 
 def forbid_tokens(logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
-    """For bad words and min_tokens. Cells may repeat here."""
+    """Forbids tokens of rows, for bad words and min_tokens. Cells may repeat here."""
     _fill_cells(logits, row_ids, token_ids, -torch.inf)
 
 
 def allow_only(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
-    """In `rows`, forbid every token that is not among the entries."""
+    """Forbids, in `rows`, every token that is not among the entries."""
     kept = logits[row_ids, token_ids]
     logits.index_fill_(0, rows, -torch.inf)
     logits[row_ids, token_ids] = kept
 
 
 def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """In `rows` [N], forbid every token whose bit in `words` [N, W] int32 is not set; the lowest bit of the first word
-    is token 0."""
+    """Forbids, in `rows` [N], every token whose bit in `words` [N, W] int32 is not set; the lowest bit of the first
+    word is token 0."""
     if _has_kernel(logits) and logits.is_contiguous():
         kernels = native.library()
         assert kernels is not None
@@ -120,13 +121,13 @@ def allow_bits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
 
 def logits_of_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
-    """Of `rows` [N], the logits of these tokens: [N, K]; -inf where `token_ids` [N, K] is -1."""
+    """Returns the logits of these tokens in `rows` [N]: [N, K]; -inf where `token_ids` [N, K] is -1."""
     found = logits[rows[:, None], token_ids.clamp_min(0)]
     return found.masked_fill_(token_ids < 0, -torch.inf)
 
 
 def force_tokens(logits: Tensor, rows: Tensor, row_ids: Tensor, token_ids: Tensor) -> None:
-    """As allow_only, and the entries become equal."""
+    """Forbids, in `rows`, every token that is not among the entries, and makes the entries equal."""
     logits.index_fill_(0, rows, -torch.inf)
     _fill_cells(logits, row_ids, token_ids, 0.0)
 
@@ -290,7 +291,7 @@ def _draw_sorted(probabilities: Tensor, filters: Filters, uniforms: Tensor) -> C
 
 
 def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """The same from the top candidates only: tokens beyond top_k need no exponential."""
+    """Draws from the top candidates only: tokens beyond top_k need no exponential."""
     values, token_ids = top_candidates(logits, SMALL_TOP_K)
     probabilities = exact_probabilities(values / temperature[:, None])
     threshold, floor = keep_threshold(probabilities.flip(-1), filters)
@@ -303,7 +304,7 @@ def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uni
 
 
 def _draw_nucleus(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
-    """The same, sorting only rows for which the top candidates are not enough."""
+    """Draws from the nucleus of each row, and sorts only rows for which the top candidates are not enough."""
     if _has_kernel(logits):
         return _draw_by_kernel(logits, temperature, filters, uniforms)
     probabilities = exact_probabilities(logits / temperature[:, None])

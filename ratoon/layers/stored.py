@@ -65,7 +65,7 @@ class StoredTensor:
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StoredTensor:
-        """On the device; floats in this dtype too."""
+        """Moves the tensor to the device; floats get this dtype too."""
         if self.decode is None:
             return StoredTensor.of_floats(self.data.to(device=device, dtype=dtype))
         extras = {name: tensor.to(device) for name, tensor in self.extras.items()}

@@ -143,7 +143,7 @@ class Weights:
         transposed: bool = False,
         use: WeightUse = WeightUse.OTHER,
     ) -> StoredTensor:
-        """The same in its file's format, or in that of Ops. Shape and part are those in the checkpoint."""
+        """Takes a tensor in its file's format, or in that of Ops. Shape and part are those in the checkpoint."""
         request = TensorRequest(self.prefix + name, part, transposed, as_stored=True, use=use)
         return self._take(request, shape, self.dtype)
 

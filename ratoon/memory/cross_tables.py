@@ -66,7 +66,7 @@ class CrossTables:
         return True
 
     def attach_swapped(self, sequence: TokenSequence) -> None:
-        """The same for a sequence that is being swapped in. There must be enough free blocks."""
+        """Attaches a sequence that is being swapped in. There must be enough free blocks."""
         key = self._swap.cross_key_of(sequence)
         if key is not None:
             self._hold(sequence, key, self._num_positions(key), None)
@@ -161,7 +161,7 @@ class CrossTables:
         sequence.cross = table
 
     def _make(self, key: bytes, num_positions: int, new: EncoderInput | None) -> CrossTable:
-        """From the prefix cache, from the host, or from new blocks."""
+        """Makes a table from the prefix cache, from the host, or from new blocks."""
         cached = self._find_cached(key, num_positions)
         if cached is not None:
             self._pool.touch(cached)

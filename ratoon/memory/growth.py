@@ -51,7 +51,8 @@ class GrowthRule:
 
 
 class SlidingWindowRule(GrowthRule):
-    """Only the last `window` tokens are read; a prefix hit needs the blocks of that window alone."""
+    """The rule of layers that read only the last `window` tokens: a prefix hit needs the blocks of that window
+    alone."""
 
     gives_back = True
 

@@ -21,7 +21,8 @@ TOKEN_BYTES = 4  # fixed width, so that 1,23 and 12,3 differ
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """As 32-bit integers, which takes less time than an array does. struct.error: one of them is none."""
+    """Packs tokens as 32-bit integers, which takes less time than an array does. Raises struct.error if one of them is
+    none."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 

@@ -156,7 +156,7 @@ class BeamTails:
         self._tails = []
 
     def tables(self) -> list[Tail]:
-        """For checks: every entry is a reference."""
+        """The tables, for checks: every entry is a reference."""
         return self._tails
 
     def _touch(self, tail: Tail) -> None:

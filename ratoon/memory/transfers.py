@@ -99,7 +99,7 @@ class Transfers:
 
     @property
     def host_blocks_read(self) -> list[int]:
-        """For checks: every entry is a reference."""
+        """The blocks on the host that are being read, for checks: every entry is a reference."""
         return list(self._restored.values())
 
     def _restore(self, host_block: int, target: int) -> None:

@@ -46,8 +46,8 @@ class StreamObserver(ABC):
 
     @abstractmethod
     def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
-        """After `layer` layers, fewer than all: `stream` [T, H] and the update yet to be added to it. The next layer
-        changes both."""
+        """Sees the state after `layer` layers, fewer than all: `stream` [T, H] and the update yet to be added to it.
+        The next layer changes both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class LanguageModel:
         observers: Sequence[StreamObserver] = (),
         num_layers: int | None = None,
     ) -> FinalStates:
-        """The same behind the embeddings [T, H], which are added to in place."""
+        """Runs the layers behind the embeddings [T, H], which are added to in place."""
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             for observer in observers:

@@ -85,7 +85,7 @@ def outline_model(
 
 
 def shorten(model: LanguageModel) -> LanguageModel:
-    """The same model with its first layers alone: a step of it needs as much memory beside weights and caches, since
+    """Returns the model with its first layers alone: a step of it needs as much memory beside weights and caches, since
     layers run one after the other."""
     short = copy(model)
     short.layers = model.layers[: count_first_layers(model.config)]

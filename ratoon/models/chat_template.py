@@ -76,7 +76,8 @@ def _with_mark(messages: list[Message], mark: str) -> Message:
 
 
 def _cut_behind_message(text: str, mark: str) -> str:
-    """As in transformers: if the template trims texts, the continued one is trimmed too."""
+    """Cuts the text behind the message that is continued. As in transformers, if the template trims texts, the
+    continued one is trimmed too."""
     place = text.rfind(mark)
     if place < 0:
         problem = "the chat template does not write the last message as it is, so it can't be continued"

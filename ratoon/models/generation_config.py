@@ -104,8 +104,8 @@ def _early_stopping(fields: ConfigFields) -> Any:
 
 
 def _long_bad_words(fields: ConfigFields, config: ModelConfig) -> list[list[int]]:
-    """Those of several tokens; the others are suppressed tokens. Lists may name tokens outside the vocabulary, which
-    are ignored."""
+    """Returns the bad words of several tokens; the others are suppressed tokens. Lists may name tokens outside the
+    vocabulary, which are ignored."""
     words = bad_words(fields)
     return [word for word in words if len(word) > 1 and max(word) < config.vocab_size]
 

@@ -207,7 +207,7 @@ def _with_suppressed_tokens(config: ModelConfig, fields: ConfigFields) -> ModelC
 
 
 def _bad_words(fields: ConfigFields, eos_token_ids: tuple[int, ...]) -> list[int]:
-    """Those of one token: Marian's way to suppress padding. Longer ones are rules over texts."""
+    """Returns the bad words of one token: Marian's way to suppress padding. Longer ones are rules over texts."""
     single = [word[0] for word in bad_words(fields) if len(word) == 1]
     return [token for token in single if token not in eos_token_ids]
 

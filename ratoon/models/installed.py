@@ -92,7 +92,7 @@ def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[InstalledModel]
 
 
 def _describe(name: str, kind: str, folder: Path, size: int) -> InstalledModel:
-    """From its config. A model that can't be used is listed with a note."""
+    """Describes a model by its config. A model that can't be used is listed with a note."""
     architecture, note = None, ""
     try:
         raw = read_json(folder / "config.json")

@@ -46,12 +46,12 @@ class Spectrogram:
 
     @property
     def num_frames(self) -> int:
-        """Of the recording itself."""
+        """The number of frames of the recording itself, without padding."""
         return self.num_samples // HOP
 
     @property
     def duration(self) -> float:
-        """In seconds."""
+        """The recording's length in seconds."""
         return self.num_samples / SAMPLE_RATE
 
     def window(self, start: int) -> np.ndarray:
@@ -97,7 +97,7 @@ class LogMelStream:
         self._num_pending += len(samples)
 
     def _make_frames(self, last: bool = False) -> None:
-        """From all pending samples. Frames are centred: at both ends the signal is mirrored."""
+        """Makes frames from all pending samples. Frames are centred: at both ends the signal is mirrored."""
         samples = np.concatenate(self._pending)
         if not self._blocks:
             samples = np.concatenate((samples[HALF_FRAME:0:-1], samples))
@@ -132,7 +132,7 @@ _LOG_STEP = np.log(6.4) / 27
 
 
 def _hertz_to_mel(hertz: float) -> float:
-    """Of a frequency above the break."""
+    """Converts a frequency above the break."""
     return _BREAK_MEL + float(np.log(hertz / _BREAK_HERTZ)) / _LOG_STEP
 
 

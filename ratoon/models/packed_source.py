@@ -89,7 +89,7 @@ def read_scheme(raw_config: Mapping[str, Any], source: str) -> Scheme | None:
 
 
 def _read_compressed_scheme(fields: ConfigFields, source: str) -> Scheme:
-    """The same for all groups of layers."""
+    """Reads the scheme of compressed-tensors, which must be the same for all groups of layers."""
     stored = fields.text("format", "pack-quantized")
     found: dict[tuple[str, Any], None] = {}  # type and bits
     others: list[str] = []  # what is not supported
@@ -270,7 +270,7 @@ def _make_grouped(
 
 
 def _make_fp8(weight: torch.Tensor, scales: torch.Tensor) -> StoredTensor:
-    """Of numbers with a scale for each output."""
+    """Makes a tensor of fp8 numbers with a scale for each output."""
     from ratoon.layers import fp8
 
     if weight.dtype != fp8.DTYPE or scales.shape[1] != 1:
@@ -301,7 +301,7 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """The same for 4 bits, in AWQ's order."""
+    """Unpacks codes of 4 bits, in AWQ's order."""
     import torch
 
     eights = _unpack(words, 4).unflatten(-1, (-1, 8))

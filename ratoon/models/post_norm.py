@@ -41,7 +41,7 @@ class PostNormLayer(StreamLayer):
 
 @dataclass(slots=True, eq=False)
 class PostNormCrossLayer(StreamLayer):
-    """The same with cross-attention between the two, followed by its norm."""
+    """A layer of self-attention, cross-attention and feed-forward, each followed by its norm."""
 
     attention_norm: LayerNorm
     attention: SelfAttention

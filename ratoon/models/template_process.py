@@ -83,7 +83,7 @@ def _encode_other(value: Any) -> Any:
 
 
 class TemplateProcesses:
-    """At most `size` children at once; idle ones are reused."""
+    """Child processes that render templates: at most `size` at once, of which idle ones are reused."""
 
     def __init__(self, size: int) -> None:
         self._places = BoundedSemaphore(size)

@@ -92,7 +92,8 @@ class Tokenizer:
         return self.chat_template if asked is None else self.chat_templates.get(asked, asked)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """With `add_special_tokens`, the special tokens that the model expects around a text (often bos) are added."""
+        """Returns the tokens of a text. With `add_special_tokens`, those that the model expects around a text (often
+        bos) are added."""
         try:
             if isinstance(text, str) and len(text) > LONG_TEXT:  # as a batch of one, which releases the GIL
                 return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -112,7 +113,7 @@ class Tokenizer:
         return self._bound(text, enough) if len(text) > enough else 0
 
     def refuse_early(self, text: str, longest: int) -> int | None:
-        """For a text that certainly has more tokens than `longest`, a lower bound on its tokens: such a text is refused
+        """Returns a lower bound on the tokens of a text that certainly has more than `longest`: such a text is refused
         before it is tokenised, which would take long and much memory. None: tokenise it. Short texts always are, so
         that errors have the exact number."""
         if len(text) <= LONG_TEXT:
@@ -151,8 +152,8 @@ class Tokenizer:
 
     @cached_property
     def whole_texts(self) -> WholeTexts | None:
-        """By token: its text, if that is whole characters. None: the text of several tokens is more than their texts
-        one after the other, because the decoder is not one of bytes."""
+        """The text of each token, if that is whole characters. None: the text of several tokens is more than their
+        texts one after the other, because the decoder is not one of bytes."""
         from tokenizers.decoders import ByteLevel
 
         return WholeTexts(self) if isinstance(self.backend.decoder, ByteLevel) else None
@@ -212,7 +213,7 @@ class Tokenizer:
 
 
 def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """From tokenizer.json and the small files beside it."""
+    """Loads a tokenizer from tokenizer.json and the small files beside it."""
     from tokenizers import Tokenizer as Backend
 
     path = folder / "tokenizer.json"

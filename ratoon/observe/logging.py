@@ -32,8 +32,8 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """If another process has a spinner on the line, the message replaces it, and the spinner is redrawn
-        on the next line. Displays of this process handle messages themselves."""
+        """Formats a message. If another process has a spinner on the line, the message replaces it, and the spinner is
+        redrawn on the next line. Displays of this process handle messages themselves."""
         text = super().format(record)
         drawing = os.environ.get(LIVE_VARIABLE)
         return ERASE_LINE + text if drawing and drawing != str(os.getpid()) and sys.stderr.isatty() else text
@@ -50,7 +50,7 @@ def live_display() -> Iterator[None]:
 
 
 def forget_live_display() -> None:
-    """For a child process, when it knows that the display is over."""
+    """Forgets the parent's display; a child process calls this when it knows that the display is over."""
     os.environ.pop(LIVE_VARIABLE, None)
 
 

@@ -66,13 +66,14 @@ class ThroughputLog:
             self._begin_interval(engine, now)
 
     def write_when_due(self, idle: bool) -> None:
-        """For a caller without a timer, after every step. `idle`: it was the last one for now."""
+        """Writes the line if it is due; a caller without a timer calls this after every step. `idle`: the step was the
+        last one for now."""
         now = self._clock()
         if any(now - engine.since >= INTERVAL or (idle and engine.said_busy) for engine in self._engines.values()):
             self.write()
 
     def begin_work(self) -> None:
-        """For the same caller: time begins to count now."""
+        """Counts time from now on; a caller without a timer calls this when it begins to work."""
         now = self._clock()
         for engine in self._engines.values():
             self._begin_interval(engine, now)

@@ -225,7 +225,7 @@ def _add_preemptions(spans: _SpanMaker, request: Span, events: list[EngineCoreEv
 
 
 def _attributes(trace: RequestTrace, model_name: str) -> dict[str, Any]:
-    """Under the names that vLLM gives them."""
+    """The attributes of a request's span, under the names that vLLM gives them."""
     metrics = trace.metrics
     values = {
         "gen_ai.request.id": trace.request_id,

@@ -224,7 +224,7 @@ class BeamGroup(Task):
         self._num_restored_tokens = self._num_unwritten_tokens = 0
 
     def held(self) -> list[TokenSequence]:
-        """For checks: the tables that hold references, as sequences."""
+        """The tables that hold references, as sequences, for checks."""
         tables = [kept.tail for kept in self._kept.values()]
         sequences = []
         for tail in [*tables, *(self._tails.tables() if self._tails is not None else ())]:

@@ -36,7 +36,7 @@ class Hypothesis(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The same before its tokens are collected, and its origin."""
+    """A finished text before its tokens are collected, with its origin."""
 
     score: float
     cumulative_logprob: float
@@ -77,7 +77,7 @@ class BeamSearch:
 
     @property
     def num_tokens(self) -> int:
-        """Of each running beam, without the prompt."""
+        """The number of tokens of each running beam, without the prompt."""
         return self._num_tokens
 
     @property

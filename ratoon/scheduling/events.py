@@ -57,5 +57,5 @@ class EventLog:
                 output.events = unsent.pop(output.request_id)
 
     def request_ids(self) -> set[str]:
-        """For checks: requests with unsent events."""
+        """The requests with unsent events, for checks."""
         return set(self._unsent)

@@ -191,13 +191,13 @@ class ExtractionQueue:
         self.add_reading(state, now)
 
     def add_reading(self, state: ExtractionTask, now: float) -> None:
-        """The same without a limit, for a text that has ended: its request was admitted."""
+        """Adds, without a limit, a reading of a text that has ended: its request was admitted."""
         if state.extraction.deadline is not None:
             state.deadline = now + state.extraction.deadline
         self._waiting.insert(self._place_for(state), state)
 
     def _place_for(self, state: ExtractionTask) -> int:
-        """After as many of each other owner's as this owner has."""
+        """Returns the place after as many of each other owner's extractions as this owner has."""
         if not self._waiting or self._waiting[-1].owner == state.owner:
             return len(self._waiting)  # without owners, always
         num_own = sum(other.owner == state.owner for other in self._waiting)

@@ -152,7 +152,7 @@ class StepPlanner:
             self._schedule_prompts(step, long_gaps)
 
     def _decode_in_turns(self, step: StepDraft) -> list[Branch]:
-        """As `_decode_all`, for owners that share the step."""
+        """Plans decoding branches, as `_decode_all` does, for owners that share the step."""
         long_gaps: list[Branch] = []
         for branch in self._state.running.copy():
             gap = _gap_of(branch)
@@ -354,8 +354,8 @@ class StepPlanner:
         return min(gap, step.room(branch.request.owner), self._state.max_step_tokens)
 
     def _may_split(self, gap: int) -> bool:
-        """With chunked prefill off a prompt runs whole. A branch that grew beyond the budget and was then preempted can
-        only resume in parts."""
+        """Whether a gap may be closed in parts: with chunked prefill off a prompt runs whole. A branch that grew beyond
+        the budget and was then preempted can only resume in parts."""
         return self._state.config.enable_chunked_prefill or gap > self._state.config.token_budget
 
     def _build_plan(self, step: StepDraft) -> SchedulerOutput:

@@ -45,7 +45,7 @@ class Readings:
         self._pending[kept.branch_id] = PendingText(kept, request, choice)
 
     def tell(self, name: str, num_tokens: int) -> bool:
-        """So many tokens of a text that has ended count. False: it is not waited for."""
+        """Takes note of how many tokens of an ended text count. False: it is not waited for."""
         text = self._pending.pop(name, None)
         if text is None:
             return False
@@ -74,5 +74,5 @@ class Readings:
         return False
 
     def held(self) -> list[TokenSequence]:
-        """For checks: what holds blocks here."""
+        """The sequences that hold blocks here, for checks."""
         return [text.sequence for text in self._pending.values()]

@@ -116,7 +116,7 @@ def last_of_largest(
     may_go: Callable[[Branch], bool],
     above: int = 0,
 ) -> Branch | None:
-    """Of the owner that holds most, and more than `above`, the last preemptible branch in the order.
+    """Returns the last preemptible branch, in the order, of the owner that holds most, and more than `above`.
 
     The first branch of each owner is never preempted: every owner makes progress.
     """

@@ -98,7 +98,7 @@ class SchedulerState:
         self.resting[branch] = self.next_step + num_steps
 
     def end_rests(self, *, early: bool = False) -> None:
-        """Of the branches whose step has come, or of all."""
+        """Ends the rests of the branches whose step has come, or of all."""
         for branch in [branch for branch, step in self.resting.items() if early or step <= self.next_step]:
             self.end_rest(branch)
 
@@ -182,8 +182,8 @@ class SchedulerState:
         return self.leases.owners_within_share() - {owner}
 
     def last_of_largest_owner(self, branches: list[Branch]) -> Branch | None:
-        """Of the least important branches, the last of the owner that holds most memory; None: each owner has only
-        one."""
+        """Returns, of the least important branches, the last of the owner that holds most memory. None: each owner has
+        only one."""
         worst = max(map(self._importance, branches))
         return last_of_largest(branches, tokens_of, self.order, lambda branch: self._importance(branch) == worst)
 
@@ -224,7 +224,8 @@ class SchedulerState:
         return self.end_requests(self.find_requests(ids), FinishReason.ERROR, message)
 
     def refuse_requests(self, ids: Iterable[str], refusal: Fault) -> list[EngineCoreOutput]:
-        """The same where the request itself is at fault, so that what it computed is good."""
+        """Ends requests with a refusal: they are at fault themselves, so that what they computed stays in the prefix
+        cache."""
         error = f"{refusal.subject}: {refusal.problem}; expected {refusal.expected}"
         requests = self.find_requests(ids)
         return self.end_requests(requests, FinishReason.ERROR, error, trusted=True, refusal=refusal)

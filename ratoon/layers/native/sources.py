@@ -11,7 +11,8 @@ MACRO = "RATOON_SOURCES"
 
 
 def digest_of(folder: Path) -> str:
-    """Of all C files and headers; empty where there are none, as in an installation without them."""
+    """Returns a digest of all C files and headers; it is empty where there are none, as in an installation without
+    them."""
     files = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
     if not files:
         return ""

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Task(NamedTuple):
-    """In the order of effort: all are done when the last one is."""
+    """A compilation to be done. Tasks are in the order of effort: all are done when the last one is."""
 
     negative_effort: int
     digest: str
@@ -66,7 +66,7 @@ class Task(NamedTuple):
 
 
 class StandIn:
-    """In place of torch and all that is in it. What modules do with it when they are imported has no effect on their
+    """Stands in for torch and all that is in it. What modules do with it when they are imported has no effect on their
     kernels: aliases of types, and functions that are not called here."""
 
     __path__: tuple[str, ...] = ()  # as of a package
@@ -269,7 +269,7 @@ def source_of(request: Request) -> Any:
 
 
 def request_for(launch: Launch) -> Request:
-    """As Triton makes it of a launch with tensors, for which it would import torch."""
+    """Makes the request that Triton makes of a launch with tensors, for which it would import torch."""
     function = getattr(importlib.import_module(launch.module), launch.function)
     kernel, types, named = function(**launch.arguments)
     names = kernel.arg_names

@@ -71,7 +71,7 @@ class Launch(Message, frozen=True):
 
 
 class Modules(Message, frozen=True):
-    """To be imported while there is nothing else to do."""
+    """Modules to be imported while there is nothing else to do."""
 
     names: tuple[str, ...]
 
@@ -123,7 +123,7 @@ class CompilerProcess:
         self._messages.put(message)
 
     def wait_for(self, digest: str) -> None:
-        """Until the request's compilation has ended. Returns without it if the process has ended or hangs."""
+        """Waits until the request's compilation has ended. Returns without it if the process has ended or hangs."""
         event = self._event(digest)
         begin = time.monotonic()
         while not event.wait(_POLL):

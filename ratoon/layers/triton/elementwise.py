@@ -49,7 +49,7 @@ def _activation_launcher(kind: str, gated: bool, dependent: bool) -> Launcher:
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    """As Ops.rotary. One program turns all heads of a token."""
+    """Rotates heads in place, as Ops.rotary does. One program turns all heads of a token."""
     rows, heads, _ = q.shape
     half = cos_sin.shape[1] // 2
     block_heads = triton.next_power_of_2(max(heads, k.shape[1]))

@@ -76,7 +76,7 @@ class KernelCache(FileCacheManager):
 
 
 def use_kernel_cache() -> None:
-    """In all of this process, unless another class was set."""
+    """Sets the cache for all of this process, unless another class was set."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = KernelCache
 

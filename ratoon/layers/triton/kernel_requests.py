@@ -19,8 +19,8 @@ def digest_of(key: str) -> str:
 
 
 def launcher_digest(module: str, name: str, signature: Mapping[str, Any], constants: Mapping[Any, Any]) -> str | None:
-    """Of the C function that launches a kernel, the same for all kernels of these arguments. None: it depends on how
-    the kernel was compiled."""
+    """The digest of the C function that launches a kernel, the same for all kernels of these arguments. None: it
+    depends on how the kernel was compiled."""
     if any(str(kind).startswith("tensordesc") for kind in signature.values()):
         return None
     return digest_of(f"launcher of {module} {name} {signature} {sorted(constants)}")

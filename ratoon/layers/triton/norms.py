@@ -38,7 +38,7 @@ def _rms_norm_launcher(width: int, add: bool, dependent: bool) -> Launcher:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The same, with the mean subtracted and a bias added."""
+    """Normalises rows with the mean subtracted and a bias added."""
     rows, width = x.shape
     y = x.new_empty((rows, width))
     added = x if residual is None else residual
@@ -64,7 +64,8 @@ def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def warps_of(block: int) -> int:
-    """For a program over `block` numbers: 8 for each thread, which is 16 bytes of 16-bit numbers."""
+    """The number of warps of a program over `block` numbers: 8 numbers for each thread, which is 16 bytes of 16-bit
+    numbers."""
     return min(max(block // 256, 1), 16)
 
 

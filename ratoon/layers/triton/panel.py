@@ -213,7 +213,7 @@ def _load_behind(
 
 @gluon.jit
 def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.constexpr, flat: gl.constexpr):
-    """Of a tile in the result."""
+    """The places of a tile in the result."""
     output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, flat))[None, :]
     return y + row * y_stride + output, (output < outputs) & (row < rows)
@@ -267,7 +267,7 @@ def load_part(numbers, place, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _after_all(parts, COUNT: gl.constexpr, FIRST: gl.constexpr):
-    """The same parts, of which the first ones depend on all. Otherwise the assembler, to save registers, spreads loads
+    """Returns the parts so that the first ones depend on all. Otherwise the assembler, to save registers, spreads loads
     and conversions between the products, where each load waits for those before it. With more rows there are products
     enough to hide that."""
     tied = ()

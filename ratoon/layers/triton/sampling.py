@@ -112,7 +112,7 @@ def sample_plain(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where all rows are greedy."""
+    """Chooses the most probable token of each row, where all rows are greedy."""
     # Not read; of the types for which the kernels are compiled
     numbers, uniforms = (logits.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.float64))
     return sample_plain(logits, *(numbers,) * 4, uniforms, draws=False, filters=False)
@@ -123,9 +123,10 @@ def _reduce_chunks(
     logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, of_groups, num_groups, mask_of, words,
     num_words, DRAWS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk: the largest logit, and the sum of exponentials over the temperature, that one subtracted. Of the
-    first `num_groups` groups of columns: the largest. With and without groups the same binary runs, so that sums are
-    rounded alike and a row draws the same whether others of its batch have filters or not. A NaN is seen in the sum.
+    """Computes the largest logit of each chunk, the sum of exponentials over the temperature with that logit
+    subtracted, and the largest logit of each of the first `num_groups` groups of columns. With and without groups the
+    same binary runs, so that sums are rounded alike and a row draws the same whether others of its batch have filters
+    or not. A NaN is seen in the sum.
 
     Where there are masks, of `num_words` words, tokens without their bit are made impossible first, here and for the
     kernels that follow."""

@@ -280,8 +280,8 @@ def list_near(
     logits, row_stride, num_columns, temperature, maxima, sums, num_chunks, threshold, between, masses, near, num_near,
     NEAR_ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk of a row whose threshold is between two numbers: the tokens there, and the mass of all tokens, of
-    those above, and of those there."""
+    """Lists for each chunk of a row whose threshold is between two numbers: the tokens there, and the mass of all
+    tokens, of those above, and of those there."""
     if DEPENDENT:
         wait_for_kernel_before()
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)

@@ -14,7 +14,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exp_of(x):
-    """Within two units of the last place. (tl.exp loses digits where x is large: it rounds x · log2(e).)"""
+    """The exponential, within two units of the last place. (tl.exp loses digits where x is large: it rounds x ·
+    log2(e).)"""
     x = tl.maximum(x, -200.0)  # 0; the product below would make NaN of -inf
     whole = x * _LOG2_E
     rest = tl.fma(x, _LOG2_E, -whole) + x * _LOG2_E_REST
@@ -69,13 +70,13 @@ def load_chunks(maxima, sums, num_chunks, row, divisor, CHUNKS: tl.constexpr):
 
 @triton.jit
 def probabilities_of(x, peak, total):
-    """As exact_probabilities: multiples of 2^-52."""
+    """The probabilities that exact_probabilities has: multiples of 2^-52."""
     return (divide(exp_of(x - peak), total) + _ROUNDING) - _ROUNDING
 
 
 @triton.jit
 def bits_of(x):
-    """Those of floats that are not negative are in the order of the floats."""
+    """The bits of floats. Those of floats that are not negative are in the order of the floats."""
     return x.to(tl.int32, bitcast=True)
 
 

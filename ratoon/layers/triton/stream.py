@@ -153,7 +153,7 @@ def _stream_kernel(
 
 @gluon.jit
 def _copy_weights(weight, tiles, ready, stage, step, end, outputs, BLOCK_ROWS: gl.constexpr):
-    """Of a step, if there is one; the barrier waits for its inputs too."""
+    """Copies the weights of a step, if there is one; the barrier waits for its inputs too."""
     BLOCK_OUT: gl.constexpr = weight.block_shape[0]
     STEP: gl.constexpr = weight.block_shape[1]
     PARTS: gl.constexpr = tiles.shape[0] // ready.shape[0]
@@ -233,7 +233,7 @@ def _load_behind(
     scales, row_scales, bias, y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     mma: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Before the sums, so that their end does not wait for it."""
+    """Loads, before the sums, what is applied behind them, so that their end does not wait for it."""
     output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, mma))[:, None]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, mma))[None, :]
     factors = gl.to_tensor(0.0)
@@ -255,7 +255,7 @@ def _load_behind(
 
 @gluon.jit
 def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.constexpr):
-    """Of a tile in the result."""
+    """The places of a tile in the result."""
     flat: gl.constexpr = _flat_layout(BLOCK_OUT, gl.num_warps())
     output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, flat))[:, None]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, flat))[None, :]

@@ -42,8 +42,8 @@ class Normalizers(NamedTuple):
 
 
 def normalizers_and_maxima(logits: Tensor) -> tuple[Normalizers, Tensor]:
-    """From one pass over logits [R, V]. The maxima [R, ceil(V / GROUP)] are those of groups of columns. The normalizers
-    of a row with a NaN, or without a finite number, are not finite."""
+    """Computes both in one pass over logits [R, V]. The maxima [R, ceil(V / GROUP)] are those of groups of columns. The
+    normalizers of a row with a NaN, or without a finite number, are not finite."""
     num_rows = len(logits)
     maxima, parts, num_parts = _reduced(logits)
     # Tensors of their own: kernels are compiled for aligned ones.
@@ -167,8 +167,8 @@ def _best_of(keys: Tensor, width: int) -> Tensor:
 
 
 def unpack(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of keys [S, W]: scores [S, W] float32, best first, their places [S, W] int64, and whether a row of the search was
-    unsound [S]. By numpy, whose calls take a fraction of torch's for so few numbers."""
+    """Returns, of keys [S, W], the scores [S, W] float32, best first, their places [S, W] int64, and whether a row of
+    the search was unsound [S]. It is done by numpy, whose calls take a fraction of torch's for so few numbers."""
     keys = ~np.sort(~keys, axis=-1)  # the largest first
     high = keys >> 32
     bits = (high ^ ((high >> 31) & 0x7FFFFFFF)).astype(np.int32)
@@ -176,8 +176,9 @@ def unpack(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row [R]: ids and log-probabilities [R, 1 + num_top] of the given token and of the most probable ones, and
-    the given token's rank [R]. Of equals the lower id comes first. One pass over the logits, whatever is asked for."""
+    """Returns for each row [R] the ids and log-probabilities [R, 1 + num_top] of the given token and of the most
+    probable ones, and the given token's rank [R]. Of equals the lower id comes first. One pass over the logits,
+    whatever is asked for."""
     num_rows, num_columns = logits.shape
     maxima, parts, num_parts = _reduced(logits, token_ids)
     keys, num_keys = token_ids, FEWEST_SORTED  # not read

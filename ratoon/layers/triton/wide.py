@@ -161,7 +161,7 @@ def _find_tile(rows, outputs, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr,
 
 @gluon.jit
 def _copy_weights(weight, weights, ready, stage, output, step, end, BLOCK_ROWS: gl.constexpr):
-    """Of a step, if there is one; the barrier waits for its inputs too."""
+    """Copies the weights of a step, if there is one; the barrier waits for its inputs too."""
     STEP: gl.constexpr = weight.block_shape[1]
     BYTES: gl.constexpr = (weight.block_shape[0] + BLOCK_ROWS) * STEP * 2
     barrier = ready.index(stage)

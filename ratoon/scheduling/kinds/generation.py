@@ -56,7 +56,7 @@ class GenerationTask(Task):
         return bool(self.params.encoder_no_repeat_ngram_size)
 
     def params_for(self, choice: int) -> SamplingParams:
-        """With prompt log-probabilities only where they are still needed."""
+        """Returns a choice's params, with prompt log-probabilities only where they are still needed."""
         return self.params if choice == 0 and self.needs_every_prompt_row else self.params_without_prompt
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
@@ -264,8 +264,8 @@ class GenerationKind(RequestKind):
             branch.num_pending = branch.num_computed_tokens - branch.num_tokens  # steps in flight bring no more
 
     def _send_prompt_logprobs(self) -> list[EngineCoreOutput]:
-        """Those of prompts that are not computed yet, as steps bring them: all of a long prompt at once would keep the
-        front end from other requests."""
+        """Sends the log-probabilities of prompts that are not fully computed yet, as steps bring them: all of a long
+        prompt at once would keep the front end from other requests."""
         outputs = []
         for request_id in sorted(self._with_prompt_logprobs):
             branch = self._state.requests[request_id].branches[0]

@@ -89,7 +89,7 @@ class RequestKind:
     # ---- a step is planned; those with `plans_rows` are asked in each ----
 
     def plan_running(self, step: StepDraft) -> None:
-        """After decoding branches, before long prompts."""
+        """Plans running requests, after decoding branches and before long prompts."""
 
     def wanted_tokens(self) -> Iterable[tuple[Owner, int]]:
         """What owners could run of this kind in a step, beside their branches in the common queues."""
@@ -100,11 +100,12 @@ class RequestKind:
         return None
 
     def plan_early(self, step: StepDraft) -> bool:
-        """Before waiting branches are admitted. False: there is no room, and nothing else may be admitted either."""
+        """Plans requests before waiting branches are admitted. False: there is no room, and nothing else may be
+        admitted either."""
         return True
 
     def plan_late(self, step: StepDraft) -> None:
-        """After waiting branches were admitted."""
+        """Plans requests after waiting branches were admitted."""
 
     def close(self, step: StepDraft) -> None:
         """The step is complete."""
@@ -147,9 +148,9 @@ class RequestKind:
         return None
 
     def queued(self) -> tuple[Sequence[Branch], Sequence[Branch]]:
-        """For checks: running and waiting branches in this kind's own queues."""
+        """The running and waiting branches in this kind's own queues, for checks."""
         return (), ()
 
     def held(self) -> Sequence[TokenSequence]:
-        """For checks: what holds blocks besides branches and leases."""
+        """The sequences that hold blocks besides branches and leases, for checks."""
         return ()

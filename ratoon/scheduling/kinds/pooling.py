@@ -24,7 +24,7 @@ class PoolingTask(Task):
 
     @property
     def can_be_swapped(self) -> bool:
-        """For a mean the runner keeps a sum, which is lost on preemption."""
+        """Whether its branch may be swapped: for a mean the runner keeps a sum, which is lost on preemption."""
         return not self.needs_every_prompt_row
 
     def params_for(self, choice: int) -> PoolingParams:

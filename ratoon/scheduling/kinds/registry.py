@@ -31,6 +31,6 @@ class Kinds:
         return self._by_params[type(request.params)]
 
     def queued(self) -> tuple[set[Branch], set[Branch]]:
-        """For checks: running and waiting branches in the kinds' own queues."""
+        """The running and waiting branches in the kinds' own queues, for checks."""
         running, waiting = zip(*(kind.queued() for kind in self.all))
         return {branch for some in running for branch in some}, {branch for some in waiting for branch in some}

@@ -123,7 +123,7 @@ class SearchKind(RequestKind):
             self._plan_beams(step, group, min(step.budget - held_back, step.room(group.trunk.request.owner)))
 
     def _plan_beams(self, step: StepDraft, group: BeamGroup, budget: int) -> None:
-        """As for other branches, but the beams of a search run all or none."""
+        """Plans the beams of a search as other branches are planned, but all of them or none."""
         if group.trunk.status != BranchStatus.RUNNING:
             return
         at_once = min(budget, self._state.max_step_tokens) // group.num_beams
