@@ -117,7 +117,7 @@ def parse_prompts(text: str) -> list[int]:
 
 
 def make_folder(name: str) -> Path:
-    """Before anything is loaded: nothing that was measured may be lost."""
+    """Makes the folder before anything is loaded: nothing that was measured may be lost."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)

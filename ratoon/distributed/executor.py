@@ -72,8 +72,8 @@ class Executor(Protocol):
         """The caller has handled a failed step and the skipped ones: plans submitted from now on are executed."""
 
     def work_between_calls(self) -> None:
-        """For a caller that has its results, and waits: prepare for steps like those that it has seen, briefly. Where
-        the executor works when it is idle, nothing."""
+        """Prepares briefly for steps like those that it has seen; a caller that has its results, and waits, calls this.
+        It does nothing where the executor works when it is idle."""
 
     def prepare(self, asked: StructuredOutput, owner: str | None = None) -> Future[Any]:
         """Compile the grammar, which was checked, of a request that will be in later plans. It raises RequestError if
@@ -219,7 +219,7 @@ class ThreadedExecutor:
                     self._thread.submit(self._rest)
 
     def _rest(self) -> None:
-        """Until there is work again, or nothing left to do in advance."""
+        """Prepares steps until there is work again, or nothing left to do in advance."""
         with self._queue_changed:
             self._rest_is_queued = False
             before = self._num_submitted

@@ -149,7 +149,7 @@ def arrange(output: Output) -> None:
 
 
 async def arrange_beside(output: Output) -> None:
-    """The same, without blocking the event loop."""
+    """Arranges hidden states without blocking the event loop."""
     if any(states.arrangement is not None for states in states_of(output)):
         await asyncio.to_thread(arrange, output)
 

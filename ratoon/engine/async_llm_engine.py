@@ -108,8 +108,8 @@ class AsyncLLMEngine(FrontEnd):
         deadline: float | None = None,
         **read: Any,
     ) -> Any:
-        """The same for a request that has one output, if all goes well. The engine keeps the deadline; it is kept here
-        as well, for an engine that is being started again."""
+        """Runs a request that has one output, if all goes well, and returns it. The engine keeps the deadline; it is
+        kept here as well, for an engine that is being started again."""
         prepared, collector = await self.begin(prepare, request_id, options, None, **read)
         try:
             async with asyncio.timeout(None if deadline is None else deadline + DEADLINE_GRACE):

@@ -76,7 +76,7 @@ class LoadBalancer:
             homes.discard(engine)
 
     def _known_tokens(self, request: EngineCoreRequest, candidates: Sequence[int]) -> dict[int, int]:
-        """By engine: how many of the prompt's tokens it probably has."""
+        """Returns, for each engine, how many of the prompt's tokens it probably has."""
         known: dict[int, int] = {}
         left = set(candidates)
         for number, key in enumerate(self._keys(request, request.prompt_token_ids), start=1):

@@ -135,7 +135,7 @@ class BaseLLM:
 
     @property
     def _front_end(self) -> FrontEnd:
-        """For questions that an engine answers after its end as well."""
+        """The part of the engine that answers questions after its end as well."""
         if self.engine is None:
             raise EngineError("the engine is not started")
         engine: FrontEnd = self.engine
@@ -173,11 +173,12 @@ class BaseLLM:
         return self._front_end.get_default_params()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The same for a request that samples, and for `stream`, which does not search by itself."""
+        """The params of a request that samples and gives none; also those of `stream`, which does not search by
+        itself."""
         return self._front_end.default_params.clone()
 
     def get_default_beam_search_params(self) -> BeamSearchParams | None:
-        """The same for a beam search; None where the model's files ask for none."""
+        """The params of a beam search that gives none; None where the model's files ask for none."""
         search = self._front_end.default_search
         return None if search is None else search.clone()
 

@@ -19,12 +19,12 @@ class RequestTaker(Protocol):
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
-        """Like an abort, for branches that a stop string ended here: leases that they asked for are granted, and hidden
-        states are read where the number of tokens that count is given."""
+        """Ends branches as an abort does, because a stop string ended them here: leases that they asked for are
+        granted, and hidden states are read where the number of tokens that count is given."""
 
 
 class EngineClient(RequestTaker, Protocol):
-    """For LLMEngine: one engine, one caller, which waits."""
+    """The client of LLMEngine: one engine, and one caller, which waits."""
 
     def get_output(self) -> EngineCoreOutputs: ...
 
@@ -45,11 +45,11 @@ class EngineClient(RequestTaker, Protocol):
 
 
 class AsyncEngineClient(RequestTaker, Protocol):
-    """For AsyncLLMEngine: one or several engines, many callers on one event loop."""
+    """The client of AsyncLLMEngine: one or several engines, and many callers on one event loop."""
 
     @property
     def ready(self) -> EngineReady:
-        """Of the first engine; there once `start` has returned."""
+        """What the first engine said when it was ready, once `start` has returned."""
         ...
 
     async def start(self) -> None:

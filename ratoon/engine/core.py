@@ -75,19 +75,19 @@ class EngineCore:
         self.scheduler.add_request(request, self._clock())
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """From any thread: at once, or, while a step runs, before its outputs go out."""
+        """Aborts requests, from any thread: at once or, while a step runs, before its outputs go out."""
         self.note_abort(request_ids)
         self._take_aborts_between_steps()
 
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
-        """The same for branches that a stop string ended on the other side: what they asked for at their end is done.
-        See Scheduler.stop_requests."""
+        """Ends branches, from any thread, that a stop string ended on the other side: what they asked for at their end
+        is done. See Scheduler.stop_requests."""
         self.note_abort(stopped)
         self._take_aborts_between_steps()
 
     def note_abort(self, ended: list[str] | dict[str, int | None]) -> None:
-        """From any thread: end these requests in the step under way, or with the next one. Unknown ids
-        are ignored, so an abort that may be ahead of its request must be repeated after it."""
+        """Ends these requests, from any thread, in the step under way, or with the next one. Unknown ids are ignored,
+        so an abort that may be ahead of its request must be repeated after it."""
         self._aborts.put(ended)
 
     def _take_aborts_between_steps(self) -> None:
@@ -190,7 +190,8 @@ class EngineCore:
         return self._take_pending() + self.scheduler.update_from_output(plan, result)
 
     def work_between_calls(self) -> None:
-        """For a caller in this process whose requests have ended, and who waits: what makes the next ones faster."""
+        """Does what makes the next requests faster; a caller in this process whose requests have ended, and which
+        waits, calls this."""
         if not self._in_flight and not self.scheduler.has_unfinished_requests() and self._may_plan:
             self.executor.work_between_calls()
 
@@ -216,7 +217,7 @@ class EngineCore:
             self._pending += self.preparing.expire(now)
 
     def seconds_to_expiry(self) -> float | None:
-        """Until the next lease or deadline ends; None: there is none."""
+        """The seconds until the next lease or deadline ends; None: there is none."""
         ends = (self.scheduler.next_expiry(), self.preparing.next_deadline())
         expiry = min((end for end in ends if end is not None), default=None)
         return None if expiry is None else max(0.0, expiry - self._clock())
@@ -250,7 +251,7 @@ class EngineCore:
         self._running.set()
 
     def wait_while_paused(self, seconds: float) -> None:
-        """For a caller that would otherwise spin: return when the engine is resumed, or after so long."""
+        """Returns when the engine is resumed, or after so many seconds, for a caller that would otherwise spin."""
         self._running.wait(seconds)
 
     def sleep(self, level: int = 1) -> None:

@@ -229,7 +229,8 @@ class EngineCoreProcess:
             self._core.note_abort(message)
 
     def _send(self, kind: EngineMessageType, message: Any, flags: int = 0) -> None:
-        """From any thread. The socket sends in the background; it takes many more messages than the loop runs ahead."""
+        """Sends a message, from any thread. The socket sends in the background; it takes many more messages than the
+        loop runs ahead."""
         frames = [self._launch.secret, kind.value, *encode(message)]
         with self._output_lock:
             if self._output_socket is None:

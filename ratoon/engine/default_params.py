@@ -53,7 +53,7 @@ def default_beam_search_params(generation_defaults: Mapping[str, Any] | None) ->
 
 
 def warn_of_ignored_keys(model: str, keys: Sequence[str]) -> None:
-    """Once, when a model is loaded: warn of settings in its files that have no effect here."""
+    """Warns once, when a model is loaded, of settings in its files that have no effect here."""
     if keys:
         logger.warning(
             "the generation config of %s sets %s, which has no effect here: answers may differ from transformers'",

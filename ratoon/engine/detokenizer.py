@@ -139,14 +139,15 @@ class TextDetokenizer(Detokenizer):
 
 
 class SlowDetokenizer(TextDetokenizer):
-    """For a tokenizer that has `decode` and nothing more."""
+    """The detokenizer for a tokenizer that has `decode` and nothing more."""
 
     def _decode_token(self, token: int) -> str:
         return self._window.push(token)
 
 
 class FastDetokenizer(TextDetokenizer):
-    """By a table of whole texts, where the tokenizer has one, and on the incremental decoder of `tokenizers`.
+    """The detokenizer that uses a table of whole texts, where the tokenizer has one, and the incremental decoder of
+    `tokenizers`.
 
     The window runs beside them (it only notes the tokens), for three things that the stream can't do: let out the rest
     at the end, go on after text that contradicts what was already let out, and bound the wait for a whole character.

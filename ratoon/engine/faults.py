@@ -46,6 +46,6 @@ def error_of(fault: Fault) -> RatoonError:
 
 
 def refusal_of(fault: Fault) -> RequestError:
-    """The same, of a request that was turned away."""
+    """Returns the error of a request that was turned away."""
     error = error_of(fault)
     return error if isinstance(error, RequestError) else RequestError(fault.subject, fault.problem, fault.expected)

@@ -58,7 +58,8 @@ class HiddenStatesSelector:
         self._layers(params)
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
-        """The same, positions and layers written so that they can travel and the engine can follow them."""
+        """Returns params whose positions and layers are written so that they can travel and the engine can follow
+        them."""
         positions = [piece if isinstance(piece, int) else list(piece) for piece in parse_positions(params.positions)]
         layers, passed = self._layer_names(params), sorted(set(self._layers(params)))
         return msgspec.structs.replace(params, positions=positions, layers=layers, layers_passed=passed)
@@ -88,8 +89,8 @@ class HiddenStatesSelector:
     def verify_longest(
         self, params: HiddenStatesParams, num_prompt_tokens: int, max_output_tokens: int, num_choices: int
     ) -> None:
-        """Of the states that come with an answer: RequestError for what even the longest one would not have;
-        TooLargeError where it would be too much."""
+        """Checks the states that come with an answer. RequestError: even the longest answer would not have them;
+        TooLargeError: it would be too much."""
         if params.side == ENCODER:
             raise RequestError("side", "an answer has no encoder states", "a request of its own for hidden states")
         runs = self._runs(params, num_prompt_tokens, max_output_tokens)
@@ -166,7 +167,7 @@ def _parse_piece(index: int, piece: Any) -> Piece:
 
 
 def first_mentions(runs: Iterable[range]) -> list[range]:
-    """The same positions, each where it stands first. The time depends on the runs that differ, not on how many
+    """Returns these positions, each where it stands first. The time depends on the runs that differ, not on how many
     positions they name together."""
     different = dict.fromkeys(runs)
     seen = bytearray(max(run.stop for run in different))

@@ -187,8 +187,9 @@ class Ledger:
         return to_send, ended
 
     def stop(self, stopped: Mapping[str, int | None]) -> tuple[dict[int, dict[str, int | None]], list[Entry]]:
-        """The same for branches that ended at a stop string, or of which it is told how many tokens count: a number
-        where hidden states are to be read."""
+        """Forgets branches that ended at a stop string. Each comes with the number of its tokens that count where
+        hidden states are to be read. Returns what must be stopped in which engine, and the entries that have ended with
+        it."""
         to_send: dict[int, dict[str, int | None]] = {}
         ended = []
         for branch_id, num_tokens in stopped.items():

@@ -76,7 +76,7 @@ class LLMEngine(FrontEnd):
         return outputs
 
     def _hand_out(self, outputs: list[Output]) -> None:
-        """To the callers that wait: a stream may be open while another call runs."""
+        """Hands outputs to the callers that wait: a stream may be open while another call runs."""
         for output in outputs:
             inbox = self._inboxes.get((output.owner, output.request_id))
             if inbox is not None:

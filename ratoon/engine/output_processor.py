@@ -88,8 +88,8 @@ class OutputProcessor:
         selection: Selection | None = None,
         encoder_prompt: str | None = None,
     ) -> None:
-        """Before it is handed to the engine. `selection` comes with a request for hidden states; the prompts are texts,
-        for reading."""
+        """Adds a request, before it is handed to the engine. `selection` comes with a request for hidden states; the
+        prompts are texts, for reading."""
         state = make_request_state(request, prompt, self._tokenizer, selection, encoder_prompt)
         if self.is_running(state.external_id, state.owner):
             raise RequestError("request_id", f"{state.external_id!r} is in use", "an id that no unfinished request has")
@@ -110,7 +110,7 @@ class OutputProcessor:
         return self.roots.find(external_id, owner)
 
     def find_original(self, external_id: str, owner: str | None = None) -> Root:
-        """The same, for reading its hidden states."""
+        """Finds the request whose hidden states are to be read: one that has ended, or that runs."""
         try:
             return self.find_root(external_id, owner)
         except UnknownParentError:

@@ -220,8 +220,8 @@ class ParamsProcessor:
     def _complete_lengths(
         self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None
     ) -> None:
-        """As many tokens as were asked for and fit. Not asked for: as many as there is room for, in the KV cache too.
-        Lengths of the whole text become numbers of new tokens."""
+        """Sets `max_tokens` to as many tokens as were asked for and fit. If none were asked for, it is as many as there
+        is room for, in the KV cache too. Lengths of the whole text become numbers of new tokens."""
         room = self._max_model_len - num_prompt_tokens
         asked = params.max_tokens
         if asked is None and params.max_length is not None:

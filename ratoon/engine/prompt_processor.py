@@ -97,9 +97,9 @@ class PromptProcessor:
         return tokens_for_encoder(token_ids)
 
     def _decoder_tokens(self, part: PromptPart | None, num_places: int) -> list[int]:
-        """With the start token in front, as transformers puts it there. A text goes on after the whole default; one
-        that begins with a special token (a language's, say) has said itself what comes behind the start. Before the
-        start of what was heard there may stand what was said earlier."""
+        """Returns the decoder's prompt with the start token in front, as transformers puts it there. A text goes on
+        after the whole default; one that begins with a special token (a language's, say) has said itself what comes
+        behind the start. Before the start of what was heard there may stand what was said earlier."""
         default = self._default_decoder_prompt()
         if part is None:
             return default

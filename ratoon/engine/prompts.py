@@ -23,14 +23,14 @@ class TokensPrompt(TypedDict):
 
 
 class AudioPrompt(TypedDict):
-    """For an encoder that reads audio: at most 30 s of it."""
+    """The prompt of an encoder that reads audio: at most 30 s of it."""
 
     audio: Any  # one channel: floats from -1 to 1, in whatever numpy can make an array of
     sampling_rate: int
 
 
 class FeaturesPrompt(TypedDict):
-    """For the same encoder, where the features of 30 s were made elsewhere."""
+    """The prompt of an encoder that reads audio, where the features of 30 s were made elsewhere."""
 
     features: Any  # [mel bins, frames]
 
@@ -41,7 +41,7 @@ SingletonPrompt: TypeAlias = (
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
-    """For an encoder-decoder model. A single prompt is its encoder's alone."""
+    """The two prompts of an encoder-decoder model. A single prompt is its encoder's alone."""
 
     encoder_prompt: SingletonPrompt
     decoder_prompt: NotRequired[SingletonPrompt | None]  # None: the model's default

@@ -105,7 +105,7 @@ class RequestState:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the whole request, once it has ended: the worst of its choices'."""
+        """The reason why the whole request has ended: the worst of its choices'."""
         return max(choice.finish_reason for choice in self.choices if choice.finish_reason is not None)
 
     @property
@@ -181,7 +181,7 @@ class RequestState:
         self.metrics.num_generation_tokens += num_new
 
     def _take_events(self, events: list[EngineCoreEvent], now: float) -> None:
-        """Once each: what an engine that had to begin anew tells again changes nothing."""
+        """Takes each event once: what an engine that had to begin anew tells again changes nothing."""
         metrics = self.metrics
         for event in events:
             time = min(max(event.timestamp, metrics.arrival_time), now)
@@ -301,7 +301,7 @@ class RequestState:
         return self.snapshot() if self.answer is None and self.ended_well else None
 
     def snapshot(self) -> Root:
-        """As far as it has come."""
+        """Returns the request as a root, as far as it has come."""
         return Root(
             request_id=self.external_id,
             internal_id=self.request_id,
@@ -318,7 +318,7 @@ class RequestState:
         )
 
     def _structured_output(self) -> StructuredOutput | None:
-        """With the place where it begins, for continuations."""
+        """The structured output, with the place where it begins, for continuations."""
         asked = None if self.params is None else self.params.structured_output
         if asked is None or asked.first_token is not None:
             return asked

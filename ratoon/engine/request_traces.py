@@ -10,7 +10,7 @@ from ratoon.observe.tracing import RequestTrace
 
 
 def trace_of(state: RequestState) -> RequestTrace:
-    """Of a request that is traced."""
+    """Returns the trace of a request that is traced."""
     assert state.trace_headers is not None
     return RequestTrace(
         request_id=state.external_id,

@@ -62,7 +62,8 @@ class Root:
         return token_ids[:at]
 
     def structured_output_at(self, num_tokens: int) -> StructuredOutput:
-        """For a continuation that goes on with the grammar after so many tokens of the sequence."""
+        """Returns the structured output of a continuation that goes on with the grammar after so many tokens of the
+        sequence."""
         asked, field = self.structured_output, "structured_output.continue_grammar"
         if asked is None or asked.first_token is None:
             raise RequestError(field, "the parent has no structured output", "a schema or grammar of its own")

@@ -196,7 +196,7 @@ class _Search:
 
 
 def _short(problem: str) -> str:
-    """Without the library's notes of the reference that it followed last."""
+    """Returns a problem without the library's notes of the reference that it followed last."""
     return re.split(r"\s*while processing ", problem)[0]
 
 

@@ -153,7 +153,8 @@ class _PostponedParts(MetaPathFinder):
         return getattr(sys.modules["torch"], name)
 
     def load_for(self, module: ModuleType | None) -> None:
-        """For a use of this module: it alone while torch is imported, or parts that use each other are loaded."""
+        """Loads what a use of this module needs: all parts; or this one alone, while torch is being imported or parts
+        that use each other are being loaded."""
         if self._is_imported and not self.is_loading:
             self.load()
         elif isinstance(module, _EmptyModule):
@@ -193,12 +194,12 @@ class _PostponedParts(MetaPathFinder):
 
 
 def is_asked_of_every_module(name: str) -> bool:
-    """By tools that go through sys.modules: what they ask for is no use of a part."""
+    """Whether tools that go through sys.modules ask for this name: that is no use of a part."""
     return name.startswith("__") and name != "__all__"
 
 
 class _EmptyModule(ModuleType):
-    """In the place of a part until something asks for one of its names."""
+    """Stands in the place of a part until something asks for one of its names."""
 
     def __getattr__(self, name: str) -> Any:
         parts: _PostponedParts = self.__dict__["_parts"]
@@ -240,7 +241,8 @@ class _AllLoader(Loader):
 
 
 class _LoadedLoader(Loader):
-    """Of a module that was loaded while it was looked for. With a spec of its own it would be executed again."""
+    """The loader of a module that was loaded while it was looked for. With a spec of its own it would be executed
+    again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

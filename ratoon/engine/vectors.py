@@ -22,7 +22,7 @@ def own_pooling(model: ModelConfig, declared: str | None) -> str:
 
 
 def with_pooling(params: PoolingParams, pooling: str) -> PoolingParams:
-    """The same, with this pooling if they leave it open."""
+    """Returns params with this pooling, if they leave it open."""
     return params if params.pooling is not None else msgspec.structs.replace(params, pooling=pooling)
 
 

@@ -94,7 +94,7 @@ def _frames(container: InputContainer) -> Iterator[AudioFrame]:
 
 
 def _convert(resampler: AudioResampler | None, frame: AudioFrame | None) -> Iterator[np.ndarray]:
-    """Of no frame, what the resampler still holds."""
+    """Yields the samples of a frame; without a frame, what the resampler still holds."""
     if resampler is None:
         return
     try:

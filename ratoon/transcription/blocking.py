@@ -126,7 +126,8 @@ async def transcribe_many(
     follow: Follow,
     single: bool = False,
 ) -> list[Transcription]:
-    """In order. One that fails has `error` set, and the others go on; a single one raises."""
+    """Transcribes recordings, and returns results in their order. One that fails has `error` set, and the others go on;
+    a single one raises."""
     transcriber.check(options)  # an error in them applies to all
     room = asyncio.Semaphore(MAX_RECORDINGS)
 
@@ -154,7 +155,8 @@ async def transcribe_many(
 
 
 def run_blocking(make_work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """On an event loop of its own; where one runs already on this thread (a notebook has one), on another thread."""
+    """Runs work on an event loop of its own; where one runs already on this thread (a notebook has one), on another
+    thread."""
 
     def run() -> T:
         with asyncio.Runner() as runner:

@@ -64,7 +64,8 @@ class Transcriber:
         return transcription
 
     async def follow(self, audio: Audio, options: TranscriptionOptions) -> AsyncGenerator[Progress, None]:
-        """The same with news: at first that it was decoded, then after each window. The last has all of it."""
+        """Transcribes a recording and yields news: at first that it was decoded, then after each window. The last has
+        all of it."""
         language, prompt = self.check(options)
         recording = await read_recording(audio, self.num_mel_bins, self.limits)
         transcription = Transcription(options.task, duration=recording.duration)
@@ -145,7 +146,7 @@ def _num_frames(recording: Spectrogram) -> int:
 def _segments(
     spans: list[Span], seek: int, text: WindowText, vocabulary: SpeechVocabulary, recording: Spectrogram
 ) -> list[Segment]:
-    """Without those that say nothing, or that lie after the recording's end."""
+    """Returns the segments of a window, without those that say nothing, or that lie after the recording's end."""
     offset = seek / FRAMES_PER_SECOND
     segments = []
     for span in spans:

@@ -47,7 +47,8 @@ def language_name(code: str) -> str:
 
 
 def language_code(language: str) -> str:
-    """Of a name, a code, or a code as a token has it. Other text is returned unchanged."""
+    """Returns the code of a language that is given by name, by code, or by its token. Other text is returned
+    unchanged."""
     plain = language.strip().lower().removeprefix("<|").removesuffix("|>")
     return LANGUAGE_CODES.get(plain, plain)
 
@@ -87,7 +88,8 @@ class SpeechVocabulary:
 
     @property
     def max_text_tokens(self) -> int:
-        """Of a window. Half of what the decoder can hold, as in openai-whisper: more is never speech."""
+        """The most tokens of a window's text: half of what the decoder can hold, as in openai-whisper: more is never
+        speech."""
         return self.max_length // 2
 
     @cached_property
@@ -133,7 +135,7 @@ class SpeechVocabulary:
         return token_ids
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
-        """Without timestamps and other special tokens."""
+        """Decodes tokens without timestamps and other special tokens."""
         return self.tokenizer.decode([token_id for token_id in token_ids if token_id < self.end])
 
 
@@ -172,7 +174,7 @@ def find_vocabulary(
 
 
 def _find_languages(tokenizer: Tokenizer, start: int, no_timestamps: int) -> dict[str, int]:
-    """By code, in the order of their tokens, which stand between the start token and the timestamps."""
+    """Finds the tokens of languages by code, in their order: they stand between the start token and the timestamps."""
     found = {}
     for token_id in range(start + 1, no_timestamps):
         match = LANGUAGE.fullmatch(tokenizer.id_to_token(token_id) or "")

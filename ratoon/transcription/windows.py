@@ -163,13 +163,13 @@ def _choice(output: RequestOutput) -> CompletionOutput:
 
 
 def _logprobs(choice: CompletionOutput) -> list[float]:
-    """Of the tokens that were chosen."""
+    """The log-probabilities of the tokens that were chosen."""
     assert choice.logprobs is not None
     return [alternatives[token].logprob for token, alternatives in zip(choice.token_ids, choice.logprobs)]
 
 
 def window_prompt(features: np.ndarray, prompt_token_ids: list[int]) -> dict[str, Any]:
-    """As engines take it."""
+    """Returns the prompt of a window as engines take it."""
     return {"encoder_prompt": {"features": features}, "decoder_prompt": {"prompt_token_ids": prompt_token_ids}}
 
 

@@ -34,7 +34,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, seed: int, purpose: str) -> Sources:
-        """The same lengths for the same seed, and words for one purpose only."""
+        """Returns sources with the same lengths for the same seed, and words for one purpose only."""
         return cls(random.Random(f"{seed}, lengths"), random.Random(f"{seed}, words, {purpose}"))
 
 

@@ -22,7 +22,7 @@ MAKERS = {
 
 
 async def measure(client: RemoteClient, settings: LoadSettings, model: str | None) -> tuple[Target, list[Round]]:
-    """If cancelled during a round, it returns the results so far."""
+    """Measures all rounds. If cancelled during a round, it returns the results so far."""
     has_file = settings.file_sessions is not None
     async with client:
         with status(f"asking {client.url}"):

@@ -1,4 +1,4 @@
-"""From the records of requests to figures. Arithmetic only: no clock, no network, no printing.
+"""The figures that are made from the records of requests. Arithmetic only: no clock, no network, no printing.
 
 Times are seconds from the beginning of the round in records, and milliseconds in distributions.
 """
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def distribution(values: Iterable[float | None], scale: float = 1e3) -> Distribution | None:
-    """Of the values that exist; None if there are none."""
+    """Returns the distribution of the values that exist; None if there are none."""
     import numpy
 
     found = numpy.array([value * scale for value in values if value is not None])

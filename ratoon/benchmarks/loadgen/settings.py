@@ -34,7 +34,8 @@ class LoadSettings(msgspec.Struct, kw_only=True):
     timeout: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report: without the requests themselves, and JSON knows no infinity."""
+        """Returns the settings for a report: without the requests themselves, and without infinity, which JSON does not
+        have."""
         facts: dict[str, Any] = msgspec.to_builtins(self)
         del facts["file_sessions"]
         facts["request_rate"] = None if math.isinf(self.request_rate) else self.request_rate

@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The name of its files."""
         return f"prefill-{self.prompt_len}" if self.prompt_len else f"batch-{self.batch}"
 
     @property
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Of a step that was recorded on a CPU: milliseconds by kind of work. Empty where kernels are not recorded."""
+        """The milliseconds of a step on a CPU by kind of work. It is empty where kernels are not recorded."""
         if not any(span.lane == KERNELS for span in self.spans):
             return {}
         parts = parts_of_steps(self.spans, self.begin, self.end)
@@ -63,7 +63,7 @@ class Timeline:
         return any(span.lane == DEVICE for span in self.spans)
 
     def share(self, lane: str) -> float:
-        """Of a step's time: how much the lane worked."""
+        """The part of a step's time in which the lane worked."""
         busy = busy_time(self.spans, lane, self.begin, self.end) / self.num_steps / 1e6
         return min(1.0, busy / self.step_seconds)
 
@@ -133,7 +133,7 @@ class BatchRun:
         self._reach_decoding(set(request_ids))
 
     def num_tokens(self, batch: int, input_len: int, num_steps: int) -> int:
-        """Of an answer: the first requests decode while the prompts of the last are computed."""
+        """The number of tokens of an answer: the first requests decode while the prompts of the last are computed."""
         prefill_steps = -(-batch * input_len // self._llm.describe()["max_num_batched_tokens"])
         return prefill_steps + WARM_UP_STEPS + 2 * num_steps + SPARE_TOKENS
 
@@ -157,7 +157,7 @@ class BatchRun:
         return request_ids
 
     def _reach_decoding(self, waiting: set[str]) -> None:
-        """Until each request has its first token."""
+        """Runs steps until each request has its first token."""
         while waiting:
             for output in self._llm.engine.step():
                 if output.error is not None:

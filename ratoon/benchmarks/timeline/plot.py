@@ -96,7 +96,8 @@ def _name(span: Span) -> str:
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """From the launch of a step in the middle to that of a step a few later; of a prompt, all of it."""
+    """The time that is shown: from the launch of a step in the middle to that of a step a few later, or all of a
+    prompt."""
     if timeline.prompt_len:
         return timeline.begin, timeline.end
     launches = sorted(span.begin for span in timeline.spans if span.name == "launch" and span.lane == STEPS)

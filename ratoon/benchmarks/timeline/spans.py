@@ -67,7 +67,7 @@ class SpanRecorder:
                 undo()
 
     def _wrap_kernels(self) -> list[Callable[[], None]]:
-        """Of a CPU: each call of one, and the calls of a recorded pass, are spans."""
+        """Wraps the kernels of a CPU: each call of one, and the calls of a recorded pass, become spans."""
         from ratoon.layers.native import library
         from ratoon.layers.native.recording import Program
 

@@ -50,7 +50,7 @@ class DeviceTrace:
 
 
 def shift_events(events: list[dict[str, Any]], marked_at: float) -> list[dict[str, Any]]:
-    """The same events by the host's clock, by which the last marker began at `marked_at`."""
+    """Returns the events by the host's clock, by which the last marker began at `marked_at`."""
     marks = [event["ts"] for event in events if event.get("name") == MARKER and "ts" in event]
     offset = marked_at - max(marks) if marks else 0.0
     return [{**event, "ts": event["ts"] + offset} if "ts" in event else event for event in events]

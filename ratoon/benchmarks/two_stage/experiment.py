@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 4
 class Transport(Protocol):
     @property
     def ways(self) -> Sequence[Way]:
-        """Those that it can run."""
+        """The ways that it can run."""
         ...
 
     def take_turn(

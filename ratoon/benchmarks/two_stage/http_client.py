@@ -29,7 +29,7 @@ class Beginning(msgspec.Struct, gc=False):
 
 
 class StageChoice(ChunkChoice, gc=False):
-    """With the extensions of Ratoon's server."""
+    """A choice of a chunk, with the extensions of Ratoon's server."""
 
     index: int = 0
     token_ids: list[int] | None = None
@@ -101,7 +101,7 @@ class TwoStageClient:
         occasion: str,
         on_end: Callable[[Trip], None] = lambda trip: None,
     ) -> Turn:
-        """If cancelled, it returns the results so far."""
+        """Runs both stages of all conversations in one way. If cancelled, it returns the results so far."""
         trips: dict[int, Trip] = {}
         clock = Clock()
         by_rate = any(arrivals)

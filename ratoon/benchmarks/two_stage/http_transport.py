@@ -56,7 +56,8 @@ class HttpTransport:
 def open_transport(
     client: RemoteClient, settings: TwoStageSettings, model: str | None, loop_factory: Any
 ) -> Iterator[HttpTransport]:
-    """Of Ctrl-C, `asyncio.Runner` makes a cancellation of the turn that runs."""
+    """Opens a transport on an event loop of its own. `asyncio.Runner` turns Ctrl-C into a cancellation of the turn that
+    runs."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(client.__aenter__())
         try:

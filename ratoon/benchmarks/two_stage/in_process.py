@@ -116,7 +116,7 @@ def _trip(index: int, parent: TimedAnswer, child: TimedAnswer, stage1_seconds: f
 
 
 def _record(index: int, stage: int, answer: TimedAnswer, began: float, num_cached_tokens: int) -> RequestRecord:
-    """Of an answer the first and the last output: those are what latencies are made of."""
+    """Records the first and the last output of an answer: latencies are made of those."""
     output = answer.output
     num_tokens = sum(len(choice.token_ids) for choice in output.outputs)
     num_first = 0 if stage else 1  # the first output of a search has no tokens to keep

@@ -41,7 +41,7 @@ class WaySummary(msgspec.Struct, frozen=True):
 
 
 def summarize(measured: Measured) -> dict[str, WaySummary]:
-    """Of the ways that had a turn."""
+    """Summarises the ways that had a turn."""
     summaries: dict[str, WaySummary] = {}
     for way in [way for way in WAYS if measured.turns(way.key)]:
         summaries[way.key] = _summarize_way(way, measured, summaries.get(NO_REUSE.key))

@@ -56,11 +56,12 @@ class TwoStageSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ignore_eos(self) -> bool:
-        """Of a file, answers end where the model ends them."""
+        """Whether answers have their full length. In conversations of a file they end where the model ends them."""
         return self.file_conversations is None
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report: without the conversations themselves, and JSON knows no infinity."""
+        """Returns the settings for a report: without the conversations themselves, and without infinity, which JSON
+        does not have."""
         facts: dict[str, Any] = msgspec.to_builtins(self)
         del facts["file_conversations"]
         facts["request_rate"] = None if math.isinf(self.request_rate) else self.request_rate
