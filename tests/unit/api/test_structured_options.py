@@ -57,9 +57,13 @@ def asked(request: EngineCoreRequest) -> StructuredOutput:
 def test_options_become_params(client, files, options, meant):
     assert main(["generate", "fake", "abc", "--raw", *options]) == 0
     assert asked(client.added[0]) == meant
+
+
+def test_a_beam_search_has_it_too(client, files):
+    options, meant = WAYS[0]
     assert main(["generate", "fake", "abc", "--raw", "--beam-width", "2", *options]) == 0
-    assert isinstance(client.added[1].params, BeamSearchParams)
-    assert asked(client.added[1]) == meant
+    assert isinstance(client.added[0].params, BeamSearchParams)
+    assert asked(client.added[0]) == meant
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ class Machine:
     def step(self) -> SchedulerOutput:
         self.scheduler.tick(self.now)
         plan = self.scheduler.schedule()
-        self.scheduler.check()
         assert not plan.is_void, "nothing runs, although requests wait"
         self.now += self.fixed + self.each * plan.total_num_scheduled_tokens
         for output in self.scheduler.update_from_output(plan, answer_of(plan), self.now):
@@ -58,7 +57,7 @@ class Machine:
 
 
 def machine_of(costs: tuple[float, float], **config: int) -> Machine:
-    return Machine(scheduler_of(num_blocks=20000, max_model_len=2500, **config), *costs)
+    return Machine(scheduler_of(num_blocks=6000, max_model_len=2500, **config), *costs)
 
 
 def load_prompts(machine: Machine) -> None:

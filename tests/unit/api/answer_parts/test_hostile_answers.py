@@ -68,14 +68,14 @@ def test_no_text_is_read_again_more_than_a_few_times(name: str, monkeypatch: pyt
         rewind(source)
 
     monkeypatch.setattr(Source, "rewind", count)
-    length = 3000
-    monkeypatch.setattr("ratoon.api.answer_parts.reading.MOST_READ_AGAIN", 1000)
+    length = 1500
+    monkeypatch.setattr("ratoon.api.answer_parts.reading.MOST_READ_AGAIN", 500)
     for form, before, unit in CASES:
         if form == name:
             returned = 0
             parse_whole(parser(name), hostile(before, unit, length))
             # The last rewind may go below what is left. A text of blanks is read by each of the attempts at its start.
-            assert returned <= 1000 + 5 * length, (before, unit)
+            assert returned <= 500 + 5 * length, (before, unit)
 
 
 LONG = [
@@ -95,7 +95,9 @@ LONG = [
 ]
 
 
+@pytest.mark.slow  # texts that are long enough to measure
 @pytest.mark.parametrize(("name", "before", "unit"), LONG)
+@pytest.mark.one_in(3)
 def test_twice_the_text_takes_about_twice_the_time(name: str, before: str, unit: str) -> None:
     """A ratio of 4 is that of reading all of the text again for every part of it."""
     length = 40_000 + MOST_READ_AGAIN

@@ -139,6 +139,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncItera
 
 @pytest.mark.slow  # bodies of megabytes, one for each way to be hostile
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(2)
 @on_event_loop
 async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body = CASES[case]
@@ -155,8 +156,8 @@ async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.Monke
 # ---- answers ----
 
 HOSTILE_ANSWERS = {
-    "text": "Rice is a grass. " * 600,
     "the beginnings of calls": '<tool_call>{"a": ' * 600,
+    "text": "Rice is a grass. " * 600,
     "calls": '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>' * 150,
     "a long call": '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 10_000 + '"}}</tool_call>',
     "a call without a name": '<tool_call>{"arguments": {"a": "' + "x" * 10_000,
@@ -167,6 +168,7 @@ HOSTILE_ANSWERS = {
 @pytest.mark.slow  # the engine of the script says a token at a time, and long answers are what is tested
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", HOSTILE_ANSWERS)
+@pytest.mark.one_in(5)
 @on_event_loop
 async def test_no_answer_keeps_the_event_loop(kind: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, say(HOSTILE_ANSWERS[kind])) as (client, watch):

@@ -31,13 +31,13 @@ def message(text: str) -> dict[str, str]:
 
 
 SHAPES: dict[str, tuple[int, Any]] = {
-    "short": (60, "Hello"),
-    "one long text": (6, "x" * 200_000),
-    "one long text in characters of four bytes": (6, "x" * 200_000 + "🙂"),
-    "many short items": (4, [message("x")] * 2000),
+    "short": (40, "Hello"),
+    "one long text": (4, "x" * 200_000),
+    "one long text in characters of four bytes": (4, "x" * 200_000 + "🙂"),
+    "many short items": (3, [message("x")] * 1000),
     "calls": (
-        4,
-        [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * 1000 + [message("x")],
+        3,
+        [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}] * 500 + [message("x")],
     ),
 }
 
