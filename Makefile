@@ -91,9 +91,11 @@ demo: $(RUN_STAMP)
 	@echo "  ratoon chat smollm2-135m"
 	@echo "  ratoon serve smollm2-135m"
 
-# Unit tests, and a few of every other kind (CONTRIBUTING.md). schemathesis is a plugin that loads for seconds.
+# Unit tests, and a few of every other kind (CONTRIBUTING.md). Only files that have such tests are named, because every
+# process that runs tests imports all of the named files. schemathesis is a plugin that loads for seconds.
+CHECKED = tests/unit $(shell grep -rlE --include='*.py' 'mark\.check\b' tests)
 check: lint
-	$(BIN)/pytest -n auto --dist worksteal -p no:schemathesis -m check
+	$(BIN)/pytest -n auto --dist worksteal -p no:schemathesis -m check $(CHECKED)
 
 # Real weights are fetched by the tests that need them (tests/real_models.py); -rs names what had to be left out.
 test: setup

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -26,6 +27,10 @@ os.environ["RATOON_DEVICE"] = "cpu"
 
 # What engines keep between starts stays out of the user's folder.
 os.environ["RATOON_CACHE_ROOT"] = os.path.join(tempfile.gettempdir(), f"ratoon-tests-{os.getuid()}")
+
+# Tests start hundreds of processes: without bytecode each of them would compile all modules that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Test processes run side by side: threads of torch would take the cores from each other, and spin while they wait. This
 # holds in the processes that tests start too.

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-import agents
 import httpx2
 import openai
 import pydantic
@@ -95,6 +94,8 @@ async def test_the_clients_stream_helper_sees_calls_and_arguments():
 async def test_an_agent_runs_its_loop(streamed):
     asked: list[str] = []
 
+    import agents  # takes seconds
+
     @agents.function_tool
     def weather(city: str) -> str:
         """The weather in a city."""
@@ -145,6 +146,8 @@ def test_a_forced_call_of_the_openai_client(server: Server) -> None:
 
 def test_an_agent_whose_first_call_is_forced(server: Server) -> None:
     booked: list[tuple[str, int]] = []
+
+    import agents  # takes seconds
 
     @agents.function_tool
     def book(city: Literal["Paris", "Rome"], nights: Literal[1, 2, 3]) -> str:

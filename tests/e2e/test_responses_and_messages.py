@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import agents
 import anthropic
 import openai
 import pytest
@@ -151,6 +150,8 @@ def test_a_call_is_enforced_and_its_result_continues_the_conversation(client: op
 
 def test_an_agent_calls_its_tool(server: Server) -> None:
     called = []
+
+    import agents  # takes seconds
 
     @agents.function_tool
     def tell(mood: Literal["good", "bad"]) -> str:

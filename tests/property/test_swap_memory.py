@@ -33,7 +33,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=max(200, settings.default.max_examples))
+@settings(max_examples=2 * settings.default.max_examples)
 @given(kv_configs(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), operations)
 def test_every_sequence_always_finds_what_is_its_own(
     config: KVCacheConfig, caching: bool, lease_fraction: float, happening: list[tuple[str, int, int, int]]

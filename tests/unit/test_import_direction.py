@@ -1,6 +1,7 @@
 """The rooms and who may import whom: parsed from the source, so that an upward import can't hide in a function."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def allowed(room: str) -> set[str]:
     return rooms
 
 
+@functools.cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """Every import in a file, wherever it stands: (line, dotted name)."""
     found = []

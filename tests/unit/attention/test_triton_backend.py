@@ -92,13 +92,15 @@ def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: 
     ],
     ids=["grouped", "odd", "window", "narrow window", "bias", "many heads"],
 )
+@pytest.mark.one_in(2)
 def test_a_mixed_batch_equals_the_definition(
     layer: AttentionLayer, lengths: tuple[list[int], list[int]], block_size: int
 ) -> None:
     assert_as_defined(Batch(*lengths, layer, block_size, device=DEVICE), TritonAttentionBackend())
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [50, None])
+@pytest.mark.one_in(2)
 def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> None:
     batch = Batch([130, 60, 0], [1, 3, 1], replace(GROUPED, window=window), 16, device=DEVICE)
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
@@ -140,6 +142,7 @@ def test_any_lengths_equal_the_definition(lengths: list[tuple[int, int]], window
 
 
 @pytest.mark.parametrize(("padding_queries", "max_query_len"), [(0, 1), (1, 1), (1, 40)])
+@pytest.mark.one_in(2)
 def test_padding_requests_over_the_null_block_change_nothing(padding_queries: int, max_query_len: int) -> None:
     """As in a captured step: upper bounds instead of the step's own numbers, and requests that are not there."""
     batch = Batch([30, 21], [1, max_query_len], GROUPED, 16, device=DEVICE)

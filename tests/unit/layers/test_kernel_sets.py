@@ -38,6 +38,8 @@ def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -
         "-x",
         "-p",
         "no:xdist",
+        "-p",
+        "no:schemathesis",
         *(str(TESTS / name) for name in KERNEL_TESTS),
     ]
     environment = {**os.environ, native.VARIABLE: kernel_set, "PYTEST_ADDOPTS": ""}

@@ -176,6 +176,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @dtypes
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("outputs", "width"), [(7, 37), (4, 32)])
+@pytest.mark.one_in(5)
 def test_products_of_few_rows_follow_the_formula(dtype: torch.dtype, rows: int, outputs: int, width: int) -> None:
     x, weight = strided(rows, width, dtype), random(outputs, width, dtype=dtype, seed=1)
     bias = random(outputs, dtype=dtype, seed=2)
@@ -188,6 +189,7 @@ def test_products_of_few_rows_follow_the_formula(dtype: torch.dtype, rows: int, 
 
 @dtypes
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.one_in(5)
 def test_fused_products_give_what_their_parts_give(dtype: torch.dtype, rows: int) -> None:
     x, weight, bias = random(rows, 37, dtype=dtype), random(10, 37, dtype=dtype, seed=1), random(10, dtype=dtype)
     norm = RMSWeights(random(37, dtype=dtype, seed=3), 1e-5)
@@ -221,6 +223,7 @@ def test_linear_layers_and_gated_halves_agree_with_torch_for_any_number_of_rows(
 
 @pytest.mark.parametrize("dtype", sorted(ROUNDED, key=str), ids=str)  # the interpreter multiplies no bfloat16 tiles
 @pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.one_in(3)
 def test_products_by_tiles_follow_the_formula_and_a_row_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
