@@ -49,6 +49,11 @@ def asked() -> int | None:
     return int(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
+def examples(in_full: int) -> int:
+    """Returns how many examples a property takes in this run, if it takes `in_full` in `make test-all`."""
+    return in_full * min(settings.default.max_examples, EXAMPLES_IN_FULL) // EXAMPLES_IN_FULL
+
+
 def seed_of(name: str) -> int:
     """A seed below 2**63 for what is drawn under this name."""
     digest = hashlib.sha256(f"{os.environ.get(VARIABLE, '')}/{name}".encode()).digest()

@@ -30,6 +30,7 @@ def share(shown: str, line: str) -> float:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_probe_hears_praise_in_words_that_it_was_not_trained_on() -> None:
     shown = run_example("linear_probe.py")
     assert share(shown, "words counted") == share(shown, "layer  0") == 0.5  # nothing to go by
@@ -46,6 +47,7 @@ def test_last_token_states_find_what_common_words_do_not() -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_value_head_counts_open_brackets_from_states_and_not_from_tokens() -> None:
     shown = run_example("value_head.py")
     assert share(shown, "layer 0") <= 0.7

@@ -20,13 +20,14 @@ from schemathesis.specs.openapi.checks import (
 from ratoon.api.server.app import create_app
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.params import SamplingParams
+from tests import seeds
 from tests.engines_async import make_thread_engine
 from tests.unit.api.server.harness import MODEL, TINY_SETTINGS, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-NUM_EXAMPLES = 50  # for each operation, of requests that keep to the document and of those that do not
+NUM_EXAMPLES = seeds.examples(50)  # for each operation, of requests that keep to the document and of those that do not
 REQUIRED = ("model", "max_tokens", "prompt", "messages", "input", "tokens", "file")
 NUM_OPTIONAL = 3
 ADMIN_KEY = "admin"

@@ -95,6 +95,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.one_in(2)
 def test_a_wrong_body_costs_little_and_keeps_nobody_waiting(server: Server, kind: str) -> None:
     path, body = BODIES[kind]
     with watching(server) as watch:

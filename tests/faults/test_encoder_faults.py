@@ -106,6 +106,7 @@ def right() -> Answers:
 @both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.one_in(5)
 def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None:
     with core_of(FAMILY, max_num_batched_tokens=32) as driver:
         steps = count(1)
@@ -119,6 +120,7 @@ def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None
 @both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("what", ["swapped_out", "swapped_in", "encoder_steps", "block_copies"])
+@pytest.mark.one_in(5)
 def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str) -> None:
     """Sequences that were being swapped out or in, or were on the host, are computed again or restored unchanged."""
     with core_of(FAMILY, **TIGHT) as driver:
@@ -149,6 +151,7 @@ def test_steps_that_fail_again_and_again_under_pressure_change_no_bit(moment: st
 @both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("settings", [{}, TIGHT], ids=["room", "tight"])
+@pytest.mark.one_in(5)
 def test_an_encoder_input_whose_steps_always_fail_fails_alone(moment: str, settings: dict[str, Any]) -> None:
     marked = Source((*ONE.token_ids[:20], 5))
 
@@ -231,6 +234,7 @@ def ask_states(driver: Driver, request_id: str, source: Source, of_encoder: bool
 @both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("of_encoder", [True, False], ids=["encoder", "decoder"])
+@pytest.mark.one_in(5)
 def test_hidden_states_that_a_failed_step_should_have_read_are_read_again(of_encoder: bool, moment: str) -> None:
     with core_of(FAMILY) as driver:
         ask_states(driver, "alone", OTHER, of_encoder)

@@ -102,6 +102,7 @@ def assert_same(results: list[Numbers], expected: list[Numbers]) -> None:
 
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_sixteen_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(family: str) -> None:
     with engine(family) as llm:
         assert_same(answers(llm, REQUESTS), alone(family))

@@ -128,6 +128,7 @@ def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[st
     ("family", "num_blocks"), [(LLAMA, 17), (WIDE_WINDOW, 17), (TWO_GROUPS, 34), (QWEN3, 17), ("gpt2", 17)]
 )
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
+@pytest.mark.one_in(5)
 def test_preemption_changes_no_bit(family: str, num_blocks: int, caching: bool) -> None:
     with engine(family, num_blocks=num_blocks, enable_prefix_caching=caching, max_num_batched_tokens=40) as llm:
         assert answers(llm, SEARCHES) == alone(family)
@@ -201,6 +202,7 @@ def test_arrival_in_the_middle_of_others_changes_no_bit() -> None:
 
 @both_depths
 @pytest.mark.parametrize("num_steps", range(1, 8))
+@pytest.mark.one_in(3)
 def test_an_aborted_neighbour_changes_no_bit_and_leaves_nothing_behind(num_steps: int) -> None:
     with engine(LLAMA, num_blocks=60, max_num_batched_tokens=40) as llm:
         neighbour = llm.stream(random_token_ids(30, seed=70), beams(8, 20, ignore_eos=True))

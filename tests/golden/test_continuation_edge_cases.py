@@ -75,6 +75,7 @@ class TestTheParentIsFreedAlready:
             (a_request_needs_the_memory, "evicted", "recomputed"),
         ],
     )
+    @pytest.mark.one_in(3)
     def test_it_is_looked_for_in_the_prefix_cache(self, make_params, free_it, counted_as, source):
         params = make_params(6)
         with engine(LLAMA, block_size=BLOCK_SIZE, num_blocks=28) as llm:
@@ -97,6 +98,7 @@ class TestTheParentIsFreedAlready:
 
 class TestTheParentStillRuns:
     @pytest.mark.parametrize("family", [LLAMA, WINDOW, TWO_GROUPS])
+    @pytest.mark.one_in(2)
     def test_it_is_forked_now_after_any_of_its_steps(self, family):
         """In the middle of its prompt, behind it, and at every offset in a block; neither disturbs the other."""
         prompt, params, parent_params = random_token_ids(11, seed=4), greedy(5), sampled(12)

@@ -88,6 +88,7 @@ def test_vectors_are_those_of_transformers(family: str) -> None:
     [{"max_num_batched_tokens": 5}, {"max_prefill_chunk": 7}, {"max_num_batched_tokens": 33, "max_num_seqs": 2}],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_small_budgets_give_the_same_vectors(family: str, changes: dict[str, Any]) -> None:
     with engine(family, **changes) as llm:
         for params in KINDS:
@@ -140,6 +141,7 @@ def test_preemption_changes_no_bit(
 @exact_on_cpu
 @pytest.mark.parametrize("family", BIT_FAMILIES)
 @pytest.mark.parametrize("budget", [2048, 24])
+@pytest.mark.one_in(3)
 def test_vectors_and_answers_of_a_mixed_batch_are_those_of_each_alone(family: str, budget: int) -> None:
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, n=2, logprobs=1, prompt_logprobs=0)
     generated = PROMPTS[3:8]

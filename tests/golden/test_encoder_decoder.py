@@ -101,6 +101,7 @@ def test_texts_of_these_models_depend_on_input_and_position(family: str) -> None
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_SHAPES])
+@pytest.mark.one_in(3)
 def test_every_number_of_a_mixed_batch_is_that_of_transformers(family: str, backend: str) -> None:
     batch = mixed_batch(family)
     with core_of(family, attention_backend=backend, max_num_batched_tokens=512) as driver:
@@ -271,6 +272,7 @@ def test_beams_greedy_and_sampled_requests_in_one_batch_are_the_same_bits_as_alo
 
 @pytest.mark.parametrize("family", ["marian", "whisper"])
 @pytest.mark.parametrize("budget", [1, 29, 40, 70, 100, 1000])
+@pytest.mark.one_in(5)
 def test_encoder_inputs_are_never_divided_and_all_get_their_answers(family: str, budget: int) -> None:
     batch = mixed_batch(family)
     with core_of(family, max_num_encoder_tokens=budget, max_num_batched_tokens=300) as driver:

@@ -94,6 +94,7 @@ def check_row(row: TokenLogprobs, token: int, oracle: np.ndarray, num_top: int) 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, EVERYTHING])
 @pytest.mark.parametrize("family", [LLAMA, NARROW_WINDOW, TWO_GROUPS])
+@pytest.mark.one_in(4)
 def test_the_token_budget_of_a_step_changes_no_token(family: str, chunk: int) -> None:
     with engine(family, max_num_batched_tokens=chunk) as llm:
         assert tokens_of(run(llm, PROMPTS, greedy(COUNT))) == expected(family)
@@ -102,6 +103,7 @@ def test_the_token_budget_of_a_step_changes_no_token(family: str, chunk: int) ->
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, EVERYTHING])
 @pytest.mark.parametrize("family", [WIDE_WINDOW, QWEN3, "gpt2"])
+@pytest.mark.one_in(4)
 def test_the_longest_part_of_a_prompt_in_a_step_changes_no_token(family: str, chunk: int) -> None:
     with engine(family, max_prefill_chunk=chunk) as llm:
         assert tokens_of(run(llm, PROMPTS, greedy(COUNT))) == expected(family)
@@ -289,6 +291,7 @@ def test_prompt_logprobs_of_a_prompt_that_was_preempted_are_complete_and_right()
     ("length", "num_copies"),
     [(21, 3), (16, 0), (61, 3)],  # the last of four choices may write where it is; a full block is not written
 )
+@pytest.mark.one_in(5)
 def test_choices_fork_in_the_middle_of_a_block_and_all_go_on_as_transformers(
     family: str, length: int, num_copies: int
 ) -> None:

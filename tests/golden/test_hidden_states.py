@@ -218,6 +218,7 @@ def test_chunks_and_block_sizes_change_no_bit(family: str, parent: str | None, c
 
 
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.one_in(2)
 def test_the_last_token_of_a_finished_request_costs_one_row_whatever_its_length(family: str) -> None:
     with engine(family) as llm:
         for length in (3, 15, 16, 17, 90):
@@ -315,6 +316,7 @@ def test_half_precision_is_the_rounded_float32() -> None:
 @exact_on_cpu
 @pytest.mark.parametrize("family", [LLAMA, *WITH_WINDOWS])
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "not leased"])
+@pytest.mark.one_in(5)
 def test_every_choice_of_several_has_its_own_states(family: str, leased: bool) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=9, ignore_eos=True)
     with engine(family) as llm:
@@ -329,6 +331,7 @@ def test_every_choice_of_several_has_its_own_states(family: str, leased: bool) -
 @exact_on_cpu
 @pytest.mark.parametrize("family", [LLAMA, *WITH_WINDOWS])
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "not leased"])
+@pytest.mark.one_in(5)
 def test_every_text_of_a_beam_search_has_its_own_states(family: str, leased: bool) -> None:
     beams = BeamSearchParams(beam_width=4, n=3, max_tokens=9, all_stop_token_ids=[])
     with engine(family) as llm:

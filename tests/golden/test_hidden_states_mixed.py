@@ -172,6 +172,7 @@ class Mix:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_forty_at_once_of_all_lengths_rows_layers_and_dtypes_each_get_their_own(family: str) -> None:
     """In a few steps, and in the order in which they came, which is none: the reported fault of other engines."""
     with engine(family, max_num_batched_tokens=4096, num_blocks=300) as llm:
@@ -344,6 +345,7 @@ def test_the_last_token_is_written_into_a_copy_of_one_block(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_a_running_parent_goes_on_in_blocks_that_nobody_else_writes(family: str) -> None:
     fields = OTHERS[4]
     with engine(family, max_steps_in_flight=1) as llm:  # so that it is known what each step may write

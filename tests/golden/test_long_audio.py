@@ -96,6 +96,7 @@ def test_segments_and_their_times_are_those_of_transformers(oracle, llm, recordi
     assert segments[-1][1] > 30
 
 
+@pytest.mark.full
 def test_windows_side_by_side_are_what_transformers_makes_of_each(oracle, llm, recording):
     model, processor = oracle
     found = llm.transcribe((recording, RATE), language="en", timestamps=False, **NO_SECOND_TRIES)

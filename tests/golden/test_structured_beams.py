@@ -94,6 +94,7 @@ def alone() -> list[Numbers]:
 
 @pytest.mark.check
 @pytest.mark.parametrize("asked", GRAMMARS, ids=["words", "object", "array", "choice", "enum"])
+@pytest.mark.one_in(2)
 def test_scores_are_the_sums_of_the_model_s_log_probabilities(asked: dict[str, Any]) -> None:
     oracle = tiny_model(FAMILY).oracle_logits
     with grammar_engine() as llm:
@@ -119,6 +120,7 @@ def test_searches_within_grammars_get_what_each_gets_alone() -> None:
 @same_in_any_batch
 @both_depths
 @pytest.mark.parametrize("swap_memory", [0, "24KiB", "1MiB"], ids=["computed again", "swapped in part", "swapped"])
+@pytest.mark.one_in(5)
 def test_preemption_changes_no_bit(swap_memory: int | str) -> None:
     with grammar_engine(num_blocks=26, max_num_batched_tokens=48, swap_memory=swap_memory) as llm:
         assert answers(llm, REQUESTS) == alone()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 
 from ratoon.core.plan import SchedulerOutput
 from ratoon.memory import kv_cache_manager
+from tests import seeds
 from tests.property.drive import Drive
 from tests.property.loads import Load, loads
 from tests.property.results import check_results
-from tests.seeds import EXAMPLES_IN_FULL
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,8 +41,7 @@ class RecordingDrive(Drive):
 
 def examples(in_full: int) -> settings:
     """So many in `make test-all`, and fewer or more where other properties have fewer or more."""
-    number = settings.default.max_examples
-    return settings(max_examples=max(in_full * min(number, EXAMPLES_IN_FULL) // EXAMPLES_IN_FULL, number))
+    return settings(max_examples=max(seeds.examples(in_full), settings.default.max_examples))
 
 
 def run(load: Load) -> None:
