@@ -145,7 +145,7 @@ def describe(settings: LoadSettings) -> str:
 
 
 def allow_many_connections() -> None:
-    """Each stream is an open file: raise the limit as far as allowed."""
+    """Raises the limit on open files as far as allowed: each stream is one."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

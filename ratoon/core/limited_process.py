@@ -69,8 +69,8 @@ def silence_errors() -> None:
 
 
 def limit_resources(max_address_space: int) -> None:
-    """No files, no further processes, and so many bytes of address space. macOS does not enforce the latter: there only
-    time and the size of the output are limited."""
+    """Allows this process no files, no further processes, and so many bytes of address space. macOS does not enforce
+    the latter: there only time and the size of the output are limited."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)]
     if sys.platform == "linux":
         limits.append((resource.RLIMIT_AS, max_address_space))

@@ -59,7 +59,7 @@ def cpu_flags() -> set[str]:
 
 
 def processor() -> tuple[str, str]:
-    """Its name, and a digest of all that is known of its model and instructions."""
+    """Returns the processor's name, and a digest of all that is known of its model and instructions."""
     facts = cpu_facts() or {"model name": platform.processor() or platform.machine()}
     part = " ".join(facts[name] for name in ("CPU implementer", "CPU part") if name in facts)
     name = facts.get("model name") or f"{platform.machine()} {part}".strip()

@@ -164,11 +164,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     @property
     def is_empty(self) -> bool:
-        """No tokens to run; there may still be rows to drop."""
+        """Whether there are no tokens to run; there may still be rows to drop."""
         return self.total_num_scheduled_tokens == 0 and not self.encoder_steps
 
     @property
     def is_void(self) -> bool:
-        """Nothing for the runner to do."""
+        """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.swapped_out
         return self.is_empty and not told and not self.swapped_in

@@ -78,8 +78,8 @@ class EngineCoreEventType(enum.IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """When it happened. Times are those of the engine's monotonic clock (time.monotonic), which on one machine is the
-    same for all processes."""
+    """An event of a request, with the time at which it happened. Times are those of the engine's monotonic clock
+    (time.monotonic), which on one machine is the same for all processes."""
 
     type: EngineCoreEventType
     timestamp: float  # seconds

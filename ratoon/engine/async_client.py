@@ -178,7 +178,7 @@ class AsyncMPClient:
         self._request_ended(entry.request.request_id)
 
     def _engine_lost(self, engine: int) -> None:
-        """Its cache is gone."""
+        """Is called when an engine was lost, and its cache with it."""
 
     # ---- engines ----
 

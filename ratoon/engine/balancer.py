@@ -49,7 +49,7 @@ class LoadBalancer:
         return engine
 
     def started(self, request_id: str) -> None:
-        """Its prompt is computed: only generation is left."""
+        """Takes note that a request's prompt is computed: only generation is left."""
         engine, work = self._work.get(request_id, (0, 0))
         if work > TOKENS_TO_COME:
             self.loads[engine].num_tokens -= work - TOKENS_TO_COME
@@ -62,7 +62,7 @@ class LoadBalancer:
             self.loads[engine].num_tokens -= work
 
     def learn(self, engine: int, request: EngineCoreRequest, token_ids: Sequence[int]) -> None:
-        """This engine has these tokens in its cache now."""
+        """Takes note that this engine has these tokens in its cache now."""
         for key in self._keys(request, token_ids):
             homes = self._homes.setdefault(key, set())
             homes.add(engine)
@@ -71,7 +71,7 @@ class LoadBalancer:
             self._homes.popitem(last=False)
 
     def forget(self, engine: int) -> None:
-        """It was started again, and its cache is empty."""
+        """Forgets what an engine had in its cache, which is empty when it was started again."""
         for homes in self._homes.values():
             homes.discard(engine)
 

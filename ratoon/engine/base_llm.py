@@ -206,8 +206,8 @@ class BaseLLM:
     # ---- control. Of AsyncLLM these are to be awaited, and results are lists, one entry for each engine ----
 
     def pause(self) -> Any:
-        """No further step until `resume`: requests under way keep their places and their memory, and new ones queue up.
-        From any thread; a running call of an LLM keeps waiting, so only another thread can resume it."""
+        """Runs no further step until `resume`: requests under way keep their places and their memory, and new ones
+        queue up. From any thread; a running call of an LLM keeps waiting, so only another thread can resume it."""
         return self._call("pause")
 
     def resume(self) -> Any:

@@ -46,7 +46,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> str | None:
-        """No more tokens will come: release the text that was held back."""
+        """Releases the text that was held back, because no more tokens will come."""
         return None
 
     def next_text(self, finished: bool, delta: bool) -> str:

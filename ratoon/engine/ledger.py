@@ -259,7 +259,7 @@ class Ledger:
         return outputs
 
     def fail_all(self, message: str) -> list[EngineCoreOutput]:
-        """No engine is left: the final outputs of all requests."""
+        """Returns the final outputs of all requests, because no engine is left."""
         outputs = [output for entry in self._entries.values() for output in _failures(entry, message)]
         self._entries.clear()
         self._waiting.clear()
@@ -267,7 +267,8 @@ class Ledger:
         return outputs
 
     def _advance(self, entry: Entry, num_tokens: int) -> None:
-        """This is computed again in another engine: a request that crashes engines gets as far in each of them."""
+        """Counts tokens as progress unless they were computed before in another engine: a request that crashes engines
+        gets as far in each of them."""
         entry.num_run += num_tokens
         if entry.num_run > entry.furthest and not entry.progressed:
             self._clear(entry)

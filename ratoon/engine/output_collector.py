@@ -48,7 +48,7 @@ class OutputCollector:
         self._wake_reader()
 
     def fail(self, error: Exception) -> None:
-        """No more outputs: when the pending one was taken, `get` raises this."""
+        """Ends the outputs with an error: when the pending one was taken, `get` raises it."""
         self._error = error
         self._wake_reader()
 

@@ -268,8 +268,8 @@ class OutputProcessor:
             self._states[name] = state.reading.readers[name] = reader
 
     def _drop_readers(self, state: RequestState, done: Processed) -> None:
-        """Not all of its texts are complete: it gives no hidden states. The engine may already read those of a choice
-        whose end is not known here."""
+        """Drops the readers of a request that gives no hidden states, because not all of its texts are complete. The
+        engine may already read those of a choice whose end is not known here."""
         if state.states_asked is not None:
             names = [reading_id(branch_id_of(state.request_id, choice.index)) for choice in state.choices]
             for name in names:

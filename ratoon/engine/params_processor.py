@@ -259,7 +259,7 @@ class ParamsProcessor:
         return (num_left // params.beam_width + num_prompt_tokens // size) * size - num_prompt_tokens
 
     def _stop_token_ids(self, params: GenerationParams) -> list[int]:
-        """All that end a text."""
+        """Returns all tokens that end a text."""
         ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         return list(dict.fromkeys(ends))
 

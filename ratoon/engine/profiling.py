@@ -81,7 +81,8 @@ class StepProfiler:
         self._active.start()
 
     def stop(self) -> str:
-        """Where the profile was written: a Chrome trace (.json) or function timings for pstats (.prof)."""
+        """Ends the profile, and returns where it was written: a Chrome trace (.json) or function timings for pstats
+        (.prof)."""
         if self._active is None:
             raise RequestError("profile", "is not under way", "start it first")
         profile, self._active = self._active, None

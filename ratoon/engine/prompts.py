@@ -69,7 +69,7 @@ class PromptPart:
 
     @property
     def field(self) -> str:
-        """Where an error about the tokens is."""
+        """The field that an error about the tokens names."""
         return self.name if self.token_ids is None else f"{self.name}_token_ids"
 
 

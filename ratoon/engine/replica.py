@@ -121,7 +121,7 @@ class Replica:
 
     @property
     def awaits_connection(self) -> bool:
-        """It has said that it is ready, on one socket, and can't yet be reached on the other."""
+        """Whether the engine has said that it is ready, on one socket, and can't yet be reached on the other."""
         return self._ready_since is not None and not self.can_serve
 
     def look_for_connection(self) -> None:
@@ -164,7 +164,7 @@ class Replica:
         return min(0.1 * 4 ** (self._num_failed_starts - 1), LONGEST_RESTART_DELAY)
 
     def failure(self) -> RatoonError:
-        """Why it did not start, or died."""
+        """The error that says why the engine did not start, or died."""
         return self.start_error or EngineError(f"engine {self.index}: {self._detail}")
 
     def end_if_hung(self) -> None:
@@ -199,7 +199,7 @@ class Replica:
         )
 
     def end(self, grace_seconds: float) -> None:
-        """It is no longer needed."""
+        """Ends the engine's process, which is no longer needed."""
         self.state = EngineState.DEAD
         if self._process is not None:
             self._process.close(grace_seconds)

@@ -138,7 +138,7 @@ class RootTable:
         return root
 
     def list(self, owner: str | None = None) -> list[Root]:
-        """This owner's, the newest first."""
+        """Returns this owner's roots, the newest first."""
         own = self._by_owner.get(owner)
         roots = () if own is None else own.roots.values()
         return sorted(roots, key=lambda root: root.ended_at, reverse=True)

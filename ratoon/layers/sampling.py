@@ -483,7 +483,7 @@ def top_candidates(x: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
 
 
 def _sort(x: Tensor) -> Tensor:
-    """Each row in rising order."""
+    """Sorts each row in rising order."""
     if x.device.type == "cpu":  # numpy sorts values only; torch sorts indices too, which takes four times as long
         return torch.from_numpy(np.sort(x.numpy(), axis=-1))
     return x.sort(dim=-1).values

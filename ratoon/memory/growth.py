@@ -13,7 +13,8 @@ from ratoon.memory.block_pool import Block
 
 
 class GrowthRule:
-    """Every block stays readable; a prefix hit is an unbroken run of cached blocks from the first."""
+    """The rule of layers that read all tokens: every block stays readable, and a prefix hit is an unbroken run of
+    cached blocks from the first."""
 
     gives_back = False  # whether blocks are freed while the sequence still runs
     is_cacheable = True  # whether full blocks enter the prefix cache; one group with False turns it off for all

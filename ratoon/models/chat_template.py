@@ -146,7 +146,7 @@ def _render_checked(compiled: CompiledTemplate, messages: list[Message], variabl
 
 
 def _explain(error: Exception) -> str:
-    """Where and why, without internals of the renderer."""
+    """Says where and why a template failed, without internals of the renderer."""
     from jinja2.exceptions import SecurityError, UndefinedError
 
     place, trace = "", error.__traceback__

@@ -209,7 +209,8 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Se
 
 
 def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Both kinds are matched before pre-tokenization; control tokens are also skipped in decoded text."""
+    """Adds control tokens and tokens of users. Both kinds are matched before pre-tokenization; control tokens are also
+    skipped in decoded text."""
     from tokenizers import AddedToken
 
     control = [token for token, type in zip(tokens, types) if type in (CONTROL, UNKNOWN) and token]

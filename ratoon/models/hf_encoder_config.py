@@ -193,7 +193,7 @@ def with_generation_config(config: ModelConfig, raw: Mapping[str, Any], source: 
 
 
 def _with_decoding_fields(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    """Both files have the same names for them."""
+    """Adds the fields about decoding, which have the same names in config.json and generation_config.json."""
     return replace(_with_suppressed_tokens(config, fields), forced_bos_token_id=fields.token_id("forced_bos_token_id"))
 
 

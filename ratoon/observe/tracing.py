@@ -211,7 +211,7 @@ def _add_chunk(spans: _SpanMaker, parent: Span, chunk: EngineCoreEvent) -> None:
 
 
 def _add_preemptions(spans: _SpanMaker, request: Span, events: list[EngineCoreEvent], end: float) -> None:
-    """Each lasts until the same choice is scheduled again."""
+    """Adds a span for each preemption, which lasts until the same choice is scheduled again."""
     since: dict[int, float] = {}
     for event in events:
         if event.type == EngineCoreEventType.PREEMPTED:

@@ -213,7 +213,7 @@ class ExtractionQueue:
         self.running.append(state)
 
     def requeue(self, state: ExtractionTask) -> None:
-        """It was preempted."""
+        """Queues an extraction again that was preempted."""
         state.num_passed_by += 1
         self.running.remove(state)
         self._waiting.appendleft(state)

@@ -33,7 +33,7 @@ class StepPace:
             self.observe(num_tokens, now - began)
 
     def skipped(self) -> None:
-        """All steps in flight failed."""
+        """Forgets the steps in flight, which all failed."""
         self._planned.clear()
 
     def observe(self, num_tokens: int, seconds: float) -> None:

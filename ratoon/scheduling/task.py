@@ -39,7 +39,7 @@ class Task:
         raise NotImplementedError
 
     def complete(self, plan: SchedulerOutput, branch_id: str) -> None:
-        """All tokens of this branch are computed with this plan: note in it what the last row is used for."""
+        """Notes in the plan what the last row of this branch is used for: all of its tokens are computed with it."""
         raise NotImplementedError
 
     def num_written_tokens(self, plan: SchedulerOutput, branch_id: str) -> int:
@@ -65,8 +65,8 @@ class Task:
         return False
 
     def reclaim(self) -> None:
-        """Its branch is preempted: free the task's other memory."""
+        """Frees the task's other memory, because its branch is preempted."""
 
     def release(self) -> None:
-        """Its branch ends."""
+        """Frees what the task holds, because its branch ends."""
         self.reclaim()

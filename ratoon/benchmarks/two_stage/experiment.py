@@ -30,8 +30,8 @@ class Transport(Protocol):
     def take_turn(
         self, way: Way, conversations: Sequence[Conversation], occasion: str, on_end: Callable[[Trip], None]
     ) -> Turn:
-        """Both stages of conversations in one way. What another way left behind is not found; `occasion` is another one
-        for every call with the same way."""
+        """Runs both stages of conversations in one way. What another way left behind is not found; `occasion` is
+        another one for every call with the same way."""
         ...
 
 
@@ -64,7 +64,7 @@ def measure(transport: Transport, settings: TwoStageSettings, source: Conversati
 
 
 def warm_up(transport: Transport, source: ConversationSource) -> None:
-    """Each way once, with a short answer. One that fails ends the run before anything is measured."""
+    """Runs each way once, with a short answer. One that fails ends the run before anything is measured."""
     (conversation,) = source.take(1, "warm-up")
     turn = conversation.turn
     short = FirstTurn(output_len=min(WARM_UP_TOKENS, turn.output_len), prompt=turn.prompt, messages=turn.messages)

@@ -21,7 +21,7 @@ _left = torch.empty(0, dtype=torch.uint8)  # what no piece has taken of the last
 
 
 def new_weight(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Not initialised."""
+    """Returns a tensor for a weight, not initialised."""
     global _left
     num_bytes = math.prod(shape) * dtype.itemsize
     taken = -(-num_bytes // ALIGNMENT) * ALIGNMENT

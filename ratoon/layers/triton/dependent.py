@@ -20,8 +20,8 @@ def launch_options(dependent: bool) -> dict[str, Any]:
 
 @triton.jit
 def start_kernel_behind():
-    """It starts when all programs of this kernel have called this, and waits in turn. The earlier, the more of it is
-    done by the time this kernel has ended."""
+    """Lets the kernel behind this one start when all programs of this kernel have called this; it waits in turn. The
+    earlier, the more of it is done by the time this kernel has ended."""
     gdc_launch_dependents()
 
 

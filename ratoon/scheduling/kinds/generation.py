@@ -19,7 +19,8 @@ from ratoon.scheduling.task import Task
 
 
 class GenerationTask(Task):
-    """Its branches fork when the prompt is computed. Prompt log-probabilities are kept here until they are sent."""
+    """A request that generates. Its branches fork when the prompt is computed. Prompt log-probabilities are kept here
+    until they are sent."""
 
     __slots__ = (
         "forked",
@@ -70,8 +71,8 @@ class GenerationTask(Task):
             ]
 
     def resume(self, resumed: list[ResumedChoice]) -> None:
-        """All choices are past their prompt: each resumes after the tokens that it output in another engine, like a
-        preempted branch. The caller already has the prompt's outputs."""
+        """Resumes choices, which are all past their prompt: each resumes after the tokens that it output in another
+        engine, like a preempted branch. The caller already has the prompt's outputs."""
         request = self.request
         self.forked = True
         self.next_prompt_logprob = request.num_prompt_tokens

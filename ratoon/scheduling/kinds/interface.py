@@ -111,7 +111,7 @@ class RequestKind:
         """The step is complete."""
 
     def preempt_others(self, request: Request) -> None:
-        """This request runs alone: preempt other requests of this kind."""
+        """Preempts other requests of this kind, because this request runs alone."""
 
     # ---- the same for single requests ----
 

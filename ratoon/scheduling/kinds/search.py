@@ -134,7 +134,7 @@ class SearchKind(RequestKind):
         step.add_rows(PlannedBeams(group, num_new_tokens, self._state.kv_cache))
 
     def plan_alone(self, step: StepDraft, request: Request) -> bool:
-        """Its beams, once the trunk is computed."""
+        """Plans the beams of a request that runs alone, once the trunk is computed."""
         (trunk,) = request.branches
         if trunk.status != BranchStatus.RUNNING or trunk.num_computed_tokens < trunk.num_tokens:
             return False
