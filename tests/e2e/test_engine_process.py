@@ -258,7 +258,7 @@ def test_another_thread_pauses_resumes_and_aborts_what_a_call_waits_for(request,
     assert not got
     llm.abort(second)
     llm.resume()
-    reader.join(60)
+    reader.join(PATIENCE)
     assert not reader.is_alive()
     ends = {output.request_id: output.outputs[0].finish_reason for output in got if output.finished}
     assert ends == {first: "length", second: "abort"}

@@ -34,7 +34,7 @@ from tests.faults.processes import (
     resident_bytes,
 )
 from tests.golden.tiny_models import random_token_ids
-from tests.waiting import until, wait_until
+from tests.waiting import PATIENCE, until, wait_until
 
 MARKS = (KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN)
 
@@ -386,7 +386,7 @@ def test_an_engine_that_did_not_start_stays_until_its_parent_has_read_why(tmp_pa
     try:
         assert engine.start()
         pid = engine.process.pid
-        assert engine.process.outputs.poll(60_000)
+        assert engine.process.outputs.poll(PATIENCE * 1000)
         time.sleep(0.3)
         assert is_running(pid), "it has ended, and its message was not read"
         while engine.start_error is None:

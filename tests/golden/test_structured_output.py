@@ -11,6 +11,7 @@ import jsonschema
 import msgspec
 import pytest
 
+from ratoon.api.llm import LLM
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import ResumedChoice
@@ -297,12 +298,17 @@ def test_masks_that_take_long_change_no_text(monkeypatch: pytest.MonkeyPatch) ->
         params_of(params(3, json_schema=SCHEMA), logprobs=1),
     ]
 
+    engines: list[LLM] = []
+
+    def num_steps_so_far() -> int:
+        return engines[-1]._client.core.scheduler.planner.num_steps
+
     def texts() -> tuple[list[Any], int]:
         with grammar_engine() as llm:
+            engines.append(llm)
             outputs = llm.generate([PROMPTS[0]] * len(each), each, progress=False)
             assert all(output.error is None for output in outputs)
-            num_steps = llm._client.core.scheduler.planner.num_steps
-            return [(out.outputs[0].token_ids, out.outputs[0].finish_reason) for out in outputs], num_steps
+            return [(out.outputs[0].token_ids, out.outputs[0].finish_reason) for out in outputs], num_steps_so_far()
 
     right, num_steps = texts()
     fill, num_slow = State.fill, 0
@@ -310,8 +316,10 @@ def test_masks_that_take_long_change_no_text(monkeypatch: pytest.MonkeyPatch) ->
     def fill_slowly(state: State, words: Any) -> None:
         nonlocal num_slow
         num_slow += 1
-        if num_slow % 5 == 0:
-            time.sleep(0.02)
+        if num_slow % 5 == 0:  # longer than a step of the others takes, if there are others
+            begin, end = num_steps_so_far(), time.monotonic() + 0.2
+            while num_steps_so_far() == begin and time.monotonic() < end:
+                time.sleep(0.001)
         fill(state, words)
 
     monkeypatch.setattr(State, "fill", fill_slowly)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,9 +126,7 @@ def test_limits_end_a_check_and_are_named() -> None:
         error = refusal(checks, ENDLESS)
         assert error.field == "structured_output.grammar"
         assert "takes more than 0.3 seconds of processor time" in error.problem
-        start = time.monotonic()
-        refusal(checks, ENDLESS)
-        assert time.monotonic() - start < 0.3, "it is not tried again"
+        assert checks.check(ENDLESS).done(), "it is not tried again"
         checks.verify(StructuredOutput(regex="a"))  # the next one finds a process
     finally:
         checks.close()

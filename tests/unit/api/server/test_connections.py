@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from ratoon.api.server.connections import HEAD_SLICE, MAX_HELD_BYTES, BoundedHttpProtocol
 from tests.unit.engine.fakes_async import on_event_loop
 
-SECONDS = 30.0
+SECONDS = 120.0  # a test that hangs should say so
 
 
 def get(path: str, *headers: str, version: str = "1.1") -> bytes:
