@@ -18,6 +18,7 @@ def root_mean_square(error: torch.Tensor) -> float:
     return float(error.double().pow(2).mean().sqrt())
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("num_keys", [100, 1000, 4000])

@@ -98,6 +98,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("layer", [LAYER, replace(LAYER, num_heads=4, num_kv_heads=4), replace(LAYER, causal=False)])
 def test_prompts_with_and_without_cached_tokens_are_attended_to_by_definition(layer: AttentionLayer) -> None:

@@ -182,6 +182,7 @@ requests_of_a_batch = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     requests=requests_of_a_batch,

@@ -17,6 +17,7 @@ FAILED = RequestRecord(session=1, turn=0, scheduled=0.0, ended=0.1, error_kind="
 UNFINISHED = RequestRecord(session=2, turn=0, scheduled=0.0, chunk_times=[0.5], chunk_tokens=[1])
 
 
+@pytest.mark.slow  # matplotlib
 @pytest.mark.parametrize("records", [[], [FAILED], [UNFINISHED], [GOOD, FAILED, UNFINISHED]])
 @pytest.mark.parametrize("limits", [{}, {"ttft": 100.0, "e2e": 1e5}])
 @pytest.mark.one_in(3)

@@ -34,6 +34,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what a process has mapped from /proc")
 def test_the_library_is_there_before_torch_is_imported_and_torch_works_with_it() -> None:
     done = subprocess.run([sys.executable, "-c", LINKED_AHEAD], capture_output=True, text=True)

@@ -235,6 +235,7 @@ assert threads == {"MainThread"}, threads
 """
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_triton_is_imported_by_one_thread() -> None:
     pytest.importorskip("triton")
     done = subprocess.run([sys.executable, "-c", SLOW_IMPORTS], capture_output=True, text=True, timeout=300)

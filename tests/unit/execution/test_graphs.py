@@ -352,6 +352,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("names", "mode"),

@@ -110,6 +110,7 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
                 assert table[request, :columns].tolist() == other.block_table[request, :columns].tolist()
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("num_groups", "max_encoder_len"), [(1, 0), (2, 0), (2, 40)])
 def test_many_steps_are_prepared_as_on_the_host(num_groups: int, max_encoder_len: int, seed: int) -> None:

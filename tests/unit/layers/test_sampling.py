@@ -340,6 +340,7 @@ def test_filters_keep_what_transformers_keeps(filters):
     assert torch.equal(probabilities >= threshold[:, None], expected > -math.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "few"])

@@ -151,6 +151,7 @@ assert key_of(["double"]) == key_of(["quadruple", "double"])
 """
 
 
+@pytest.mark.slow
 def test_the_name_of_a_kernel_does_not_depend_on_those_that_were_launched_before(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text(KERNELS)
     (tmp_path / "program.py").write_text(KEYS)

@@ -151,6 +151,7 @@ def test_rotary_turns_strided_queries_and_keys_in_place_and_leaves_values(dtype:
     assert torch.equal(fused[:, :5, rotary_dim:], before[:, :5, rotary_dim:])
 
 
+@pytest.mark.slow  # Triton's interpreter
 @dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_alone_and_gating_are_those_of_torch(dtype: torch.dtype, kind: str) -> None:
@@ -173,6 +174,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias.double()
 
 
+@pytest.mark.slow  # Triton's interpreter
 @dtypes
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("outputs", "width"), [(7, 37), (4, 32)])
@@ -187,6 +189,7 @@ def test_products_of_few_rows_follow_the_formula(dtype: torch.dtype, rows: int, 
         torch.testing.assert_close(product.double(), exact_linear(x, weight, own_bias), atol=scaled, rtol=scaled)
 
 
+@pytest.mark.slow  # Triton's interpreter
 @dtypes
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.one_in(5)
@@ -208,6 +211,7 @@ def test_fused_products_give_what_their_parts_give(dtype: torch.dtype, rows: int
     check(residual, expected)
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("rows", [1, 4, 5, 9])
 def test_linear_layers_and_gated_halves_agree_with_torch_for_any_number_of_rows(rows: int) -> None:
     x, gate_up, down = random(rows, 24), random(2 * 20, 24, seed=1), random(24, 20, seed=2)
@@ -221,6 +225,7 @@ def test_linear_layers_and_gated_halves_agree_with_torch_for_any_number_of_rows(
     torch.testing.assert_close(mixed(x), other(reference.silu_and_mul(x @ gate_up.T + bias)), atol=2e-4, rtol=2e-5)
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("dtype", sorted(ROUNDED, key=str), ids=str)  # the interpreter multiplies no bfloat16 tiles
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.one_in(3)
@@ -278,6 +283,7 @@ def test_operations_quantise_linear_layers_and_neither_tables_nor_the_head() -> 
     torch.testing.assert_close(linear.weight.float() * linear.scales[:, None], weight.float(), rtol=0.08, atol=1e-3)
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_of_few_rows_with_weights_in_8_bits_are_those_of_the_numbers_they_stand_for(rows: int) -> None:
     x, norm = random(rows, 48), RMSWeights(random(48, seed=3), 1e-5)
@@ -364,6 +370,7 @@ def run(model: LanguageModel, lengths: list[int], slots: Tensor | None = None) -
     return torch.cat(logits), recorder
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the dense step is on the CPU; tests/cuda has engines")
 @pytest.mark.parametrize("family", ["Qwen3ForCausalLM", "GPT2LMHeadModel"])
 @torch.inference_mode()

@@ -40,6 +40,7 @@ def one_window(waveform: np.ndarray) -> np.ndarray:
     return np.pad(cut, (0, 30 * SECOND - len(cut)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_mel_bins", [80, 128])
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_a_window_is_what_transformers_makes_of_it(name, num_mel_bins):

@@ -171,6 +171,7 @@ def plain_case(make: Callable[..., Layer], stored: str, zero_dtype: Any, bits: i
 CASES = dict(all_cases())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     layer, tensors, config = CASES[case]()
@@ -187,6 +188,7 @@ def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     assert torch.equal(source.read("norm.weight").floats(), torch.ones(IN))
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("case", CASES)
 def test_a_product_is_that_of_the_weight_kept_in_its_bits_or_decoded(case: str, tmp_path: Path) -> None:

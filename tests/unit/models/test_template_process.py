@@ -57,12 +57,14 @@ def check_refused(template: str, field: str | None = None) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @attacks(ENDLESS)
 def test_a_template_that_takes_forever_is_stopped(template: str, impatient: None) -> None:
     check_refused(template, "chat_template")
     assert render(GOOD) == "Hi!"
 
 
+@pytest.mark.slow
 @on_linux
 @attacks(HUGE)
 def test_a_template_that_makes_much_out_of_little_is_stopped(template: str, impatient: None) -> None:

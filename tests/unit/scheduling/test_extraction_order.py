@@ -70,6 +70,7 @@ def endless(
     raise AssertionError(f"{wanted} starves")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
 @pytest.mark.parametrize("num_blocks", [17, 20, 40, 400])
 @pytest.mark.parametrize("chunk", [4, 16, None])

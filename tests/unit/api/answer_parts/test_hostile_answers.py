@@ -57,6 +57,7 @@ def test_every_form_is_among_the_cases() -> None:
     assert MARKS.keys() == TOOL_FORMATS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MARKS)
 def test_no_text_is_read_again_more_than_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     returned = 0

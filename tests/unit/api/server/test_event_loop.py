@@ -184,6 +184,7 @@ async def test_no_answer_keeps_the_event_loop(kind: str, stream: bool, monkeypat
     watch.check()
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_the_store_keeps_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, say("y")) as (client, watch):

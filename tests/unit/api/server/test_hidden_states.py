@@ -201,6 +201,7 @@ async def test_an_array_in_another_order_and_an_empty_one_come_as_they_are():
             np.testing.assert_array_equal(np.frombuffer(data, np.float32).reshape(numbers.shape), numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accept", ["application/json", FILE_TYPE])
 @on_event_loop
 async def test_others_have_their_turn_while_a_large_answer_goes_out(accept):

@@ -42,6 +42,7 @@ SHAPES: dict[str, tuple[int, Any]] = {
 }
 
 
+@pytest.mark.slow  # memory is traced
 @pytest.mark.parametrize("shape", SHAPES)
 @on_event_loop
 async def test_what_is_counted_is_what_is_held(shape: str) -> None:

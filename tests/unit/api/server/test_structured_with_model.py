@@ -188,6 +188,7 @@ async def test_other_requests_are_not_constrained(folder):
 BAD = {"type": "object", "properties": {"a": {"not": {}}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
