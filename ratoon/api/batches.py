@@ -125,7 +125,7 @@ class Batches:
     def extractions(
         self, prompts: Any, params: Any, request_id: Ids, options: dict[str, Any]
     ) -> tuple[list[Prepared], bool]:
-        """And whether it is one alone."""
+        """Prepares extractions, and returns them and whether it is one alone."""
         engine, owner = self._engine, options.get("owner")
         originals, choices = options.pop("original_request_id", None), options.pop("choice", 0)
         if originals is None or prompts is not None:
@@ -227,14 +227,14 @@ def ids_for_each(request_id: Any, count: int, first: int) -> list[str]:
 
 
 def with_index(error: RequestError, index: int, field: str = "prompts") -> RequestError:
-    """The same error, with the index of its prompt."""
+    """Returns the error with the index of its prompt."""
     if error.field == field:
         return type(error)(f"{field}[{index}]", error.problem, error.expected)
     return error.inside(f"{field}[{index}]")
 
 
 def in_conversation(error: RequestError, index: int) -> RequestError:
-    """The same error, with the index of its conversation: `messages[2][0].role`."""
+    """Returns the error with the index of its conversation: `messages[2][0].role`."""
     if not error.field.startswith("messages"):
         return error
     field = f"messages[{index}]" + error.field.removeprefix("messages")

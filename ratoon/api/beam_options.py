@@ -84,7 +84,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those that were given, by name, and `max_tokens` in any case: commands have their own default."""
+    """Returns the options that were given, by name, and `max_tokens` in any case: commands have their own default."""
     found = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return {"max_tokens": args.usual_max_tokens, **found} if "usual_max_tokens" in args else found
 

@@ -15,7 +15,8 @@ from ratoon.engine.base_llm import BaseLLM, Message
 
 
 class ChatTurn:
-    """For an LLM or an AsyncLLM: pass `prompt` and `params(…)` to generate or stream, and the output to `read`.
+    """One turn of a chat with an LLM or an AsyncLLM: pass `prompt` and `params(…)` to generate or stream, and the
+    output to `read`.
 
     `tools`, `tool_choice` and `parallel_tool_calls` are those of OpenAI's protocol, `tool_parser` and
     `reasoning_parser` those of `ratoon serve`; further keywords are variables of the chat template. RequestError and
@@ -48,7 +49,7 @@ class ChatTurn:
         return self._plan.params(self._default_params() if params is None else params, self.prompt["prompt"])
 
     def parser(self) -> AnswerParser:
-        """For a stream: `push` new text, then `finish`; both return parts."""
+        """Returns a parser for a stream: `push` new text, then `finish`; both return parts."""
         return self._plan.parser(self.prompt["prompt"])
 
     def read(self, output: RequestOutput, choice: int = 0) -> WholeAnswer:

@@ -59,7 +59,8 @@ def build_parser(commands: Sequence[ModuleType] = COMMANDS) -> argparse.Argument
 
 
 def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] = COMMANDS) -> argparse.Namespace:
-    """As argparse does, but prompts may follow options, which argparse reports as unknown arguments."""
+    """Parses arguments as argparse does, but prompts may follow options, which argparse reports as unknown
+    arguments."""
     parser = build_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:

@@ -119,7 +119,7 @@ def option_of(name: str) -> str:
 
 
 def shown_default(setting: Setting) -> str | None:
-    """As it is written on the command line; None: there is nothing to show."""
+    """Returns the default as it is written on the command line. None: there is nothing to show."""
     default = setting.default
     if default in (None, (), {}) or isinstance(default, bool):
         return None
@@ -177,7 +177,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 
 def add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """For commands that answer prompts, locally or by a server: the form of the answers, and how they are sampled."""
+    """Adds the options of commands that answer prompts, locally or by a server: the form of the answers, and how they
+    are sampled."""
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     parser.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it comes (one prompt, one choice)"

@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.everyday_help())
 
     def format_usage(self) -> str:
-        """On one line."""
+        """Formats the usage on one line."""
         formatter = self._get_formatter()
         formatter.add_usage(self._short_usage(), [], [])
         return formatter.format_help()
@@ -195,7 +195,7 @@ def _beginning(help: str | None) -> str | None:
 
 
 def _described(action: argparse.Action, help: str | None) -> argparse.Action:
-    """The same option with another description, and without its further long names."""
+    """Returns the option with another description, and without its further long names."""
     if not action.option_strings:
         return action
     long = next((name for name in action.option_strings if name.startswith("--")), None)

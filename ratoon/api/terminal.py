@@ -14,7 +14,8 @@ OTHER_WIDTHS = {"W": 2, "F": 2}  # of characters that take two cells
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """By the conventions of terminals: NO_COLOR set to anything, or TERM=dumb, means no colour."""
+    """Whether a stream is coloured, by the conventions of terminals: NO_COLOR set to anything, or TERM=dumb, means no
+    colour."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -75,7 +75,7 @@ def is_strict(function: Mapping[str, Any]) -> bool:
 
 
 def callable_functions(use: ToolUse) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """Those that may be called, each with the tool's index in the request."""
+    """Yields the functions that may be called, each with the tool's index in the request."""
     for name in use.callable_names:
         index = use.names.index(name)
         yield index, use.tools[index]["function"]

@@ -1,5 +1,5 @@
-"""From the text of an answer to its parts, as it comes or as a whole. For any cut of the text the parts are the same,
-apart from where deltas of one kind are cut."""
+"""Reads the parts of an answer from its text, as it comes or as a whole. For any cut of the text the parts are the
+same, apart from where deltas of one kind are cut."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def parse_whole(parser: AnswerParser, text: str) -> WholeAnswer:
 
 @lru_cache(maxsize=64)
 def choose_answer_format(template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormat:
-    """By the names of parsers, or by what the template contains. ConfigError for an unknown name."""
+    """Chooses the format by the names of parsers, or by what the template contains. ConfigError for an unknown name."""
     return AnswerFormat(
         _reasoning_format(template, reasoning_parser),
         tool_format_of_template(template) if tool_parser == AUTO else _tool_format(tool_parser),

@@ -25,7 +25,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments: JSON text, as the model writes it. Comes after the call's begin."""
+    """A further part of a call's arguments: JSON text, as the model writes it. It comes after the call's begin."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ class ToolCall:
     arguments: str = ""  # JSON text; incomplete if the answer ended by max_tokens
 
     def as_openai(self) -> dict[str, object]:
-        """As an entry of `tool_calls` in a message of OpenAI's protocol."""
+        """Returns the call as an entry of `tool_calls` in a message of OpenAI's protocol."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 

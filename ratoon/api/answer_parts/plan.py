@@ -46,7 +46,7 @@ class AnswerPlan:
         return bool(self.tools.tools) or self.format.reasoning is not None
 
     def parser(self, prompt: str | None) -> AnswerParser:
-        """For one choice. `prompt`: its text, at least the end of it."""
+        """Returns the parser of one choice. `prompt`: its text, at least the end of it."""
         return self.format.parser(
             prompt=prompt,
             tool_names=self.tools.parameters,

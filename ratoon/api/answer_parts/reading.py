@@ -52,7 +52,7 @@ class Source:
         return char
 
     def give_back(self, char: str) -> None:
-        """Only the last character that was read. END stays the end anyway."""
+        """Gives back the last character that was read, and no other. END stays the end anyway."""
         if char != END:
             self._returned.append(char)
             self._recorded.pop()
@@ -100,7 +100,7 @@ def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | Non
 
 
 def until_call(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
-    """The same for marks before calls, of which the text may have any number. In a text that was read again too often
+    """Reads up to a mark before a call, of which the text may have any number. In a text that was read again too often
     no more calls are looked for: the rest is content."""
     if source.is_worn_out:
         emit(source.take_returned())

@@ -23,7 +23,7 @@ def effort_variables(effort: str | None) -> dict[str, Any]:
 
 
 class ReasoningState(enum.Enum):
-    """Of an answer, where it begins."""
+    """The state of an answer where it begins."""
 
     OPEN = "open"  # it is inside of the reasoning
     POSSIBLE = "possible"  # it may begin with the start mark
@@ -48,7 +48,7 @@ class ReasoningFormat:
         return ReasoningState.OPEN if self.opens_by_itself else ReasoningState.POSSIBLE
 
     def state_within(self, text: str) -> ReasoningState:
-        """The same for an answer that continues this text of its own."""
+        """The state of an answer that continues this text of its own."""
         return ReasoningState.OPEN if text.rfind(self.start) > text.rfind(self.end) else ReasoningState.OVER
 
     def read(self, source: Source, sink: PartSink, state: ReasoningState) -> Reading[None]:

@@ -37,7 +37,8 @@ NO_TOOLS = ToolUse()
 def tool_use(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None
 ) -> ToolUse:
-    """From the fields of a request, in OpenAI's form. RequestError names the field that is wrong.
+    """Reads the use of tools from the fields of a request, in OpenAI's form. RequestError names the field that is
+    wrong.
 
     `tool_choice` is none, auto (the default), required, a function, or `allowed_tools`.
     """

@@ -160,7 +160,7 @@ def read_python_calls(source: Source, sink: PartSink, known: Collection[str]) ->
 
 
 def _read_keywords(source: Source, call: CallInProgress) -> Reading[None]:
-    """Up to the closing parenthesis."""
+    """Reads keywords up to the closing parenthesis."""
     separator, char = "{", (yield from skip(source))
     while char != ")":
         source.give_back(char)
@@ -227,7 +227,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _key(node: ast.expr | None) -> str:
-    """Of a dict's entry; `**` has none."""
+    """Returns the key of a dict's entry; `**` has none."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     raise MalformedError

@@ -101,7 +101,7 @@ def check_where(args: argparse.Namespace) -> None:
 
 
 def check_reasoning(args: argparse.Namespace) -> None:
-    """Before a model is loaded."""
+    """Checks the options about reasoning, before a model is loaded."""
     if args.reasoning_effort not in (None, *EFFORTS):
         expected = did_you_mean(args.reasoning_effort, EFFORTS, f"one of {', '.join(EFFORTS)}")
         raise RequestError("--reasoning-effort", f"{args.reasoning_effort!r} is unknown", expected)

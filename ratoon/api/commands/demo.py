@@ -122,7 +122,7 @@ def choose_display() -> Iterator[Display]:
 
 
 class LineDisplay:
-    """In a pipe: a line every few seconds."""
+    """The display in a pipe: a line every few seconds."""
 
     def __init__(self) -> None:
         self._shown_at = 0.0
@@ -134,7 +134,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """On a terminal: the end of every answer as it grows, and one line of progress."""
+    """The display on a terminal: the end of every answer as it grows, and one line of progress."""
 
     def __init__(self, live: Any) -> None:
         self._live = live

@@ -182,7 +182,7 @@ def print_answer(output: RequestOutput, text: str, heading: bool) -> None:
 
 
 def choice_heading(index: int, score: float | None) -> str:
-    """With the score of a text that a beam search found."""
+    """The heading of a choice, with the score of a text that a beam search found."""
     return f"--- choice {index}" if score is None else f"--- choice {index}, score {score:.4f}"
 
 

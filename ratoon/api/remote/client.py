@@ -286,9 +286,9 @@ class RemoteClient:
         receive: ReceiveTimed,
         decode: Callable[[bytes], Chunk] = decode_chunk,
     ) -> float:
-        """The same, to measure it: `receive` also gets the time at which chunks came, and is called when the answer has
-        ended or broken off. While it runs, nothing is done but to note times. The time of its end; all times are of
-        time.perf_counter."""
+        """Streams an answer to measure it: `receive` also gets the time at which chunks came, and is called when the
+        answer has ended or broken off. While it runs, nothing is done but to note times. Returns the time of its end;
+        all times are of time.perf_counter."""
         from ratoon.api.remote.connections import TimedAnswer
 
         answer, reader = TimedAnswer(), ChunkReader(self.url, decode)

@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """To one server. A connection that became idle a moment ago is used again."""
+    """The connections to one server. A connection that became idle a moment ago is used again."""
 
     def __init__(self, url: str, headers: dict[str, str], connect_seconds: float, keep_alive_seconds: float) -> None:
         parts = urllib.parse.urlsplit(url)

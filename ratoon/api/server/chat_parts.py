@@ -27,7 +27,8 @@ class ChoiceReader:
         return parts
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
-        """As the client is told. An answer that max_tokens ended may have an incomplete call, and says so."""
+        """The finish reason as the client is told. An answer that max_tokens ended may have an incomplete call, and
+        says so."""
         return TOOL_CALLS if self._has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
 

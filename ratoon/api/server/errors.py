@@ -87,7 +87,7 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
 
 
 def request_not_found(request_id: str, param: str) -> ApiError:
-    """The same for an unknown id, an evicted one, and one of another key."""
+    """The error for an unknown id, an evicted one, and one of another key, which are not told apart."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
     message = f"{param}: there is no request {shown!r}; expected the id of one that has ended"
     return ApiError(404, message, param=param, code="request_not_found")

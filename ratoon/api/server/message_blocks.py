@@ -16,7 +16,7 @@ Block = dict[str, Any]
 
 
 def chat_messages(system: str | list[Block] | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """As chat templates expect them. ApiError names the first block that is wrong."""
+    """Returns messages as chat templates expect them. ApiError names the first block that is wrong."""
     made: list[dict[str, Any]] = []
     if system is not None:
         made.append({"role": "system", "content": _join("system", system)})

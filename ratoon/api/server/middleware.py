@@ -218,7 +218,7 @@ def is_admin_path(path: str) -> bool:
 
 
 def _sent_key(scope: Scope) -> bytes | None:
-    """From the header of OpenAI's clients, or that of Anthropic's."""
+    """Returns the key from the header of OpenAI's clients, or from that of Anthropic's."""
     value = header(scope, b"authorization")
     if value is None:
         return header(scope, b"x-api-key")
@@ -253,7 +253,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class RefuseWhileDraining:
-    """At shutdown, running requests continue, and new ones get a 503."""
+    """Refuses requests at shutdown: running ones continue, and new ones get a 503."""
 
     def __init__(self, app: AsgiApp, is_draining: Callable[[], bool]) -> None:
         self._app = app

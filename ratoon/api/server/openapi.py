@@ -122,7 +122,7 @@ def body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
 
 
 def form(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
-    """The same for a form with files, which the example leaves out."""
+    """Describes a form with files, which the example leaves out."""
     return _request_body("multipart/form-data", model, example)
 
 
@@ -139,5 +139,5 @@ def _event(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """With its definitions inside; the document's builder moves them."""
+    """Returns a model's schema with its definitions inside; the document's builder moves them."""
     return model.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -168,7 +168,8 @@ async def read_form(request: Request, model: type[Model]) -> Model:
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
-    """By name: files as bytes, other values as text, or as a list of texts where the name ends with []."""
+    """Returns a form's values by name: files as bytes, other values as text, or as a list of texts where the name ends
+    with []."""
     form = _Form()
     config = {"MAX_MEMORY_FILE_SIZE": float("inf"), "UPLOAD_ERROR_ON_BAD_CTE": True}
     try:

@@ -58,7 +58,7 @@ NO_ITEMS = store_items(())
 
 
 def find_items(ids: Iterable[str], stored: Sequence[StoredItems]) -> dict[str, FoundItem]:
-    """Those of the items with these ids that are stored. The first that has an id counts. Each piece is decoded at most
+    """Finds the items with these ids that are stored. The first that has an id counts. Each piece is decoded at most
     once, and only if one of the items is in it."""
     missing, found = set(ids), {}
     for items in stored:

@@ -68,8 +68,8 @@ def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def answer_segments(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Transcript:
-    """Of an answer's tokens. A special token at the end is a segment of its own: templates may end a turn in another
-    way."""
+    """Returns the segments of an answer's tokens. A special token at the end is a segment of its own: templates may end
+    a turn in another way."""
     end = len(token_ids)
     if end and token_ids[-1] in tokenizer.special_token_ids:
         end -= 1

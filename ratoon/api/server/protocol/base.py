@@ -44,7 +44,7 @@ class RequestModel(BaseModel):
     @classmethod
     @cache
     def body_fields(cls) -> Mapping[str, FieldInfo]:
-        """By the names in a body."""
+        """The fields by their names in a body."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
@@ -56,7 +56,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def is_harmless(cls, name: str, value: Any) -> bool:
-        """By type as well: true equals 1."""
+        """Whether a value is one of the harmless ones, by type as well: true equals 1."""
         harmless = (None, False, "", *cls.HARMLESS.get(name, ()))
         return any(type(value) is type(one) and value == one for one in harmless)
 
@@ -259,7 +259,8 @@ class FoundChoice(AnswerModel):
 
 
 class FoundChunkChoice(FoundChoice):
-    """The same in a stream, where the figures are those of the best text so far until the choice has ended."""
+    """A choice of a beam search in a stream, whose figures are those of the best text so far until the choice has
+    ended."""
 
     best_so_far: str | None = Field(None, description="During the search: the whole best text so far")
 

@@ -102,7 +102,7 @@ class Tool(BaseModel):
 
 
 def template_variables(reasoning_effort: str | None, further: dict[str, Any] | None) -> dict[str, Any]:
-    """Of a chat template: the effort, and the switches that templates have for reasoning."""
+    """The variables of a chat template: the effort, and the switches that templates have for reasoning."""
     return {**effort_variables(reasoning_effort), **(further or {})}
 
 

@@ -125,7 +125,7 @@ ReturnHiddenStates = Annotated[
 
 
 class HiddenStatesRequest(HiddenStatesFields):
-    """For a prompt, or for a finished request."""
+    """A request for the hidden states of a prompt, or of a finished request."""
 
     model: ModelName
     prompt: Prompt | None = Field(None, description="Text or token ids; needed unless there is original_request_id")
@@ -164,7 +164,7 @@ class HiddenStatesAnswer(HiddenStatesContent):
 
 
 class HiddenStatesFailure(AnswerModel):
-    """In place of states that could not be read. The text beside it is complete."""
+    """Stands in place of states that could not be read. The text beside it is complete."""
 
     error: ErrorDetail
 

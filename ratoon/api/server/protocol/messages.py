@@ -50,7 +50,7 @@ class CustomTool(BaseModel):
     input_schema: dict[str, Any]
 
     def as_chat_tool(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns the tool as chat templates expect it."""
         named = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
 

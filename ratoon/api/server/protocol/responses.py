@@ -99,7 +99,7 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
     def as_chat_tool(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns the tool as chat templates expect it."""
         named = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
 

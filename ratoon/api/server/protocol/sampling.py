@@ -61,7 +61,7 @@ class BeamFields(StructuredFields):
     early_stopping: EarlyStopping = Field(None, description="true: stop with the first beam_width finished texts")
 
     def refuse_companions(self) -> None:
-        """If there is no search."""
+        """Refuses options of a beam search where there is none."""
         name = find_companion(self._value)
         if name is not None:
             raise RequestError(name, "has no meaning without use_beam_search", "set that to true, or leave it out")

@@ -88,7 +88,7 @@ class _Asked:
     names: Mapping[str, str]
 
     def verify_one(self) -> None:
-        """That exactly one field says what to match, in the body's names."""
+        """Checks that exactly one field says what to match, in the body's names."""
         given = [self.name_of(kind) for kind in KINDS if self.values.get(kind) is not None]
         if len(given) > 1:
             raise RequestError(given[1], f"contradicts {given[0]}", "leave one of them out")
