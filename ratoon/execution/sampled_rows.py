@@ -217,7 +217,7 @@ def _put_masked(tokens: Tokens, ids: list[str], masks: MasksOfStep, output: Mode
     masks.filling.result()
     complete: set[str] = set()
     for place in tokens.bad_rows:
-        grammar = masks.grammars.get(place)
+        grammar = masks.grammar_of(place)
         if grammar is None or grammar.mask().any():
             continue
         if grammar.problem is None and grammar.is_complete:

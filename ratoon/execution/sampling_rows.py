@@ -80,13 +80,22 @@ class UnreadTokens(NamedTuple):
 class MasksOfStep:
     """The grammars whose masks are filled while a step's forward pass runs."""
 
-    __slots__ = ("filling", "grammars", "places", "slots")
+    __slots__ = ("batch", "filling", "others", "places", "slots")
 
     def __init__(self, places: np.ndarray, slots: np.ndarray) -> None:
         self.places = places  # [N] of the step's sampled rows that have one
         self.slots = slots  # [N] of these
-        self.grammars: dict[int, Grammar] = {}  # by place, once they are filled
         self.filling: Filling | None = None
+        # Once they are filled:
+        self.batch: tuple[GrammarBatch, np.ndarray] | None = None  # with the rows of the batch
+        self.others: dict[int, Grammar] = {}  # by row: those that can't go on
+
+    def grammar_of(self, row: int) -> Grammar | None:
+        if row in self.others or self.batch is None:
+            return self.others.get(row)
+        batch, rows = self.batch
+        places = np.flatnonzero(rows == row)
+        return batch.grammars[places[0]] if len(places) else None
 
 
 MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
@@ -287,7 +296,7 @@ class SamplingRows:
         with_rules = (needs & (Needs.EDITS | Needs.TOKENS)) != 0
         if not (needs[with_rules] & Needs.ONLY_MASK).all():
             return False
-        if self._batch is not None and np.array_equal(self._batch_slots, slots[with_rules]):
+        if self._batch is not None and np.array_equal(self._batch_slots, np.sort(slots[with_rules])):
             return True
         if not all((self.needs[unread.slots] & Needs.ONLY_MASK).all() for unread in self._unread):
             return False
@@ -321,63 +330,70 @@ class SamplingRows:
     ) -> None:
         if before is not None:
             before.wait()  # the device has read the table
-        token_ids = self._tokens_of_batch(masks, unread)
+        order = masks.slots.argsort()  # of a batch: that of rows in a step may change
+        slots, rows = masks.slots[order], masks.places[order]
+        token_ids = self._tokens_of_batch(slots, unread)
         if token_ids is None:
-            self._begin_batch(masks, unread, library, table)
+            slots, rows = self._begin_batch(slots, rows, unread, library, table, masks)
         batch = self._batch
         assert batch is not None
-        masks.grammars |= batch.by_row
-        stuck = batch.match(token_ids, table)
-        for row in stuck:
-            (slot,) = masks.slots[masks.places == row].tolist()
-            rule = masks.grammars[row] = batch.by_row[row].stuck()
-            self.rules[slot] = self.active_rules[slot] = RowRules((rule,))
+        masks.batch = (batch, rows)
+        stuck = batch.match(token_ids, table, rows)
+        for place in stuck:
+            rule = masks.others[int(rows[place])] = batch.grammars[place].stuck()
+            self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((rule,))
         if stuck or batch.is_doubted:
             self._end_batch()
 
-    def _tokens_of_batch(self, masks: MasksOfStep, unread: list[UnreadTokens]) -> np.ndarray | None:
-        """Wait for the tokens by which all grammars of the batch go on. None: there is no batch of this step's rows, or
-        one of them does not."""
+    def _tokens_of_batch(self, slots: np.ndarray, unread: list[UnreadTokens]) -> np.ndarray | None:
+        """Wait for the tokens by which all grammars of the batch go on. None: there is no batch of these slots, or one
+        of them does not."""
         batch = self._batch
-        if batch is None or len(unread) != 1:
+        if batch is None or len(unread) != 1 or not np.array_equal(self._batch_slots, slots):
             return None
-        tokens, places, slots, incarnations = unread[0]
-        is_same = np.array_equal(self._batch_slots, masks.slots) and np.array_equal(slots, masks.slots)
-        if not is_same or not np.array_equal(list(batch.by_row), masks.places):
-            return None
-        if (self.incarnations[slots] != incarnations).any():
+        tokens, places, slots_of_tokens, incarnations = unread[0]
+        order = slots_of_tokens.argsort()
+        if not np.array_equal(slots_of_tokens[order], slots) or (self.incarnations[slots] != incarnations[order]).any():
             return None
         tokens.wait()
-        token_ids = tokens.to_numpy()[places]
+        token_ids = tokens.to_numpy()[places[order]]
         return None if tokens.bad_rows or batch.has_end(token_ids) else token_ids
 
     def _begin_batch(
-        self, masks: MasksOfStep, unread: list[UnreadTokens], library: GrammarLibrary, table: np.ndarray
-    ) -> None:
-        """Let each grammar read its token, and make a batch of those of this step that can go on."""
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        unread: list[UnreadTokens],
+        library: GrammarLibrary,
+        table: np.ndarray,
+        masks: MasksOfStep,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Let each grammar read its token, and make a batch of those of these slots that can go on. Returns these, and
+        their rows."""
         self._end_batch()
-        for tokens, places, slots, incarnations in unread:
+        for tokens, places, slots_of_tokens, incarnations in unread:
             tokens.wait()
             token_ids, bad = tokens.to_numpy()[places].tolist(), set(tokens.bad_rows)
-            is_same = (self.incarnations[slots] == incarnations).tolist()
-            for place, slot, token_id, same in zip(places.tolist(), slots.tolist(), token_ids, is_same):
+            is_same = (self.incarnations[slots_of_tokens] == incarnations).tolist()
+            for place, slot, token_id, same in zip(places.tolist(), slots_of_tokens.tolist(), token_ids, is_same):
                 if same:
                     rules = NO_RULES if place in bad else self.rules[slot].after(token_id)
                     self.rules[slot] = self.active_rules[slot] = rules
-        found: dict[int, Grammar] = {}
-        slots_of_batch = []
-        for place, slot in zip(masks.places.tolist(), masks.slots.tolist()):
+        found: list[Grammar] = []
+        is_found = np.zeros(len(slots), bool)
+        for place, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
             if not self.rules[slot]:  # the text has ended, and any token will do
-                table[place] = -1
+                table[row] = -1
                 continue
-            grammar = masks.grammars[place] = cast("Grammar", self.rules[slot][0])
+            grammar = cast("Grammar", self.rules[slot][0])
             if type(grammar) is Grammar and grammar.problem is None:
-                found[place] = grammar
-                slots_of_batch.append(slot)
+                found.append(grammar)
+                is_found[place] = True
             else:
-                table[place] = 0
-        self._batch = GrammarBatch(list(found.values()), list(found), library)
-        self._batch_slots = np.array(slots_of_batch, np.int64)
+                masks.others[row] = grammar
+                table[row] = 0
+        self._batch, self._batch_slots = GrammarBatch(found, library), slots[is_found]
+        return slots[is_found], rows[is_found]
 
     def _end_batch(self) -> None:
         if self._batch is not None:

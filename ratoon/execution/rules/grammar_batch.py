@@ -18,13 +18,11 @@ from ratoon.execution.rules.mask_filler import SECONDS_OF_EACH, SECONDS_OF_MANY
 
 class GrammarBatch:
     """Rules of trusted grammars, each the only one of its text, and none with a problem. They move on themselves and
-    keep no masks; until `settle` they do not know how far they are. `rows`: of the table that masks are written to."""
+    keep no masks; until `settle` they do not know how far they are."""
 
-    def __init__(self, grammars: Sequence[Grammar], rows: Sequence[int], library: GrammarLibrary) -> None:
-        self.by_row = dict(zip(rows, grammars))
-        self._grammars = list(grammars)
+    def __init__(self, grammars: Sequence[Grammar], library: GrammarLibrary) -> None:
+        self.grammars = list(grammars)
         self._states = [grammar.newest_state() for grammar in grammars]
-        self._rows = np.array(rows, np.int64)
         self._library = library
         self._num_moved = 0
         self.is_doubted = False  # a step took long: its grammars are to be measured again
@@ -39,27 +37,27 @@ class GrammarBatch:
         """Whether one of these tokens ends a text, or may."""
         return bool(np.isin(token_ids, self._end_ids).any())
 
-    def match(self, token_ids: np.ndarray | None, table: np.ndarray) -> list[int]:
-        """Go on by one token each, none of which ends its text, and write the masks to the table [R, W] int32. None:
-        the masks alone. Returns the rows whose texts can't go on: their masks are empty, and they are no longer to be
-        used."""
+    def match(self, token_ids: np.ndarray | None, table: np.ndarray, rows: np.ndarray) -> list[int]:
+        """Go on by one token each, none of which ends its text, and write the masks to these rows of a table [R, W]
+        int32. None: the masks alone. Returns the places of texts that can't go on: their masks are empty, and they are
+        no longer to be used."""
         start = time.perf_counter()
         tokens = np.full(len(self._states), -1) if token_ids is None else token_ids
-        found = self._library.match(self._states, tokens, table, self._rows)
+        found = self._library.match(self._states, tokens, table, rows)
         for ends, places in self._places_of_ends.items():
-            ends.set_in_rows(table, self._rows[places], (found[places] & Match.ACCEPTING) != 0)
+            ends.set_in_rows(table, rows[places], (found[places] & Match.ACCEPTING) != 0)
         if token_ids is not None:
             self._num_moved += 1
         if time.perf_counter() - start > SECONDS_OF_MANY + SECONDS_OF_EACH * len(self._states):
             self.is_doubted = True
-            for grammar in self._grammars:
+            for grammar in self.grammars:
                 grammar.cost.doubt()
-        stuck = self._rows[(found & (Match.REFUSED | Match.FAILED)) != 0]
-        table[stuck] = 0
+        stuck = np.flatnonzero(found & (Match.REFUSED | Match.FAILED))
+        table[rows[stuck]] = 0
         return stuck.tolist()
 
     def settle(self) -> None:
         """Tell the rules how far they are."""
-        for grammar in self._grammars if self._num_moved else ():
+        for grammar in self.grammars if self._num_moved else ():
             grammar.note_moved(self._num_moved)
         self._num_moved = 0

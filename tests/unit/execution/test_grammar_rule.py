@@ -254,12 +254,12 @@ def test_grammars_that_match_together_are_those_of_each() -> None:
     texts = ['{"a":12,"b":[true,false]}', '{"a":7,"b":[', '{"a":0,"b":[true]}']
     alone = [rules_for(json_schema=json.dumps(SCHEMA)) for _ in texts]
     moving: list[Any] = [rules_for(json_schema=json.dumps(SCHEMA))[0] for _ in texts]
-    rows = [5, 1, 3]
+    rows = np.array([5, 1, 3])
     table = np.zeros((6, library.num_words), np.int32)
-    batch = GrammarBatch(moving, rows, library)
+    batch = GrammarBatch(moving, library)
     for tokens in [None, *zip(*map(tokens_of, texts))]:
         alone = alone if tokens is None else [rules.after(token) for rules, token in zip(alone, tokens)]
-        assert batch.match(None if tokens is None else np.array(tokens), table) == []
+        assert batch.match(None if tokens is None else np.array(tokens), table, rows) == []
         for row, rules in zip(rows, alone):
             words = rules[0].mask()  # type: ignore[attr-defined]
             if not rules[0].forced_tokens():  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def test_grammars_that_match_together_are_those_of_each() -> None:
     moves = [np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0] for words in table[rows]]
     assert batch.has_end(np.array([5, end_token()])) and not batch.has_end(np.array(moves))
     moves[2] = library.vocab_size - 1
-    assert batch.match(np.array(moves), table) == [3] and not table[3].any() and table[5].any()
+    assert batch.match(np.array(moves), table, rows) == [2] and not table[3].any() and table[5].any()
     assert moving[2].stuck().problem
 
 
