@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
 MATRICES_TO_LOOK_AT = 4
-MATCHING_THREADS = 8  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
+MATCHING_THREADS = 6  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
 # Compute capabilities
 OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
 OLDEST_WITH_FP8 = (8, 9)

@@ -8,6 +8,7 @@ plans or launches steps waits for a grammar. Where a stream can't wait for memor
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -20,6 +21,9 @@ from ratoon.execution.cuda_driver import load_library
 
 Fill = Callable[[np.ndarray], None]
 
+# The device waits for the thread of the masks, which must not wait for long until another thread of this interpreter
+# lets it go on: Python's own interval is five steps of a small model.
+SWITCH_SECONDS = 0.0002
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference is not negative, so that numbers may wrap around
 
 
@@ -86,6 +90,7 @@ class MaskColumn:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="masks", daemon=True)
             self._thread.start()
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._queue.put(filling)
         self._wait_for_memory(self._filled_address, self._number)
         return filling
