@@ -1,7 +1,8 @@
 """One API key beside another: how long a short request of one key takes while another key has the engine busy.
 
 For each load of key A: the time of B's request, the gap between two of its tokens, and both as a multiple of what they
-are on an idle server. B asks again and again while the load lasts; the median and the longest count.
+are on an idle server. B asks again and again while the load lasts; the medians are to be at most four times the idle
+time, and twice the idle gap.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 MODEL = "smollm2-135m"
 BUSY_KEY, SHORT_KEY = "attack-key-a", "attack-key-b"
+OPTIONS = ("--api-key", BUSY_KEY, "--api-key", SHORT_KEY)  # of the server
+MOST_TIME, MOST_GAP = 4.0, 2.0  # of B beside a load, as multiples of the idle ones
 SHORT_TOKENS = 8
 NUM_IDLE, MAX_BESIDE = 20, 40
 SECONDS_TO_SETTLE = 60.0

@@ -1,8 +1,8 @@
 """Sockets and connections, below HTTP: where the server listens, how connections are accepted, and their limits.
 
 The socket is bound before the model is loaded, so that a conflict is reported immediately. Connections are uvicorn's
-with httptools, extended by limits: on the size of a request's head and the time it takes, on how long a client may
-leave an answer unread, and on what is read of pipelined requests before their turn. Pipelined requests are cancelled
+with httptools, extended by limits: on their number (connection_limit.py), on the size of a request's head and the time
+it takes, on how long a client may leave an answer unread, and on what is read of pipelined requests before their turn. Pipelined requests are cancelled
 when the client disconnects, and a client that has closed its own side of the connection still gets its answers.
 uvicorn has no hooks for these: BoundedHttpProtocol and HttpServer override methods that its next versions may change,
 so pyproject.toml bounds it.
@@ -24,6 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ratoon.api.server.connection_limit import ConnectionLimit
 from ratoon.api.server.exchange import BODY_WRITER
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError
@@ -213,6 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None  # runs while a head is incomplete
         self._cycles: list[RequestResponseCycle] = []  # several, if the client pipelines requests
+        self.limit: ConnectionLimit | None = None
         self.write_seconds = WRITE_SECONDS
         self._write_timer: asyncio.TimerHandle | None = None  # runs while the client has unread data
         self._half_closed = False  # the client sends no more
@@ -222,8 +224,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = HeldFlow(transport)
         self._begin_head()
+        if self.limit is not None:
+            self.limit.open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.limit is not None:
+            self.limit.close(self)
         self._end_head()
         self._end_write()
         if self._probe_timer is not None:
@@ -288,6 +294,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._held and not self.transport.is_closing():
             self._parse_held()
             self.flow.resume_reading()
+        if self.limit is not None and not self._unanswered():
+            self.limit.end(self)
         self._close_behind_last_answer()
 
     def _begin_write(self) -> None:
@@ -307,6 +315,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        if self.limit is not None:
+            self.limit.begin(self)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
@@ -362,6 +372,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    # What the limit on connections asks for
+
+    def close_idle(self) -> None:
+        self._end_head()
+        self.transport.close()
+
+    def refuse_new(self) -> None:
+        self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+
     def _refuse(self, status: bytes) -> None:
         self._end_head()
         if not self.transport.is_closing():
@@ -375,6 +394,7 @@ class HttpServer(uvicorn.Server):
 
     _acceptor: Acceptor | None = None
     write_timeout: float | None = None  # seconds
+    connection_limit: ConnectionLimit | None = None
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -388,11 +408,12 @@ class HttpServer(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = make(
+        protocol: BoundedHttpProtocol = make(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
+        protocol.limit = self.connection_limit
         if self.write_timeout is not None:
-            protocol.write_seconds = self.write_timeout  # type: ignore[attr-defined]
+            protocol.write_seconds = self.write_timeout
         return protocol
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ratoon.api.server.app import build_app
+from ratoon.api.server.connection_limit import ConnectionLimit, allow_descriptors
 from ratoon.api.server.connections import BoundedHttpProtocol, HttpServer, is_local, release
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.middleware import AllowedHosts
@@ -106,6 +107,7 @@ class ServerRunner:
     async def _serve(self, on_ready: Callable[[], None]) -> int:
         server = HttpServer(self._http_config())
         server.write_timeout = self._context.settings.write_timeout
+        server.connection_limit = self._connection_limit()
         serving = asyncio.create_task(server.serve([self._bound]))
         dead = asyncio.create_task(self._engine_dead())
         try:
@@ -127,6 +129,17 @@ class ServerRunner:
             server.should_exit = True
             server.force_exit = self._signalled_again.is_set()
             await serving
+
+    def _connection_limit(self) -> ConnectionLimit:
+        asked = self._context.settings.max_connections
+        allowed = allow_descriptors(asked)
+        if allowed < asked:
+            logger.warning(
+                "the system's limit on open files leaves room for %d connections, not for %d (--max-connections)",
+                allowed,
+                asked,
+            )
+        return ConnectionLimit(allowed)
 
     async def _drain(self) -> int:
         """The engine waits for its requests and aborts the rest; their clients get the last outputs."""

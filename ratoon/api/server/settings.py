@@ -87,6 +87,9 @@ class ServerSettings:
         number(lambda value: 0 < value < float("inf"), "seconds, more than 0"),
         group="limits",
     )
+    max_connections: int = setting(
+        8192, "open connections; beyond, those that have been idle longest are closed", at_least(1), group="limits"
+    )
     max_batch: int = setting(256, "prompts in a request", at_least(1), group="limits")
     max_request_tokens: int = setting(2**20, "prompts × n × max_tokens of a request", at_least(1), group="limits")
     max_queue: int = setting(4096, "unfinished prompts, of all requests together", at_least(1), group="limits")
