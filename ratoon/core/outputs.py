@@ -81,7 +81,7 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]  # token id → Logprob
 SampleLogprobs = list[TokenLogprobs]
-PromptLogprobs = list[TokenLogprobs | None]  # the first prompt token has none
+PromptLogprobs = Sequence[TokenLogprobs | None]  # the first prompt token has none
 
 
 @dataclass(slots=True)

@@ -2,10 +2,10 @@
 
 The socket is bound before the model is loaded, so that a conflict is reported immediately. Connections are uvicorn's
 with httptools, extended by limits: on their number (connection_limit.py), on the size of a request's head and the time
-it takes, on how long a client may leave an answer unread, and on what is read of pipelined requests before their turn. Pipelined requests are cancelled
-when the client disconnects, and a client that has closed its own side of the connection still gets its answers.
-uvicorn has no hooks for these: BoundedHttpProtocol and HttpServer override methods that its next versions may change,
-so pyproject.toml bounds it.
+it takes, on how long a client may leave an answer unread, and on what is read of pipelined requests before their turn.
+Pipelined requests are cancelled when the client disconnects, and a client that has closed its own side of the
+connection still gets its answers. uvicorn has no hooks for these: BoundedHttpProtocol and HttpServer override methods
+that its next versions may change, so pyproject.toml bounds it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import as_api_error, generation_failed
 from ratoon.api.server.exchange import BodyWriter, exchange_of
 from ratoon.api.server.generation import Batch, collect, stream
-from ratoon.api.server.prompts import EncodedPrompt, off_loop
+from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.api.server.responses import (
     Base64,
@@ -32,12 +32,13 @@ from ratoon.api.server.responses import (
     EventTemplate,
     event,
     event_parts,
-    json_response,
-    large_json_response,
+    large_binary_response,
+    large_response,
     slices,
 )
+from ratoon.api.server.threads import LONG_TEXT, off_loop
 from ratoon.core.outputs import CompletionOutput, HiddenStatesOutput, RequestOutput
-from ratoon.core.params import BeamSearchParams
+from ratoon.core.params import BeamSearchParams, SamplingParams
 
 
 class SearchProgress:
@@ -125,6 +126,7 @@ class Renderer(ABC):
         self.counter = UsageCounter(batch.prompts)
         self.num_choices = asked.num_choices()
         self.return_token_ids = bool(asked.return_token_ids)
+        self.has_logprobs = batch.params.logprobs is not None if isinstance(batch.params, SamplingParams) else False
         options = asked.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
@@ -236,10 +238,9 @@ class Renderer(ABC):
 
 async def answer_whole(request: Request, renderer: Renderer) -> Response:
     outputs = await collect(renderer.context, renderer.batch)
-    if any(output.hidden_states is not None for output in outputs):
-        return large_json_response(request, await off_loop(answer_size(outputs), lambda: renderer.whole(outputs)))
-    body = await off_loop(answer_size(outputs), lambda: msgspec.json.encode(renderer.whole(outputs)))
-    return json_response(request, msgspec.Raw(body))
+    has_states = any(output.hidden_states is not None for output in outputs)
+    respond = large_binary_response if has_states else large_response
+    return await respond(request, answer_size(outputs), lambda: renderer.whole(outputs))
 
 
 def answer_size(outputs: Sequence[RequestOutput]) -> int:
@@ -273,8 +274,8 @@ async def answer_stream(request: Request, renderer: Renderer) -> Response:
 
 def _write(writer: BodyWriter, renderer: Renderer, output: RequestOutput) -> bool:
     """Send the events of an output for which the stream's task waits, without waking it. False: its task must do it,
-    because the response has not begun, or has to wait for the client."""
-    if not writer.is_ready:
+    because the response has not begun, or has to wait for the client, or because it takes long."""
+    if not writer.is_ready or (renderer.has_logprobs and answer_size([output]) >= LONG_TEXT):
         return False
     if body := renderer.events(0, output):
         writer.write(body)
@@ -291,7 +292,7 @@ async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
                 for piece in slices(part for chunk in chunks for part in event_parts(chunk)):
                     yield piece
                     await asyncio.sleep(0)
-            elif body := renderer.events(index, output):
+            elif body := await off_loop(answer_size([output]), partial(renderer.events, index, output)):
                 yield body
     if renderer.include_usage:
         yield event(renderer.usage_chunk())

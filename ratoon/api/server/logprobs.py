@@ -1,5 +1,8 @@
 """Log-probabilities in the protocol's three forms: the completions' lists, the chat's objects, and the prompt's.
 
+What belongs to one token is encoded by itself: a long answer has hundreds of thousands of entries, whose objects take
+several times as much memory as their JSON, and a response repeats them in several events.
+
 Tokens appear in them as text and as bytes. A token may be part of a character: then its bytes are found in the
 vocabulary, if that uses one of the two usual encodings of bytes.
 """
@@ -12,6 +15,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from ratoon.api.server.responses import encoded
 from ratoon.core.outputs import Logprob, PromptLogprobs, SampleLogprobs, TokenLogprobs
 from ratoon.models.token_bound import byte_level_alphabet
 
@@ -83,7 +89,7 @@ class CompletionLogprobsBuilder:
             tokens.append(text)
             offsets.append(self._place(raw if shown else b""))
             token_logprobs.append(None if position is None else _finite(position[token_id]))
-            top_logprobs.append(None if position is None else self._by_text(position))
+            top_logprobs.append(None if position is None else encoded(self._by_text(position)))
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -112,20 +118,24 @@ class CompletionLogprobsBuilder:
 
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], logprobs: SampleLogprobs, num_top: int
-) -> dict[str, list[Any]]:
+) -> list[msgspec.Raw]:
+    """The entries of the tokens."""
     content = []
     for token_id, position in zip(token_ids, logprobs):
         entry = _chat_entry(texts, token_id, position[token_id])
         ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
         top = [item for item in ranked if item[1].rank is not None and item[1].rank <= num_top][:num_top]
         entry["top_logprobs"] = [_chat_entry(texts, *item) for item in top]
-        content.append(entry)
-    return {"content": content}
+        content.append(encoded(entry))
+    return content
 
 
-def prompt_logprobs(logprobs: PromptLogprobs) -> list[TokenLogprobs | None]:
-    """By token id. Entries are encoded as they are: a long prompt has hundreds of thousands."""
-    return [position if position is None or _is_finite(position) else _bounded(position) for position in logprobs]
+def prompt_logprobs(logprobs: PromptLogprobs) -> list[msgspec.Raw | None]:
+    """By token id."""
+    return [
+        None if position is None else encoded(position if _is_finite(position) else _bounded(position))
+        for position in logprobs
+    ]
 
 
 def _is_finite(position: TokenLogprobs) -> bool:

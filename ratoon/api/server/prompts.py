@@ -7,20 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 from ratoon.api.answer_parts.tool_use import ToolUse
+from ratoon.api.server import threads
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
 from ratoon.api.server.protocol.chat import ChatCompletionRequest, Message
-from ratoon.api.server.threads import Lane, WorkLanes
+from ratoon.api.server.threads import Lane, WorkLanes, off_loop
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate
 from ratoon.models.template_process import MAX_PROCESSES
 
-T = TypeVar("T")
-
-LONG_TEXT = 2048  # characters: a shorter text is tokenised faster than a thread starts
 MAX_COUNTED = 4 * 2**20  # characters: limit for a text that is only counted, and is too long for a prompt
 # Template variables that have their own field in the request, or must not be set.
 RESERVED_VARIABLES = (
@@ -29,7 +27,6 @@ RESERVED_VARIABLES = (
 )  # fmt: skip
 MESSAGES_FIELD = re.compile(r"messages(?:\[(\d+)\])?")
 
-_lanes = WorkLanes("tokenize", LONG_TEXT)
 # Requests' own templates wait for a child process (models/template_process.py) in threads that only they use.
 _template_lane = WorkLanes("template", 0, (Lane(math.inf, MAX_PROCESSES),))
 
@@ -239,7 +236,7 @@ async def render_messages(
         if name in RESERVED_VARIABLES:
             problem = "can't be set here"
             raise refused(f"chat_template_kwargs.{name}", problem, "use the request's own fields")
-    lanes = _template_lane if template else _lanes
+    lanes = _template_lane if template else threads.lanes
     if not template and context.settings.chat_template is not None:
         template = TrustedTemplate(context.settings.chat_template)
     if not template and not context.llm.has_chat_template:
@@ -260,11 +257,6 @@ async def render_messages(
         return await lanes.run(size, render)
     except RecursionError:
         raise refused(param, "are nested too deeply for the chat template") from None
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run short work directly, else in a thread."""
-    return await _lanes.run(size, work)
 
 
 def _of_the_request(error: RequestError, param: str, num_earlier: int) -> RequestError:

@@ -55,7 +55,7 @@ class _OpenItem:
         self.id = new_id(self.prefix)
         self._writer = writer
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []  # of all its tokens, if they were asked for
+        self._logprobs: list[msgspec.Raw] = []  # of all its tokens, if they were asked for
         self._place = {"output_index": len(output)}
         self._output = output
         output.append(self.item(None, "in_progress"))
@@ -70,7 +70,7 @@ class _OpenItem:
     def _where(self) -> dict[str, Any]:
         return {"item_id": self.id, **self._place}
 
-    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+    def add(self, text: str, logprobs: Sequence[msgspec.Raw] = ()) -> None:
         self._pieces.append(text)
         self._logprobs += logprobs
         self._writer.write(self.delta_event, delta=text, **self._where, **self.extra(logprobs))
@@ -95,7 +95,7 @@ class _OpenItem:
 
     def end(self, text: str) -> None: ...
 
-    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extra(self, logprobs: Sequence[msgspec.Raw]) -> dict[str, Any]:
         return {}
 
 
@@ -113,7 +113,7 @@ class _OpenText(_OpenItem):
     def end(self, text: str) -> None:
         self._writer.write("response.content_part.done", part=self.part(text), **self._where, **self.content_index)
 
-    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extra(self, logprobs: Sequence[msgspec.Raw]) -> dict[str, Any]:
         return self.content_index
 
 
@@ -127,7 +127,7 @@ class _OpenMessage(_OpenText):
     def part(self, text: str) -> dict[str, Any]:
         return response_items.output_text(text, self._logprobs)
 
-    def extra(self, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def extra(self, logprobs: Sequence[msgspec.Raw]) -> dict[str, Any]:
         return {**self.content_index, "logprobs": list(logprobs)}
 
 
@@ -167,7 +167,7 @@ class OutputBuilder:
     def is_reasoning(self) -> bool:
         return self._open is not None and self._open.kind == "reasoning"
 
-    def push(self, parts: Sequence[Part], logprobs: Sequence[Sequence[dict[str, Any]]] = ()) -> None:
+    def push(self, parts: Sequence[Part], logprobs: Sequence[Sequence[msgspec.Raw]] = ()) -> None:
         """`logprobs`: of the tokens of each part, if they were asked for."""
         for part, entries in zip_longest(parts, logprobs, fillvalue=()):
             match part:

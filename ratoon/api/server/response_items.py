@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ratoon.api.server.errors import ApiError, refused
 
 Item = dict[str, Any]
@@ -160,13 +162,11 @@ def _shown(value: Any) -> str:
 # ---- items of answers ----
 
 
-def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def output_text(text: str, logprobs: Sequence[msgspec.Raw] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message(
-    text: str | None, status: str = "completed", *, item_id: str, logprobs: Sequence[dict[str, Any]] = ()
-) -> Item:
+def message(text: str | None, status: str = "completed", *, item_id: str, logprobs: Sequence[msgspec.Raw] = ()) -> Item:
     """Of the assistant. None: its text has not begun."""
     content = [] if text is None else [output_text(text, logprobs)]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}

@@ -8,13 +8,20 @@ by their lengths. Tokens of reasoning, calls, marks and ends have no place in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
+
+import msgspec
 
 from ratoon.api.answer_parts.parts import ContentDelta, Part
 from ratoon.api.server.logprobs import TokenTexts, chat_logprobs
 from ratoon.core.outputs import CompletionOutput
 
-Entry = dict[str, Any]  # of one token, as the API has it
+
+class Entry(NamedTuple):
+    """The log-probabilities of one token."""
+
+    content: msgspec.Raw  # as the API has it
+    num_bytes: int  # of the token
 
 
 class MessageLogprobs:
@@ -28,13 +35,17 @@ class MessageLogprobs:
     def add(self, choice: CompletionOutput) -> None:
         if choice.logprobs is None:
             return
-        entries = chat_logprobs(self._texts, choice.token_ids, choice.logprobs, self._num_top)["content"]
+        entries = chat_logprobs(self._texts, choice.token_ids, choice.logprobs, self._num_top)
         special = self._texts.special_ids
-        self._waiting += [entry for token, entry in zip(choice.token_ids, entries) if token not in special]
+        self._waiting += [
+            Entry(content, len(self._texts.lookup(token)[1]))
+            for token, content in zip(choice.token_ids, entries)
+            if token not in special
+        ]
 
-    def claim(self, parts: Sequence[Part]) -> list[list[Entry]]:
+    def claim(self, parts: Sequence[Part]) -> list[list[msgspec.Raw]]:
         """Those of each part; empty for parts that are no content."""
-        claimed: list[list[Entry]] = []
+        claimed: list[list[msgspec.Raw]] = []
         for index, part in enumerate(parts):
             if not isinstance(part, ContentDelta):
                 claimed.append([])
@@ -48,8 +59,8 @@ class MessageLogprobs:
             self._waiting.clear()
         return claimed
 
-    def _take(self, start: int, stop: int | None = None) -> list[Entry]:
-        taken = self._waiting[start:stop]
+    def _take(self, start: int, stop: int | None = None) -> list[msgspec.Raw]:
+        taken = [entry.content for entry in self._waiting[start:stop]]
         del self._waiting[:stop]
         return taken
 
@@ -60,6 +71,6 @@ def _num_covering(entries: Sequence[Entry], text: str) -> int:
     for entry in entries:
         if num_bytes <= 0:
             break
-        num_bytes -= len(entry["bytes"])
+        num_bytes -= entry.num_bytes
         count += 1
     return count

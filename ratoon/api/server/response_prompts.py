@@ -11,11 +11,12 @@ from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.continuations import Origin
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text, off_loop, render_messages
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text, render_messages
 from ratoon.api.server.protocol.chat import template_variables
 from ratoon.api.server.protocol.responses import ResponsesRequest
 from ratoon.api.server.response_items import Item, messages_of
 from ratoon.api.server.response_store import StoredResponse, items_of
+from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.engine.roots import Root

@@ -20,9 +20,8 @@ from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
 from ratoon.api.server.exchange import Exchange
-from ratoon.api.server.generated_answers import UsageCounter
+from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
-from ratoon.api.server.prompts import off_loop
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
 from ratoon.api.server.response_items import new_id, read_input
@@ -41,6 +40,7 @@ from ratoon.api.server.response_store import (
     encode_head,
 )
 from ratoon.api.server.stored_items import store_items
+from ratoon.api.server.threads import LONG_TEXT, off_loop
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
@@ -246,6 +246,8 @@ class ResponseRun:
         try:
             async with aclosing(stream(self._context, self.batch)) as outputs:
                 async for _, output in outputs:
+                    if self.takes_long(output):
+                        await off_loop(answer_size([output]), partial(self._read_logprobs, output))
                     if events := self.take(output):
                         yield events
         except Exception as error:
@@ -293,8 +295,7 @@ class ResponseRun:
             self._begin(output)
         self._counter.add(0, output)
         (choice,) = output.outputs
-        if self._logprobs is not None:
-            self._logprobs.add(choice)
+        self._read_logprobs(output)
         parts = self._parser.push(choice.text)
         was_reasoning = self._builder.is_reasoning
         self._push(parts)
@@ -304,6 +305,16 @@ class ResponseRun:
             self._push(self._parser.finish())
             self._finish(choice.finish_reason)
         return self._writer.take()
+
+    def takes_long(self, output: RequestOutput) -> bool:
+        return self._logprobs is not None and answer_size([output]) >= LONG_TEXT
+
+    def _read_logprobs(self, output: RequestOutput) -> None:
+        """Once for each output: they are gone from it then."""
+        (choice,) = output.outputs
+        if self._logprobs is not None:
+            self._logprobs.add(choice)
+        choice.logprobs = None
 
     def _push(self, parts: list[Part]) -> None:
         self._builder.push(parts, () if self._logprobs is None else self._logprobs.claim(parts))

@@ -21,20 +21,39 @@ from starlette.responses import Response
 from ratoon.api.hidden_states import cut
 from ratoon.api.server.errors import ApiError, as_api_error
 from ratoon.api.server.exchange import Receive, Scope, Send, exchange_of
+from ratoon.api.server.threads import LONG_TEXT, WorkLanes
 from ratoon.observe.logging import get_logger
 
 JSON = "application/json"
 
+_encode = msgspec.json.Encoder().encode
+
 
 def json_response(request: Request, content: Any, status: int = 200) -> Response:
     headers = exchange_of(request.scope).headers()
-    return Response(msgspec.json.encode(content), status, headers, JSON)
+    return Response(_encode(content), status, headers, JSON)
 
 
-def large_json_response(request: Request, content: Any) -> Response:
-    """For content with Base64 in it."""
-    parts = encode_parts(content)
+# An answer may be large: thousands of log-probabilities, vectors or tokens. It is then built and encoded in a thread.
+# Encoding holds Python's lock, in a thread as well: what is large is built of parts that are `encoded` one by one.
+
+_lanes = WorkLanes("answer", LONG_TEXT)
+
+
+async def large_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
+    """Content that is perhaps large. `size` is that of the text which would take as long to encode, or to tokenise."""
+    return json_response(request, await _lanes.run(size, lambda: encoded(build())))
+
+
+async def large_binary_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
+    """The same for content with Base64 in it, which has no part in `size`."""
+    parts = await _lanes.run(size, lambda: encode_parts(build()))
     return SlicedResponse(request, slices(parts), total_size(parts), JSON)
+
+
+def encoded(content: Any) -> msgspec.Raw:
+    """As JSON, to be put into other content."""
+    return msgspec.Raw(_encode(content))
 
 
 class SlicedResponse(Response):
@@ -160,7 +179,6 @@ OBJECT_END = b"}\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer chunks
 
 logger = get_logger(__name__)
-_encode = msgspec.json.Encoder().encode
 
 
 def event(content: Any) -> bytes:

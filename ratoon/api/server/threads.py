@@ -69,6 +69,16 @@ class WorkLanes:
                 return_memory_soon(loop)
 
 
+LONG_TEXT = 2048  # characters: a shorter text is tokenised faster than a thread starts
+
+lanes = WorkLanes("work", LONG_TEXT)  # of all requests: tokenising, rendering, and building and encoding answers
+
+
+async def off_loop(size: float, work: Callable[[], T]) -> T:
+    """Run short work directly, else in a thread. `size` is that of the text which takes as long to tokenise."""
+    return await lanes.run(size, work)
+
+
 class _Job(Generic[T]):
     """Releases its input when it is cancelled, however long it stays in a queue."""
 

@@ -28,6 +28,10 @@ class TypedRun(Protocol):
         """The events of an output of the engine."""
         ...
 
+    def takes_long(self, output: RequestOutput) -> bool:
+        """Whether `take` would keep the event loop. `generate` prepares such an output in a thread."""
+        ...
+
     def generate(self) -> AsyncGenerator[list[bytes], None]:
         """The events of all outputs, those of one output together."""
         ...
@@ -58,7 +62,7 @@ async def _joined(run: TypedRun) -> AsyncGenerator[bytes, None]:
 
 def _write(writer: BodyWriter, run: TypedRun, output: RequestOutput) -> bool:
     """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
-    if not run.has_begun or not writer.is_ready:
+    if not run.has_begun or not writer.is_ready or run.takes_long(output):
         return False
     if events := run.take(output):
         writer.write(b"".join(events))

@@ -22,9 +22,10 @@ from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, off_loop, template_options
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, template_options
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.request_bodies import read_body
+from ratoon.api.server.threads import off_loop
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 
@@ -223,7 +224,8 @@ class ChatRenderer(Renderer):
             **figures(choice),
         }
         if self._logprobs and choice.logprobs is not None:
-            body["logprobs"] = chat_logprobs(self.context.token_texts, choice.token_ids, choice.logprobs, self._num_top)
+            entries = chat_logprobs(self.context.token_texts, choice.token_ids, choice.logprobs, self._num_top)
+            body["logprobs"] = {"content": entries}
         if self.return_token_ids:
             body["token_ids"] = choice.token_ids
         return body

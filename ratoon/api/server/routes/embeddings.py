@@ -6,6 +6,7 @@ import base64
 import time
 from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.base import AnswerModel, Int, ModelName, Prompts, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_body
-from ratoon.api.server.responses import json_response
+from ratoon.api.server.responses import encoded, large_response
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
@@ -83,13 +84,17 @@ async def create_embeddings(request: Request) -> Response:
     outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     as_text = asked.encoding_format == "base64"
-    data = [
-        {"object": "embedding", "index": index, "embedding": encode_vector(output.embedding, as_text)}
-        for index, output in enumerate(outputs)
-    ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     head = {"object": "list", "id": answer_id, "created": int(time.time()), "model": asked.model}
-    return json_response(request, {**head, "data": data, "usage": usage})
+
+    def build() -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": index, "embedding": encode_vector(output.embedding, as_text)}
+            for index, output in enumerate(outputs)
+        ]
+        return {**head, "data": data, "usage": usage}
+
+    return await large_response(request, sum(len(output.embedding) for output in outputs), build)
 
 
 async def embed_all(
@@ -136,8 +141,7 @@ async def embed(
         raise type(error)(param, error.problem, error.expected) from None
 
 
-def encode_vector(vector: Any, as_text: bool) -> list[float] | str:
+def encode_vector(vector: Any, as_text: bool) -> msgspec.Raw | str:
     if as_text:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    numbers: list[float] = vector.tolist()
-    return numbers
+    return encoded(vector.tolist())

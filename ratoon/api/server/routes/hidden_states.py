@@ -16,7 +16,7 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
 from ratoon.api.server.request_bodies import read_body
-from ratoon.api.server.responses import JSON, SLICE, SlicedResponse, large_json_response
+from ratoon.api.server.responses import JSON, SLICE, SlicedResponse, large_binary_response
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 
@@ -42,7 +42,7 @@ async def read_hidden_states(request: Request) -> Response:
     output = await extract(context, asked, answer_id, exchange_of(request.scope))
     if media_type == JSON:
         head = {"id": answer_id, "object": "hidden_states", "model": asked.model}
-        return large_json_response(request, {**head, **content(output)})
+        return await large_binary_response(request, 0, lambda: {**head, **content(output)})
     file_head, data = as_safetensors(output, id=answer_id, model=asked.model)
     slices = (bytes(piece) for part in (memoryview(file_head), data) for piece in cut(part, SLICE))
     return SlicedResponse(request, slices, len(file_head) + data.nbytes, media_type)

@@ -21,7 +21,7 @@ from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
 from ratoon.api.server.message_blocks import BlockBuilder, chat_messages
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_within_context, off_loop, render_messages
+from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_within_context, render_messages
 from ratoon.api.server.protocol.messages import (
     CountedMessages,
     MessageAnswer,
@@ -33,7 +33,8 @@ from ratoon.api.server.protocol.messages import (
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.response_events import typed_event
 from ratoon.api.server.response_items import new_id
-from ratoon.api.server.responses import json_response, messages_error
+from ratoon.api.server.responses import json_response, large_response, messages_error
+from ratoon.api.server.threads import off_loop
 from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
@@ -49,6 +50,7 @@ EXAMPLE = {
     "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
 }
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "seed")
+CHARS_OF_TOKEN = 4
 
 
 @router.post(
@@ -66,7 +68,7 @@ async def create_message(request: Request) -> Response:
         if asked.stream:
             return await answer_typed_stream(request, run, partial(_error_event, exchange.request_id))
         await run_to_end(run)
-        return json_response(request, run.answer())
+        return await large_response(request, run.answer_size, run.answer)
     except RequestError as error:
         raise _named_as_in_body(error) from None
 
@@ -209,6 +211,9 @@ class MessageRun:
                 if events := self.take(output):
                     yield events
 
+    def takes_long(self, output: RequestOutput) -> bool:
+        return False  # text alone
+
     def take(self, output: RequestOutput) -> list[bytes]:
         events = []
         self._counter.add(0, output)
@@ -237,6 +242,11 @@ class MessageRun:
         elif self._builder.has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
+
+    @property
+    def answer_size(self) -> int:
+        """Roughly that of the answer, in characters."""
+        return CHARS_OF_TOKEN * self._counter.num_completion_tokens
 
     def answer(self, num_output_tokens: int | None = None) -> dict[str, Any]:
         usage = self._usage()

@@ -14,7 +14,7 @@ from ratoon.api.server.errors import request_not_found
 from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.openapi import answers
 from ratoon.api.server.protocol.base import AnswerModel
-from ratoon.api.server.responses import json_response
+from ratoon.api.server.responses import json_response, large_response
 from ratoon.core.errors import UnknownParentError
 from ratoon.engine.roots import Root
 
@@ -45,6 +45,7 @@ class ForgottenRequest(AnswerModel):
 
 
 router = APIRouter(tags=["Continuations"])
+ROOT_SIZE = 100  # characters: roughly what a request takes in the list
 
 
 @router.get(
@@ -54,8 +55,12 @@ router = APIRouter(tags=["Continuations"])
 )
 async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
     roots = context_of(request).llm.list_roots(exchange_of(request.scope).tenant)
-    data = [describe_root(root) for root in roots[:limit]]
-    return json_response(request, {"object": "list", "data": data, "has_more": len(roots) > limit})
+    listed = roots[:limit]
+
+    def build() -> dict[str, Any]:
+        return {"object": "list", "data": [describe_root(root) for root in listed], "has_more": len(roots) > limit}
+
+    return await large_response(request, ROOT_SIZE * len(listed), build)
 
 
 @router.delete(

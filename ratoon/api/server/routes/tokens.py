@@ -13,11 +13,12 @@ from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import exchange_of
 from ratoon.api.server.openapi import WITH_BODY, answers, body
-from ratoon.api.server.prompts import count_text, encode_chat, off_loop
+from ratoon.api.server.prompts import count_text, encode_chat
 from ratoon.api.server.protocol.base import AnswerModel, Entries, RequestModel
 from ratoon.api.server.protocol.chat import Message, Tool
 from ratoon.api.server.request_bodies import read_body
-from ratoon.api.server.responses import json_response
+from ratoon.api.server.responses import large_response
+from ratoon.api.server.threads import off_loop
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -70,9 +71,11 @@ async def tokenize(request: Request) -> Response:
         context.check_model(asked.model)
     token_ids = await encode(context, asked, exchange_of(request.scope).body_size)
     answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": context.max_model_len}
-    if asked.return_token_strs:
-        answer["token_strs"] = await off_loop(len(token_ids), lambda: name_tokens(context, token_ids))
-    return json_response(request, answer)
+
+    def build() -> dict[str, Any]:
+        return {**answer, "token_strs": name_tokens(context, token_ids)} if asked.return_token_strs else answer
+
+    return await large_response(request, len(token_ids), build)
 
 
 def name_tokens(context: ServerContext, token_ids: list[int]) -> list[str]:
@@ -118,4 +121,4 @@ async def detokenize(request: Request) -> Response:
         raise refused("tokens", problem, f"ids from 0 to {vocab_size - 1}")
     tokenizer = context.llm.get_tokenizer()
     text = await off_loop(len(asked.tokens), lambda: tokenizer.decode(asked.tokens, False))
-    return json_response(request, {"prompt": text})
+    return await large_response(request, len(text), lambda: {"prompt": text})

@@ -6,17 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from ratoon.core.params import MAX_LOGIT_BIAS
+from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
+from ratoon.core.params import MAX_LOGIT_BIAS, PoolingParams, SamplingParams
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.wire import WireTensor
 from tests.loop_watch import LoopWatch, watching_loop
 from tests.unit.api.server import harness
 from tests.unit.api.server.harness import MODEL, Client, say, scripted
-from tests.unit.engine.fakes import Script, model_config
+from tests.unit.engine.fakes import FakeClient, Script, model_config
 from tests.unit.engine.fakes_async import on_event_loop
 
 MEBIBYTE = 2**20
@@ -181,6 +185,136 @@ async def test_no_answer_keeps_the_event_loop(kind: str, stream: bool, monkeypat
             answer = await client.post(path, body)
             assert answer.status == 200, answer.body
             assert len(answer.body) > 1000
+    watch.check()
+
+
+# ---- answers with much beside the text ----
+
+NUM_TOP, NUM_PROMPT_TOP = 20, 64
+NUM_PROMPT_ROWS = 2048  # of a prompt whose log-probabilities come with one step
+VECTOR_SIZE = 4096
+NUM_TOKENS = 6000
+
+
+def logprob_rows(num_rows: int, num_top: int) -> LogprobsLists:
+    token_ids, values = list(range(97, 97 + num_top + 1)), [-0.25 * place for place in range(num_top + 1)]
+    return LogprobsLists([token_ids] * num_rows, [values] * num_rows, [1] * num_rows)
+
+
+class GenerousClient(FakeClient):
+    """Adds the log-probabilities that requests ask for, and the vectors. All tokens are the first of these rows."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.rows_at_once = 512
+        # Making them is not measured
+        self._row, self._prompt_rows = logprob_rows(1, NUM_TOP), logprob_rows(NUM_PROMPT_ROWS, NUM_PROMPT_TOP)
+        self._vector = WireTensor("float32", (VECTOR_SIZE,), array("f", [0.1234567] * VECTOR_SIZE).tobytes())
+
+    def get_output(self) -> EngineCoreOutputs:
+        step = super().get_output()
+        for output in step.outputs:
+            params = self._requests[output.request_id].params
+            if isinstance(params, PoolingParams):
+                output.finish_reason, output.error, output.pooled = FinishReason.STOP, None, self._vector
+            elif isinstance(params, SamplingParams):
+                output.new_logprobs = None if params.logprobs is None else self._row
+                if params.prompt_logprobs is not None and self._given[output.request_id, output.choice] == 1:
+                    output.prompt_logprobs = [PromptLogprobsChunk(1, self._prompt_rows)]
+        return step
+
+
+def always_a(request: EngineCoreRequest, choice: int) -> list[int]:
+    return [97] * (getattr(request.params, "max_tokens", None) or 1)
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP, "max_output_tokens": NUM_TOKENS}
+MANY = {"max_tokens": NUM_TOKENS}
+LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a completion": (COMPLETIONS, complete(logprobs=NUM_TOP, **MANY)),
+    "a completion that is streamed": (COMPLETIONS, complete(logprobs=NUM_TOP, stream=True, **MANY)),
+    "many choices": (COMPLETIONS, complete(logprobs=NUM_TOP, n=100, max_tokens=60)),
+    "many choices that are streamed": (COMPLETIONS, complete(logprobs=NUM_TOP, n=100, max_tokens=60, stream=True)),
+    "a batch": (COMPLETIONS, complete(prompt=["x"] * 200, logprobs=NUM_TOP, max_tokens=30)),
+    "a batch of choices": (COMPLETIONS, complete(prompt=["x"] * 100, n=20, max_tokens=2)),
+    "token ids": (COMPLETIONS, complete(return_token_ids=True, **MANY)),
+    "a prompt": (COMPLETIONS, complete(prompt="a" * (NUM_PROMPT_ROWS + 1), prompt_logprobs=NUM_PROMPT_TOP)),
+    "a prompt that is echoed": (
+        COMPLETIONS,
+        complete(prompt="a" * (NUM_PROMPT_ROWS + 1), echo=True, logprobs=NUM_TOP),
+    ),
+    "a prompt, streamed": (
+        COMPLETIONS,
+        complete(prompt="a" * (NUM_PROMPT_ROWS + 1), prompt_logprobs=NUM_PROMPT_TOP, stream=True),
+    ),
+    "a chat": (CHAT, chat(logprobs=True, top_logprobs=NUM_TOP, **MANY)),
+    "a chat that is streamed": (CHAT, chat(logprobs=True, top_logprobs=NUM_TOP, stream=True, **MANY)),
+    "a chat of many choices": (CHAT, chat(logprobs=True, top_logprobs=NUM_TOP, n=100, max_tokens=60)),
+    "a response": (RESPONSES, respond(**LOGPROBS)),
+    "a response that is streamed": (RESPONSES, respond(**LOGPROBS, stream=True)),
+    "a response in the background": (RESPONSES, respond(**LOGPROBS, background=True)),
+    "a response in the background, streamed": (RESPONSES, respond(**LOGPROBS, background=True, stream=True)),
+    "a message": (MESSAGES, chat(**MANY)),
+    "a message that is streamed": (MESSAGES, chat(stream=True, **MANY)),
+    "vectors": ("/v1/embeddings", {"model": MODEL, "input": ["x"] * 256}),
+    "vectors in base64": ("/v1/embeddings", {"model": MODEL, "input": ["x"] * 256, "encoding_format": "base64"}),
+    "hidden states": ("/v1/hidden_states", {"model": MODEL, "prompt": "x" * 20_000, "positions": "all"}),
+    "hidden states of a completion": (
+        COMPLETIONS,
+        complete(prompt="x" * 2000, return_hidden_states={"positions": "all"}, n=4, max_tokens=200),
+    ),
+    "tokens of a text": ("/tokenize", {"prompt": "x" * 60_000, "return_token_strs": True}),
+    "a text of tokens": ("/detokenize", {"tokens": [97] * 190_000}),
+}
+
+
+@pytest.mark.slow  # thousands of tokens, or vectors
+@pytest.mark.parametrize("kind", LARGE_ANSWERS)
+@on_event_loop
+async def test_no_large_answer_keeps_the_event_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = LARGE_ANSWERS[kind]
+    async with watched(monkeypatch, always_a) as (client, watch):
+        client.engine.core = GenerousClient(client.engine.core.script)
+        answer = await client.post(path, body)
+        assert answer.status == 200, answer.body[:1000]
+        if body.get("background") and not body.get("stream"):
+            found = client.context.responses.find(answer.json()["id"], None)
+            assert found is not None
+            while found.is_running:
+                await asyncio.sleep(0.05)
+                answer = await client.get(f"{RESPONSES}/{found.id}")
+        assert len(answer.body) > 5000
+    watch.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["a completion that is streamed", "a chat that is streamed", "a response that is streamed"]
+)
+@on_event_loop
+async def test_a_reader_that_is_far_behind_keeps_no_event_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that has come meanwhile is one output: thousands of tokens."""
+    path, body = LARGE_ANSWERS[kind]
+    async with watched(monkeypatch, always_a) as (client, watch):
+        client.engine.core = GenerousClient(client.engine.core.script)
+        opened = client.open("POST", path, body)
+        await opened.sent_something()
+        opened.reads.clear()
+        while client.context.llm.num_unfinished_requests():
+            await asyncio.sleep(0.01)
+        opened.reads.set()
+        assert len((await opened.answer()).body) > 1_000_000
+    watch.check()
+
+
+@on_event_loop
+async def test_a_long_list_of_requests_keeps_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, say(*["y"] * 128)) as (client, watch):
+        for _ in range(4):
+            assert (await client.post(COMPLETIONS, complete(prompt=["x"] * 250, n=4))).status == 200
+        watch.begin_again()
+        listed = await client.get("/v1/requests?limit=1000")
+        assert len(listed.json()["data"]) == 1000
     watch.check()
 
 

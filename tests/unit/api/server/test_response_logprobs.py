@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ratoon.api.answer_parts.parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallBegin
@@ -44,5 +45,5 @@ def test_tokens_go_to_their_text(outputs, expected):
         assert len(of_parts) == len(parts)
         for part, entries in zip(parts, of_parts):
             assert isinstance(part, ContentDelta) or not entries
-            claimed += b"".join(bytes(entry["bytes"]) for entry in entries)
+            claimed += b"".join(bytes(msgspec.json.decode(entry)["bytes"]) for entry in entries)
     assert [claimed.decode()] == expected
