@@ -20,6 +20,7 @@ from ratoon.api.server.body_budget import BodyBudget
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
+from ratoon.api.server.preparation import Preparation
 from ratoon.api.server.response_store import ResponseStore
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.unknown_fields import IgnoredFieldsLog
@@ -64,6 +65,7 @@ class ServerContext:
     queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
 
     bodies: BodyBudget = field(init=False)  # of all requests
+    preparation: Preparation = field(default_factory=Preparation)  # of large ones
 
     def __post_init__(self) -> None:
         self.queue = SharedLimit(self.settings.max_queue)

@@ -22,6 +22,7 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.preparation import Place
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
 from ratoon.api.server.response_items import new_id, read_input
@@ -95,7 +96,7 @@ async def find_previous(context: ServerContext, response_id: str, owner: str | N
     return found
 
 
-async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Exchange) -> ResponseRun:
+async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Exchange, place: Place) -> ResponseRun:
     """The request, checked, with its prompt. ApiError or RequestError if it is invalid."""
     check_support(asked)
     context.check_model(asked.model)
@@ -106,7 +107,8 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     params = make_params(context, asked)
     parent = None
     if asked.previous_response_id is not None:
-        parent = await find_previous(context, asked.previous_response_id, owner)
+        async with place.left():
+            parent = await find_previous(context, asked.previous_response_id, owner)
     size = exchange.body_size
     find = context.responses.finder(owner)
     items = await off_loop(size, partial(read_input, asked.input, find, context.settings.max_body))
@@ -231,8 +233,8 @@ class ResponseRun:
         self._context = context
         self._prompt = prompt
         self._is_stored = asked.is_stored
-        self._is_streamed = bool(asked.stream)
-        self._writer = EventWriter(self._is_streamed)
+        self.is_streamed = bool(asked.stream)
+        self._writer = EventWriter(self.is_streamed)
         self._builder = OutputBuilder(response.output, self._writer)
         self._parser = parser
         self._counter = UsageCounter(batch.prompts)
@@ -260,7 +262,7 @@ class ResponseRun:
 
     def start(self) -> None:
         """Generate it in the background."""
-        if self._is_streamed:
+        if self.is_streamed:
             self.response.log = EventLog()
             self._write_state("created")
             self._write_state("queued")
@@ -376,7 +378,7 @@ class ResponseRun:
         response.ended.set()
 
     def _write_state(self, name: str) -> None:
-        if self._is_streamed:
+        if self.is_streamed:
             self._writer.write(f"response.{name}", response=self.response.answer())
 
     def _usage(self) -> dict[str, Any]:

@@ -46,17 +46,18 @@ EXAMPLE = {
     openapi_extra=body(ChatCompletionRequest, EXAMPLE),
 )
 async def create_chat_completion(request: Request) -> Response:
-    context = context_of(request)
-    asked = await read_body(request, ChatCompletionRequest)
-    exchange = exchange_of(request.scope)
-    try:
-        plan = plan_answers(context, asked)
-        batch = await make_batch(context, asked, exchange, plan)
-        exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
-        renderer = ChatRenderer(context, asked, batch, plan)
-        return await (answer_stream if asked.stream else answer_whole)(request, renderer)
-    except RequestError as error:
-        raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
+    context, exchange = context_of(request), exchange_of(request.scope)
+    async with context.preparation.place(exchange.tenant, exchange.body_size) as place:
+        asked = await read_body(request, ChatCompletionRequest)
+        try:
+            plan = plan_answers(context, asked)
+            batch = await make_batch(context, asked, exchange, plan)
+            exchange.notes = batch.prompts[0].notes if batch.origin is None else batch.origin.notes
+            renderer = ChatRenderer(context, asked, batch, plan)
+            place.give_back()
+            return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+        except RequestError as error:
+            raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
 
 
 def plan_answers(context: ServerContext, asked: ChatCompletionRequest) -> AnswerPlan:

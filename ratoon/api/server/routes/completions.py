@@ -35,13 +35,15 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8
     openapi_extra=body(CompletionRequest, EXAMPLE),
 )
 async def create_completion(request: Request) -> Response:
-    context = context_of(request)
-    asked = await read_body(request, CompletionRequest)
-    try:
-        renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange_of(request.scope)))
-        return await (answer_stream if asked.stream else answer_whole)(request, renderer)
-    except RequestError as error:
-        raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
+    context, exchange = context_of(request), exchange_of(request.scope)
+    async with context.preparation.place(exchange.tenant, exchange.body_size) as place:
+        asked = await read_body(request, CompletionRequest)
+        try:
+            renderer = CompletionRenderer(context, asked, await make_batch(context, asked, exchange))
+            place.give_back()
+            return await (answer_stream if asked.stream else answer_whole)(request, renderer)
+        except RequestError as error:
+            raise type(error)(asked.body_name(error.field), error.problem, error.expected) from None
 
 
 async def make_batch(context: ServerContext, asked: CompletionRequest, exchange: Exchange) -> Batch:

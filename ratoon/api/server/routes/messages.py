@@ -61,9 +61,10 @@ CHARS_OF_TOKEN = 4
 )
 async def create_message(request: Request) -> Response:
     context, exchange = context_of(request), exchange_of(request.scope)
-    asked = await read_body(request, MessagesRequest)
     try:
-        run = await make_run(context, asked, exchange)
+        async with context.preparation.place(exchange.tenant, exchange.body_size):
+            asked = await read_body(request, MessagesRequest)
+            run = await make_run(context, asked, exchange)
         exchange.notes = run.notes
         if asked.stream:
             return await answer_typed_stream(request, run, partial(_error_event, exchange.request_id))

@@ -41,20 +41,26 @@ EXAMPLE = {"model": MODEL, "input": "What is the capital of Japan?", "max_output
 )
 async def create_response(request: Request) -> Response:
     context, exchange = context_of(request), exchange_of(request.scope)
-    asked = await read_body(request, ResponsesRequest)
     try:
-        run = await make_run(context, asked, exchange)
+        run = await _prepare(request)
         exchange.notes = run.notes
-        if asked.is_in_background:
+        if run.response.is_background:
             with context.admit(1, exchange.tenant):  # 429 now, and not as a response that failed
                 run.start()
             log = run.response.log
             return json_response(request, run.response.answer()) if log is None else _stream_log(request, log, 0)
-        if asked.stream:
+        if run.is_streamed:
             return await answer_typed_stream(request, run, _error_event)
         return await _answer_whole(request, run)
     except RequestError as error:
         raise named_as_in_body(error) from None
+
+
+async def _prepare(request: Request) -> ResponseRun:
+    """What the body holds beyond the run is freed at the end: the run may last for long."""
+    context, exchange = context_of(request), exchange_of(request.scope)
+    async with context.preparation.place(exchange.tenant, exchange.body_size) as place:
+        return await make_run(context, await read_body(request, ResponsesRequest), exchange, place)
 
 
 async def _answer_whole(request: Request, run: ResponseRun) -> Response:
