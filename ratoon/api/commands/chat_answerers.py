@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ratoon.api.answer_parts.parser import AUTO, choose_answer_format
@@ -35,7 +36,7 @@ class Answer:
 
     def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
         self._on_first = on_first
-        self._words = WordWriter(sys.stdout) if sys.stdout.isatty() else None
+        self._is_terminal = sys.stdout.isatty()
         self._pieces: list[str] = []
         self._has_reasoning = False
         self.num_tokens = 0
@@ -47,11 +48,11 @@ class Answer:
         if not text:
             return
         if not self._pieces:
-            if self._has_reasoning and self._words is not None:
+            if self._has_reasoning and self._is_terminal:
                 self._words.write("\n\n")
             self._on_first()
         self._pieces.append(text)
-        if self._words is not None:
+        if self._is_terminal:
             self._words.write(text)
         else:
             sys.stdout.write(text)
@@ -61,10 +62,16 @@ class Answer:
         if not text:
             return
         self._has_reasoning = True
-        if self._words is not None:
+        if self._is_terminal:
             self._on_first()
             colour = (DIM, PLAIN) if is_coloured(sys.stdout) else ("", "")
             self._words.write(text, *colour)
+
+    @cached_property
+    def _words(self) -> WordWriter:
+        """Made when the first text is written: until `on_first` was called, standard output may be that of a spinner,
+        which begins a line with every piece."""
+        return WordWriter(sys.stdout)
 
     def finish(self) -> None:
         """The answer has ended by itself."""

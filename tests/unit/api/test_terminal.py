@@ -107,3 +107,18 @@ def test_errors_are_red_on_a_terminal_with_colours(monkeypatch, is_terminal, var
     print_error("something\nis wrong")
     mark = "\x1b[1;31merror:\x1b[0m" if coloured else "error:"
     assert "".join(written) == f"{mark} something is wrong\n"
+
+
+@pytest.mark.parametrize("has_reasoning", [False, True])
+def test_answers_are_written_to_the_output_that_is_there_when_they_begin(has_reasoning, monkeypatch):
+    """While `ratoon chat` waits, a spinner is standard output, and makes a line of each piece that is written to it."""
+    spinner, screen = Screen(), Screen()
+    monkeypatch.setattr(sys, "stdout", spinner)
+    monkeypatch.setenv("COLUMNS", "12")
+    answer = Answer(on_first=lambda: monkeypatch.setattr(sys, "stdout", screen))
+    if has_reasoning:
+        answer.add_reasoning("Hm.")
+    for piece in ("The cap", "ital", " of Fran", "ce is Paris."):
+        answer.add(piece)
+    assert spinner.lines == [""]
+    assert screen.lines[-3:] == ["The capital", "of France ", "is Paris."]
