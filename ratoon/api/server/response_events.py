@@ -16,6 +16,10 @@ from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta, To
 from ratoon.api.server import response_items
 from ratoon.api.server.response_items import Item, new_id
 
+# What Python's objects take beside what they hold.
+PIECE_BYTES = 56
+ENTRY_BYTES = 40
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -162,6 +166,7 @@ class OutputBuilder:
         self._output = output
         self._writer = writer
         self._open: _OpenItem | None = None
+        self.num_bytes = 0  # roughly what the output holds: its texts, and their log-probabilities
 
     @property
     def is_reasoning(self) -> bool:
@@ -172,15 +177,19 @@ class OutputBuilder:
         for part, entries in zip_longest(parts, logprobs, fillvalue=()):
             match part:
                 case ReasoningDelta(text):
-                    self._text_item(_OpenReasoning).add(text)
+                    self._add(self._text_item(_OpenReasoning), text)
                 case ContentDelta(text):
-                    self._text_item(_OpenMessage).add(text, entries)
+                    self._add(self._text_item(_OpenMessage), text, entries)
                 case ToolCallBegin():
                     self._close("completed")
                     self._open = _OpenCall(self._writer, self._output, part)
                 case ToolCallArguments(_, text):
                     assert isinstance(self._open, _OpenCall), "arguments come after their call's begin"
-                    self._open.add(text)
+                    self._add(self._open, text)
+
+    def _add(self, item: _OpenItem, text: str, entries: Sequence[msgspec.Raw] = ()) -> None:
+        item.add(text, entries)
+        self.num_bytes += PIECE_BYTES + len(text) + sum(len(entry) + ENTRY_BYTES for entry in entries)
 
     def finish(self, status: str) -> None:
         """An answer without any text is an empty message. `status` is that of the last item."""

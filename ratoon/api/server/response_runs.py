@@ -63,6 +63,7 @@ FIELDS = {
     "prompt": PARAM,
     "logprobs": "top_logprobs",
 }
+COUNTED_BYTES = 64 * 1024  # an output that has grown by this much is counted again
 LAST_EVENTS = {COMPLETED: "completed", INCOMPLETE: "incomplete", FAILED: "failed", CANCELLED: "incomplete"}
 
 logger = get_logger(__name__)
@@ -306,6 +307,9 @@ class ResponseRun:
         if choice.finish_reason is not None:
             self._push(self._parser.finish())
             self._finish(choice.finish_reason)
+        elif self._builder.num_bytes - self.response.num_output_bytes >= COUNTED_BYTES:
+            self.response.num_output_bytes = self._builder.num_bytes
+            forget_roots(self._context, self._context.responses.settle(self.response))
         return self._writer.take()
 
     def takes_long(self, output: RequestOutput) -> bool:

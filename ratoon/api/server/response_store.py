@@ -144,6 +144,7 @@ class StoredResponse:
     completed_at: float | None = None
     status: str = QUEUED
     output: list[Item] = field(default_factory=list)  # while it is generated
+    num_output_bytes: int = 0  # that this holds
     usage: dict[str, Any] | None = None
     error: dict[str, str] | None = None
     continuation: dict[str, Any] | None = None
@@ -163,12 +164,12 @@ class StoredResponse:
         """What it holds beside its turn."""
         num_segments = len(self.prompt) + len(self.transcript)
         log = 0 if self.log is None else self.log.num_bytes
-        return RESPONSE_BYTES + len(self.head) + num_segments * SEGMENT_BYTES + log
+        return RESPONSE_BYTES + len(self.head) + num_segments * SEGMENT_BYTES + log + self.num_output_bytes
 
     def close_output(self) -> None:
         """The output is complete."""
         self.turn.output = store_items(self.output)
-        self.output = []
+        self.output, self.num_output_bytes = [], 0
 
     def answer(self) -> msgspec.Raw:
         if self.snapshot is not None:

@@ -14,7 +14,9 @@ from ratoon.api.server import stored_items
 from ratoon.api.server.response_store import EVENT_BYTES, LEAST_LOG_BYTES, EventLog, ResponseStore
 from ratoon.api.server.stored_items import PIECE_BYTES, StoredItems, find_items, store_items
 from tests.unit.api.server.harness import MODEL, Client, say, scripted
+from tests.unit.api.server.test_event_loop import NUM_TOP, GenerousClient, always_a
 from tests.unit.engine.fakes_async import on_event_loop
+from tests.waiting import until
 
 PATH = "/v1/responses"
 TEMPLATE = "<{{ messages | length }}>"  # a prompt of any conversation is short
@@ -185,3 +187,21 @@ async def test_a_reader_that_is_too_slow_gets_an_error_at_the_end_of_its_stream(
 
 def test_an_empty_store_holds_nothing() -> None:
     assert (len(ResponseStore(5, 5)), ResponseStore(5, 5).num_bytes) == (0, 0)
+
+
+@on_event_loop
+async def test_what_a_response_holds_while_it_is_generated_is_counted() -> None:
+    """Log-probabilities that are asked for are most of it: a kilobyte for each token."""
+    body = {"model": MODEL, "input": "x", "background": True, "max_output_tokens": 400}
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP}
+    async with scripted(always_a, by_hand=True, template=TEMPLATE) as client:
+        client.engine.core = GenerousClient(always_a)
+        store = client.context.responses
+        found = store.find((await client.post(PATH, {**body, **logprobs})).json()["id"], None)
+        assert found is not None and store.num_bytes < 10_000
+        client.engine.step(200)
+        await until("most of it is counted", lambda: store.num_bytes > 150_000)
+        assert found.is_running
+        client.engine.step(200)
+        await until("it is complete", lambda: not found.is_running)
+        assert found.num_output_bytes == 0 and store.num_bytes > 300_000  # it is a part of the conversation now
