@@ -1,4 +1,4 @@
-"""What the parts of attacks.py share: clients, the watch over a server, and how a figure is printed beside its limit."""
+"""What the parts of attacks.py share: clients, the watch over a server, and figures printed beside their limits."""
 
 from __future__ import annotations
 

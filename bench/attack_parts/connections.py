@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import selectors
 import socket
@@ -31,6 +32,7 @@ PIPELINE_SECONDS = 60.0
 NUM_IDLE = 2000
 IDLE_SECONDS = 10.0
 SLICE = 256 * 1024
+STATUS = re.compile(rb"HTTP/1\.1 (\d+) ")
 
 
 def head(path: str, num_bytes: int) -> bytes:
@@ -96,12 +98,7 @@ class Connections:
                 connection.close()
 
     def statuses(self) -> str:
-        counted = Counter(
-            line.split()[1].decode()
-            for received in self.received
-            for line in bytes(received).split(b"\r\n")
-            if line.startswith(b"HTTP/1.1 ")
-        )
+        counted = Counter(status.decode() for received in self.received for status in STATUS.findall(received))
         return ", ".join(f"{count} × {status}" for status, count in sorted(counted.items())) or "none"
 
 

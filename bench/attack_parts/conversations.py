@@ -35,23 +35,24 @@ BACKGROUND_LIMIT_MEBIBYTES = 32  # low, so that it is reached within the time
 BACKGROUND_OPTIONS = ("--max-response-bytes", f"{BACKGROUND_LIMIT_MEBIBYTES}MiB")  # of the server
 BACKGROUND_SECONDS = 40.0
 MOST_GROWTH = 0.5 * MEBIBYTE  # a second, once the limit is reached
-# What the process holds beside the store: requests under way, their answers, and memory that the C library keeps.
-WORKING_BYTES = 192 * MEBIBYTE
+OVERHEAD = 1.25  # resident bytes for what the store counts: the C library can't use all memory that is freed
+WORKING_BYTES = 128 * MEBIBYTE  # of requests that are being read, beside the store
 
 
 def respond(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_output_tokens": 1, **fields}
 
 
-def with_items(number: int) -> dict[str, Any]:
-    """Far more than the model reads: the server keeps the newest items of them for the prompt, and stores them all."""
-    item = {"role": "user", "content": f"{number} ".ljust(ITEM_CHARS, "x")}
-    return respond(input=[item] * (INPUT_BYTES // len(json.dumps(item))), truncation="auto")
+def with_items() -> dict[str, Any]:
+    """Far more than the model reads: the server takes the last one for the prompt, and stores them all."""
+    user, assistant = ({"role": role, "content": "x" * ITEM_CHARS} for role in ("user", "assistant"))
+    items = [user, *[assistant] * (INPUT_BYTES // len(json.dumps(assistant))), user]
+    return respond(input=items, truncation="auto")
 
 
 def store(server: Server) -> list[str]:
     """The ids of the responses that were stored."""
-    replies = post_all(server, RESPONSES, [with_items(number) for number in range(NUM_RESPONSES)])
+    replies = post_all(server, RESPONSES, [with_items()] * NUM_RESPONSES)
     print(f"answers: {statuses(replies)}")
     return [reply.json()["id"] for reply in replies if reply.status == 200]
 
@@ -64,8 +65,8 @@ def run_responses(server: Server) -> None:
         store(server)
         time.sleep(SETTLE_SECONDS)
     print(f"all of them together have {NUM_RESPONSES * INPUT_BYTES / MEBIBYTE:.0f} MiB of JSON")
-    judge_memory("the server's memory at the end, beyond what it had", watched.left, STORE_LIMIT)
-    judge_memory("    at most, meanwhile", watched.peak, STORE_LIMIT + WORKING_BYTES)
+    judge_memory("the server's memory at the end, beyond what it had", watched.left, OVERHEAD * STORE_LIMIT)
+    judge_memory("    at most, meanwhile", watched.peak, OVERHEAD * STORE_LIMIT + WORKING_BYTES)
     judge_health(watched)
 
 
@@ -73,7 +74,7 @@ def run_references(server: Server) -> None:
     """Small requests that refer to stored items."""
     print(f"{NUM_REFERENCES} requests with an item_reference, at once, beside {NUM_RESPONSES} stored responses\n")
     ids = store(server)
-    page = request(server, "GET", f"{RESPONSES}/{ids[0]}/input_items?order=asc&limit=1").json()
+    page = request(server, "GET", f"{RESPONSES}/{ids[-1]}/input_items?order=asc&limit=1").json()
     asked = respond(input=[{"type": "item_reference", "id": page["first_id"]}])
     with watching(server) as watched:
         replies = post_all(server, RESPONSES, [asked] * NUM_REFERENCES)
