@@ -3,13 +3,18 @@
 No device is described here. A step on a CPU takes twice as long with twice the tokens; on a GPU hundreds of tokens take
 as long as one. Beyond what was observed, time is taken to grow in proportion, so a limit that is too low rises from
 step to step until the observed times say otherwise. The clock is the caller's.
+
+Tokens of prompts whose log-probabilities are read take longer than others: what each takes in addition is estimated
+apart from the rest of its step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from statistics import median_low
 
+LEAST_OF_TOKEN = 0.1  # of the mean time of a step's tokens: what one of them takes at least
 NUM_RECENT = 8  # observations of each size; a step can be slow for many reasons, so the shortest counts
 
 
@@ -19,24 +24,31 @@ class StepPace:
         # Tokens and seconds, both ascending: between two of these points time grows evenly
         self._tokens: list[int] = []
         self._seconds: list[float] = []
-        self._planned: dict[int, float] = {}  # steps in flight, and when they were planned
+        self._read: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that a token took in addition, because it is read
+        self._planned: dict[int, tuple[float, int]] = {}  # steps in flight: when they were planned, and tokens to read
         self._last_done = 0.0
 
-    def planned(self, step: int, now: float) -> None:
-        self._planned[step] = now
+    def planned(self, step: int, now: float, num_read: int = 0) -> None:
+        """`num_read`: the tokens of prompts whose log-probabilities are read in it."""
+        self._planned[step] = now, num_read
 
     def done(self, step: int, num_tokens: int, now: float) -> None:
         """Steps are executed in order: one begins when it is planned, or when the one before it is done."""
-        began = max(self._planned.pop(step, now), self._last_done)
+        planned, num_read = self._planned.pop(step, (now, 0))
+        began = max(planned, self._last_done)
         self._last_done = now
         if num_tokens > 0 and now > began:
-            self.observe(num_tokens, now - began)
+            self.observe(num_tokens, now - began, num_read)
 
     def skipped(self) -> None:
         """Forgets the steps in flight, which all failed."""
         self._planned.clear()
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, num_read: int = 0) -> None:
+        if num_read and self._seconds:
+            self._read.append(max(0.0, seconds - self.seconds(num_tokens)) / num_read)
+            # At least what a step without anything to read is known to take
+            seconds = max(seconds - num_read * self._seconds_of_read, min(seconds, self.seconds(num_tokens)))
         recent = self._recent.setdefault(_size_of(num_tokens), deque(maxlen=NUM_RECENT))
         before = min(recent, default=None)
         recent.append((seconds, num_tokens))
@@ -53,6 +65,18 @@ class StepPace:
             return seconds[-1] * num_tokens / tokens[-1]
         share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+
+    def cost_of_read(self, num_tokens: int) -> float:
+        """What a token that is read costs in a step of so many tokens, in tokens that are not: 1 or more."""
+        if not self._seconds:
+            return 1.0
+        seconds = self.seconds(num_tokens)
+        beyond_one = (seconds - self.seconds(1)) / max(1, num_tokens - 1)
+        return 1.0 + self._seconds_of_read / max(beyond_one, LEAST_OF_TOKEN * seconds / num_tokens)
+
+    @property
+    def _seconds_of_read(self) -> float:
+        return median_low(self._read) if self._read else 0.0
 
     def largest_within(self, ratio: float, num_tokens: int, most: int) -> int:
         """The tokens of the largest step, of at most `most`, that takes up to `ratio` times as long as one of

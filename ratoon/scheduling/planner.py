@@ -351,7 +351,7 @@ class StepPlanner:
 
     def _part_of(self, gap: int, step: StepDraft, branch: Branch) -> int:
         """The tokens of a gap that a step has room for."""
-        return min(gap, step.room(branch.request.owner), self._state.max_step_tokens)
+        return min(gap, step.room_for(branch), self._state.max_step_tokens)
 
     def _may_split(self, gap: int) -> bool:
         """Whether a gap may be closed in parts: with chunked prefill off a prompt runs whole. A branch that grew beyond
@@ -397,7 +397,8 @@ class StepPlanner:
             self.num_steps += 1
             self._state.next_step += 1
             self._state.in_flight.append(plan)
-            self._state.pace.planned(plan.step, self._state.now)
+            num_read = sum(count for branch, count, _ in step.allocated if branch.request.task.reads_prompt)
+            self._state.pace.planned(plan.step, self._state.now, num_read)
         return plan
 
     def _write_encoder_steps(self, plan: SchedulerOutput) -> None:

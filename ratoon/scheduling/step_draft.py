@@ -59,6 +59,10 @@ class StepDraft:
         """The tokens that this owner may still have in this step."""
         return self.budget if self.shares is None else min(self.budget, self.shares.left(owner))
 
+    def room_for(self, branch: Branch) -> int:
+        """The tokens that this branch may have in this step."""
+        return self.budget if self.shares is None else min(self.budget, self.shares.left_for(branch))
+
     def has_room(self, owner: Owner) -> bool:
         return self.room(owner) > 0
 

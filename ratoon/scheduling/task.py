@@ -25,6 +25,11 @@ class Task:
         return False
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are computed: such a token takes longer than others."""
+        return False
+
+    @property
     def can_be_swapped(self) -> bool:
         """Whether its blocks are its only state."""
         return True

@@ -1,8 +1,9 @@
 """Steps that several owners share: how many tokens a step has, each owner's part of it, and turns within a part.
 
 A step that owners share takes at most as many times the duration of the smallest owner's part alone as there are
-owners: each of two owners gets its tokens at half the rate that it would have alone, or faster. Of the tokens that such
-a step has, the owners get equal parts, as far as they want so many.
+owners: each of two owners gets its tokens at half the rate that it would have alone, or faster. A part of that time is
+left for what is outside of steps and grows with what they compute, such as sending log-probabilities. Of the tokens
+that such a step has, the owners get equal parts, as far as they want so many.
 
 A part is smaller than what its owner has to run, so its branches take turns. An owner's round is what would be one of
 its steps if it were alone, spread over several: each decoding branch runs once, then prompts and other rows take the
@@ -20,6 +21,7 @@ from ratoon.scheduling.shares import Owner, fair_split
 # The duration of a step, in steps of one token, while an owner is away that may return: its next request waits for the
 # steps in flight.
 STEP_FOR_RETURNING = 4.0
+PART_FOR_STEPS = 0.85  # of the time between two tokens of an owner that shares steps
 
 
 class Round:
@@ -34,16 +36,25 @@ class Round:
 class StepShares:
     """One step: what is left of each owner's part."""
 
-    __slots__ = ("_left", "_planned", "_rounds", "given")
+    __slots__ = ("_cost_of_read", "_left", "_planned", "_rounds", "given")
 
-    def __init__(self, given: dict[Owner, int], rounds: dict[Owner, Round]) -> None:
+    def __init__(self, given: dict[Owner, int], rounds: dict[Owner, Round], cost_of_read: float = 1.0) -> None:
+        """`cost_of_read`: of a prompt's token whose log-probabilities are read, in other tokens."""
         self.given = given
+        self._cost_of_read = cost_of_read
         self._left = given.copy()
         self._planned: set[Branch] = set()
         self._rounds = rounds
 
     def left(self, owner: Owner) -> int:
         return self._left.get(owner, 0)
+
+    def left_for(self, branch: Branch) -> int:
+        """The tokens that this branch may have: at least one, if its owner has anything left."""
+        left = self.left(branch.request.owner)
+        if left <= 1 or not branch.request.task.reads_prompt:
+            return left
+        return max(1, int(left / self._cost_of_read))
 
     def had_turn(self, branch: Branch) -> bool:
         """Whether this branch is in this step, or already ran in its owner's round."""
@@ -53,7 +64,8 @@ class StepShares:
     def take(self, branch: Branch, num_tokens: int) -> None:
         """A negative number: the branch leaves the step."""
         owner = branch.request.owner
-        self._left[owner] = self._left.get(owner, 0) - num_tokens
+        cost = round(num_tokens * self._cost_of_read) if branch.request.task.reads_prompt else num_tokens
+        self._left[owner] = self._left.get(owner, 0) - cost
         if num_tokens < 0:
             self._planned.discard(branch)
             return
@@ -80,7 +92,8 @@ class Turns:
         `others_return`: further owners had requests recently."""
         if len(wants) > self._token_budget:  # not even one token for each: those that were given least are next
             wants = {owner: wants[owner] for owner in sorted(wants, key=served)[: self._token_budget]}
-        given = fair_split(self._num_tokens(wants, others_return), wants)
+        num_tokens = self._num_tokens(wants, others_return)
+        given = fair_split(num_tokens, wants)
         self._rounds = {owner: self._rounds.get(owner) or self._new_round() for owner in given}
         for owner, owned in self._rounds.items():
             if owned.left <= 0:
@@ -88,7 +101,7 @@ class Turns:
             paid = min(owned.debt, given[owner]) if len(given) > 1 else 0
             owned.debt = owned.debt - paid if len(given) > 1 else 0
             given[owner] -= paid
-        return StepShares(given, self._rounds)
+        return StepShares(given, self._rounds, self._pace.cost_of_read(num_tokens))
 
     def begin_anew(self, shares: StepShares) -> bool:
         """The step is planned: owners that have tokens left begin their next rounds, because all their branches had a
@@ -113,7 +126,7 @@ class Turns:
         pace, most = self._pace, self._token_budget
         num_tokens = most
         if len(wants) > 1:
-            num_tokens = pace.largest_within(len(wants), min(most, *wants.values()), most)
+            num_tokens = pace.largest_within(PART_FOR_STEPS * len(wants), min(most, *wants.values()), most)
         if others_return:
             num_tokens = min(num_tokens, pace.largest_within(STEP_FOR_RETURNING, 1, most))
         return max(num_tokens, len(wants))

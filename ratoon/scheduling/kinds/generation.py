@@ -53,6 +53,10 @@ class GenerationTask(Task):
         return self.params.prompt_logprobs is not None and self.next_prompt_logprob < self.request.num_prompt_tokens
 
     @property
+    def reads_prompt(self) -> bool:
+        return self.needs_every_prompt_row
+
+    @property
     def reads_encoder_tokens(self) -> bool:
         return bool(self.params.encoder_no_repeat_ngram_size)
 

@@ -69,6 +69,28 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it(in_flight: int) -> None:
     assert pace.seconds(4) == pytest.approx(0.010)
 
 
+@pytest.mark.parametrize(("fixed", "each"), [(0.004, 0.005), (0.010, 0.00002)])
+def test_what_tokens_take_because_they_are_read_is_estimated_apart(fixed: float, each: float) -> None:
+    pace, each_read = pace_of(fixed, each), 0.002
+    before = [pace.seconds(num_tokens) for num_tokens in (1, 8, 64, 512)]
+    for _ in range(NUM_RECENT):
+        pace.observe(64, fixed + 64 * each + 60 * each_read, num_read=60)
+    assert [pace.seconds(num_tokens) for num_tokens in (1, 8, 64, 512)] == pytest.approx(before)
+    cost = pace.cost_of_read(64)
+    assert cost == pytest.approx(1 + each_read / max(each, 0.1 * (fixed + 64 * each) / 64))
+    for _ in range(NUM_RECENT):  # one day it is as fast as others
+        pace.observe(64, fixed + 64 * each, num_read=60)
+    assert pace.cost_of_read(64) == pytest.approx(1)
+
+
+def test_steps_that_read_are_all_that_is_known_where_there_are_no_others() -> None:
+    pace = StepPace()
+    assert pace.cost_of_read(64) == 1
+    for _ in range(3):
+        pace.observe(64, 0.5, num_read=60)
+    assert (pace.seconds(64), pace.cost_of_read(64)) == (0.5, 1)
+
+
 def test_steps_without_a_clock_teach_nothing() -> None:
     pace = StepPace()
     pace.planned(1, 0.0)

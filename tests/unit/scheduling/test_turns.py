@@ -21,15 +21,18 @@ class Machine:
     scheduler: Scheduler
     fixed: float
     each: float
+    each_read: float = 0.0  # in addition, for a prompt's token whose log-probabilities are read
     now: float = 1000.0
     tokens: dict[str, list[float]] = field(default_factory=dict)  # when they came, by request
     ended: dict[str, float] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)  # requests with log-probabilities of their prompts
 
     def step(self) -> SchedulerOutput:
         self.scheduler.tick(self.now)
         plan = self.scheduler.schedule()
         assert not plan.is_void, "nothing runs, although requests wait"
-        self.now += self.fixed + self.each * plan.total_num_scheduled_tokens
+        num_read = sum(count for name, count in plan.num_scheduled_tokens.items() if count > 1 and name in self.read)
+        self.now += self.fixed + self.each * plan.total_num_scheduled_tokens + self.each_read * num_read
         for output in self.scheduler.update_from_output(plan, answer_of(plan), self.now):
             self.tokens.setdefault(output.request_id, []).append(self.now)
             if output.finished:
@@ -68,6 +71,17 @@ def load_prompts(machine: Machine) -> None:
 def load_prompt_logprobs(machine: Machine) -> None:
     for number in range(32):
         add(machine.scheduler, f"a{number}", 1900, max_tokens=4, owner="ada", prompt_logprobs=5)
+        machine.read.add(f"a{number}")
+
+
+def load_prompts_of_both_kinds(machine: Machine) -> None:
+    """What steps take without log-probabilities is known all the time."""
+    machine.each_read = machine.each + machine.fixed / 16
+    for number in range(32):
+        if number % 2:
+            machine.read.add(f"a{number}")
+        options = {"prompt_logprobs": 5} if number % 2 else {}
+        add(machine.scheduler, f"a{number}", 1900, max_tokens=4, owner="ada", **options)
 
 
 def load_streams(machine: Machine) -> None:
@@ -81,7 +95,9 @@ def load_queue(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("costs", [SLOW_TOKENS, FREE_TOKENS])
-@pytest.mark.parametrize("load", [load_prompts, load_prompt_logprobs, load_streams, load_queue])
+@pytest.mark.parametrize(
+    "load", [load_prompts, load_prompt_logprobs, load_prompts_of_both_kinds, load_streams, load_queue]
+)
 def test_a_short_request_beside_another_owners_load_takes_at_most_four_times_as_long(costs, load) -> None:
     machine = machine_of(costs)
     idle = machine.ask("b0", "bob")
@@ -91,7 +107,7 @@ def test_a_short_request_beside_another_owners_load_takes_at_most_four_times_as_
         machine.step()
     for number in range(1, 4):
         assert machine.ask(f"b{number}", "bob") <= 4 * idle
-        assert machine.gap(f"b{number}") <= 2.2 * idle_gap, "its tokens come at half the rate or better"
+        assert machine.gap(f"b{number}") <= 1.9 * idle_gap, "its tokens come at half the rate, and some time is left"
 
 
 def test_an_owner_alone_has_whole_steps() -> None:
