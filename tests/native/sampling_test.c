@@ -130,7 +130,62 @@ static void allow(int64_t rows, int64_t columns) {
     release_all();
 }
 
+// A grammar that allows rising tokens below 64: what was consumed last, and how often it was asked.
+typedef struct {
+    uint32_t last;
+    int64_t consumed, filled;
+} rising;
+
+static int32_t consume_rising(void *matcher, uint32_t token) {
+    rising *text = matcher;
+    text->consumed++;
+    if (token <= text->last) return -1;
+    text->last = token;
+    return 0;
+}
+
+static int32_t fill_rising(void *matcher, uint32_t *mask, size_t mask_bytes) {
+    rising *text = matcher;
+    text->filled++;
+    for (size_t i = 0; i < mask_bytes / 4; i++) mask[i] = i < 2 ? UINT32_MAX : 0;
+    for (uint32_t token = 0; token <= text->last; token++) mask[token / 32] &= ~(1u << token % 32);
+    return text->last == 63 ? -1 : 0;
+}
+
+static bool accepts_rising(void *matcher) { return ((rising *)matcher)->last % 2; }
+
+static void match(int64_t texts) {
+    const int64_t width = 3, row_words = 4;
+    rising *state = guarded(texts * (int64_t)sizeof(rising));
+    void **matchers = guarded(texts * (int64_t)sizeof(void *));
+    int32_t *tokens = guarded(texts * 4), *rows = guarded(texts * 4);
+    uint32_t *table = guarded(texts * row_words * 4);
+    uint8_t *found = guarded(texts), *expected = guarded(texts);
+    const match_calls calls = {consume_rising, fill_rising, accepts_rising, width * 4};
+    for (int64_t i = 0; i < texts; i++) {
+        state[i] = (rising){(uint32_t)random_between(0, 62), 0, 0};
+        matchers[i] = &state[i];
+        tokens[i] = (int32_t)random_between(-1, 63);
+        rows[i] = (int32_t)(texts - 1 - i);
+        const uint32_t last = tokens[i] < 0 ? state[i].last : (uint32_t)tokens[i];
+        expected[i] = tokens[i] >= 0 && last <= state[i].last ? MATCH_REFUSED : last == 63 ? MATCH_FAILED : last % 2;
+    }
+    memset(table, 0x55, (size_t)(texts * row_words * 4));
+    ratoon_match_texts(&calls, matchers, tokens, rows, texts, table, row_words, found);
+    for (int64_t i = 0; i < texts; i++) {
+        const uint32_t *mask = table + rows[i] * row_words;
+        expect_true(found[i] == expected[i], "what is true of a text", i, found[i]);
+        expect_true(state[i].consumed == (tokens[i] >= 0), "a text consumes its token once", i, state[i].consumed);
+        expect_true(state[i].filled == (expected[i] != MATCH_REFUSED), "a mask is filled once", i, state[i].filled);
+        expect_true(mask[3] == 0x55555555, "nothing is written behind a mask", i, mask[3]);
+        for (uint32_t token = 0; token < 64 && expected[i] <= MATCH_ACCEPTING; token++)
+            expect_true((mask[token / 32] >> token % 32 & 1) == (token > state[i].last), "a bit of a mask", i, token);
+    }
+    release_all();
+}
+
 void check_sampling(void) {
+    for (int i = 0; i < 20; i++) match(random_between(i > 0, 40));
     for (int i = 0; i < 10; i++) allow(random_between(1, 5), random_between(1, 200));
     for (int i = 0; i < 40; i++) take_largest(random_between(1, 5), random_between(1, i < 30 ? 100 : 2000));
     compare(1, 1, 1);
