@@ -21,7 +21,7 @@ from ratoon.scheduling.shares import Owner, fair_split
 # The duration of a step, in steps of one token, while an owner is away that may return: its next request waits for the
 # steps in flight.
 STEP_FOR_RETURNING = 4.0
-PART_FOR_STEPS = 0.85  # of the time between two tokens of an owner that shares steps
+PART_FOR_STEPS = 0.7  # of the time between two tokens of an owner that shares steps
 
 
 class Round:
