@@ -1,4 +1,4 @@
-"""What the parts of attacks.py share: clients, the watch over a server, and figures printed beside their limits."""
+"""The parts of attacks.py share this: clients, the watch over a server, and figures printed beside their limits."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def statuses(replies: list[Reply]) -> str:
 
 @dataclass
 class Watched:
-    """What the server did while an attack lasted."""
+    """Holds what was seen of the server while an attack lasted."""
 
     seconds: float = 0.0
     peak: int = 0  # resident bytes beyond what the server had before, at most

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from compare_parts.models import copy_model
 
 from ratoon import LLM, SamplingParams
 
@@ -78,10 +79,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / args.model
-        shutil.copytree(SHAPES / args.model, folder)
-        shutil.copy(args.tokenizer, folder / "tokenizer.json")
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        folder = copy_model(SHAPES / args.model, Path(scratch), args.tokenizer)
         settings = {"max_num_seqs": 256, "enable_prefix_caching": False, "disable_log_stats": True}
         with LLM(str(folder), load_format="dummy", device=args.device, max_model_len=2048, **settings) as llm:
             kinds = ("free", "schemas", "one schema")

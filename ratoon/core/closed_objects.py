@@ -148,7 +148,7 @@ def iterate_schemas(root: Any) -> Iterator[Schema]:
 
 
 def _target(root: Any, schema: Schema) -> Schema | None:
-    """What `$ref` refers to within the document. None: there is none, or it is not found."""
+    """Returns the schema that `$ref` names within the document. None: there is no `$ref`, or it is not found."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

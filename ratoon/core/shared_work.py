@@ -43,7 +43,7 @@ class SharedWork(Generic[Result]):
             future.set_exception(error)
 
     def _take(self) -> list[Future[Result]]:
-        """Those that still wait; they can't be cancelled any more."""
+        """Takes the callers that still wait; they can't be cancelled any more."""
         with self._lock:
             self._is_over = True
             futures, self._futures = self._futures, []

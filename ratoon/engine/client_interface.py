@@ -49,7 +49,7 @@ class AsyncEngineClient(RequestTaker, Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """What the first engine said when it was ready, once `start` has returned."""
+        """The facts that the first engine reported when it was ready; there are none before `start` has returned."""
         ...
 
     async def start(self) -> None:

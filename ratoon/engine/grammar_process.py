@@ -66,7 +66,7 @@ def serve() -> None:
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What a fork sends after a check."""
+    """A fork sends this after a check."""
 
     finding: Finding
     goes_on: bool  # it waits for another check
@@ -393,7 +393,7 @@ class _Checker:
 
 
 def _processor_seconds(pid: int) -> float:
-    """What a process has used so far. By the clock, where the system has no clock of a process."""
+    """Returns the processor time that a process has used so far; without such a clock, the time."""
     if sys.platform != "linux":
         return time.monotonic()
     try:

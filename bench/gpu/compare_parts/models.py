@@ -6,6 +6,7 @@ It is byte-level, as the real ones of these models are: what tokens cost on thei
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 SPECIAL_WORDS = ("<unk>", "<s>", "</s>")
@@ -19,6 +20,15 @@ def prepare_model(shape: Path, folder: Path) -> Path:
     text = (shape / "config.json").read_text(encoding="utf-8")
     (target / "config.json").write_text(text, encoding="utf-8")
     write_tokenizer(target, json.loads(text)["vocab_size"])
+    return target
+
+
+def copy_model(shape: Path, folder: Path, tokenizer: Path | None) -> Path:
+    """The folder `folder`/NAME with a real tokenizer: a `tokenizer.json`. None: it has none, and prompts are tokens."""
+    target = Path(shutil.copytree(shape, folder / shape.name))
+    if tokenizer is not None:
+        shutil.copy(tokenizer, target / "tokenizer.json")
+        (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return target
 
 

@@ -46,13 +46,13 @@ async def large_response(request: Request, size: int, build: Callable[[], Any]) 
 
 
 async def large_binary_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
-    """The same for content with Base64 in it, which has no part in `size`."""
+    """Answers with content that has Base64 in it, which `size` does not count; it is built off the event loop."""
     parts = await _lanes.run(size, lambda: encode_parts(build()))
     return SlicedResponse(request, slices(parts), total_size(parts), JSON)
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """As JSON, to be put into other content."""
+    """Encodes content as JSON that can be put into other content."""
     return msgspec.Raw(_encode(content))
 
 

@@ -265,7 +265,7 @@ def test_grammars_that_match_together_are_those_of_each() -> None:
             if not rules[0].forced_tokens():  # type: ignore[attr-defined]
                 np.testing.assert_array_equal(table[row, : len(words)], words)
     batch.settle()
-    assert [rule._num_tokens for rule in moving] == [rules[0]._num_tokens for rules in alone]  # type: ignore
+    assert [rule._num_tokens for rule in moving] == [rules[0]._num_tokens for rules in alone]  # type: ignore[attr-defined]
     assert possible(RowRules((moving[0],))) == possible(alone[0])
     moves = [np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0] for words in table[rows]]
     assert batch.has_end(np.array([5, end_token()])) and not batch.has_end(np.array(moves))

@@ -57,7 +57,7 @@ async def create_response(request: Request) -> Response:
 
 
 async def _prepare(request: Request) -> ResponseRun:
-    """What the body holds beyond the run is freed at the end: the run may last for long."""
+    """The function returns the run alone, so that the rest of the body is freed: the run may last for long."""
     context, exchange = context_of(request), exchange_of(request.scope)
     async with context.preparation.place(exchange.tenant, exchange.body_size) as place:
         return await make_run(context, await read_body(request, ResponsesRequest), exchange, place)
