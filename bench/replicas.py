@@ -33,7 +33,7 @@ from workloads import PromptSource
 from ratoon import AsyncLLM, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutputs
 from ratoon.core.settings import engine_config
-from ratoon.engine.async_client import AsyncMPClient, make_async_client
+from ratoon.engine.processes.async_client import AsyncMPClient, make_async_client
 from ratoon.observe.startup import StartupTimer
 
 SEED = 1

@@ -39,8 +39,8 @@ from structured_parts.schemas import made_schema, made_value, real_schemas, suit
 from tokenizers import Tokenizer
 
 from ratoon import LLM, AsyncLLM, SamplingParams, StructuredOutput
-from ratoon.engine.grammar_checks import GrammarChecks
-from ratoon.engine.structured_validator import validate
+from ratoon.engine.grammars.checks import GrammarChecks
+from ratoon.engine.grammars.validator import validate
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.models.source import resolve_model
 

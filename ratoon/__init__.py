@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from ratoon.core.structured import StructuredOutput
     from ratoon.engine.async_llm import AsyncLLM
-    from ratoon.engine.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
+    from ratoon.engine.input.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
     from ratoon.transcription.options import TranscriptionOptions
     from ratoon.transcription.results import Transcription
     from ratoon.transcription.transcriber import async_transcriber
@@ -91,10 +91,10 @@ __all__ = [
 _HOMES = {
     "LLM": "ratoon.api.llm",
     "AsyncLLM": "ratoon.engine.async_llm",
-    "TextPrompt": "ratoon.engine.prompts",
-    "TokensPrompt": "ratoon.engine.prompts",
-    "AudioPrompt": "ratoon.engine.prompts",
-    "ExplicitEncoderDecoderPrompt": "ratoon.engine.prompts",
+    "TextPrompt": "ratoon.engine.input.prompts",
+    "TokensPrompt": "ratoon.engine.input.prompts",
+    "AudioPrompt": "ratoon.engine.input.prompts",
+    "ExplicitEncoderDecoderPrompt": "ratoon.engine.input.prompts",
     "SamplingParams": "ratoon.core.params",
     "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",

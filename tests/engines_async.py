@@ -22,8 +22,8 @@ from ratoon.core.messages import EngineReady
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_llm import AsyncLLM
-from ratoon.engine.client import InprocClient
-from ratoon.engine.faults import fault_of
+from ratoon.engine.processes.client import InprocClient
+from ratoon.engine.processes.faults import fault_of
 from ratoon.models.source import resolve_model
 from ratoon.observe.startup import StartupTimer
 

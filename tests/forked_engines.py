@@ -18,10 +18,16 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine import core_process, launch
+from ratoon.engine.processes import core_process, launch
 
 # What an engine process imports; and pytest, because a child loads the parent's main module again.
-PRELOADED = ["torch", "ratoon.engine.core_process", "ratoon.execution.worker", "ratoon.models.source", "pytest"]
+PRELOADED = [
+    "torch",
+    "ratoon.engine.processes.core_process",
+    "ratoon.execution.worker",
+    "ratoon.models.source",
+    "pytest",
+]
 
 
 class ForkedProcess:

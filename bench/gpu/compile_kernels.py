@@ -32,10 +32,10 @@ from ratoon.attention import triton_backend, triton_plan
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
-from ratoon.execution.block_kernels import Pages, copy_blocks
-from ratoon.execution.device_inputs import DeviceInputs
-from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.journal import Journal
+from ratoon.execution.inputs.device_inputs import DeviceInputs
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.row_writes import RowWrites
+from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
@@ -288,7 +288,7 @@ def choices(compilation: Compilation) -> None:
 def inputs(compilation: Compilation) -> None:
     device = torch.device("cpu")
     for num_groups, max_encoder_len in ((1, 0), (2, 1500)):
-        rows = InputBatch(320, 40960, BLOCK_SIZE, num_groups, max_encoder_len, Journal())
+        rows = InputBatch(320, 40960, BLOCK_SIZE, num_groups, max_encoder_len, RowWrites())
         rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
         made = DeviceInputs(rows, 2048, 320, 512, 512, device)
         compilation.part = f"inputs: cells of the rows, {num_groups} groups"

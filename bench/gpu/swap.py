@@ -16,9 +16,9 @@ from time import perf_counter
 
 import torch
 
-from ratoon.execution.block_kernels import Pages, copy_blocks
-from ratoon.execution.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows, split_rows
-from ratoon.execution.kv_tensors import staging_size
+from ratoon.execution.kv.block_kernels import Pages, copy_blocks
+from ratoon.execution.kv.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows, split_rows
+from ratoon.execution.kv.kv_tensors import staging_size
 
 DEVICE = torch.device("cuda")
 NUM_TENSORS, WORDS = 32, 8192

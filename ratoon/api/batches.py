@@ -15,10 +15,10 @@ from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.engine.front_end import Prepared, with_output_kind
+from ratoon.engine.input.prompts import Prompt, Suffix
+from ratoon.engine.input.request_options import ChatOptions, ExtractionOptions, GenerationOptions, PoolingOptions
 from ratoon.engine.llm_engine import LLMEngine
-from ratoon.engine.prompts import Prompt, Suffix
-from ratoon.engine.request_options import ChatOptions, ExtractionOptions, GenerationOptions, PoolingOptions
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 
 UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 Ids: TypeAlias = str | Sequence[str] | None  # None: numbers, counted from 0

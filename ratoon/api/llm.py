@@ -31,11 +31,11 @@ from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesP
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.base_llm import BaseLLM, Message
 from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params
+from ratoon.engine.input.prompts import Prompt, Suffix
+from ratoon.engine.input.request_options import ContinuationOptions, split_chat_options, verify_keywords
+from ratoon.engine.input.request_options import GenerationOptions as Options
 from ratoon.engine.llm_engine import LLMEngine
-from ratoon.engine.prompts import Prompt, Suffix
-from ratoon.engine.request_options import ContinuationOptions, split_chat_options, verify_keywords
-from ratoon.engine.request_options import GenerationOptions as Options
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 from ratoon.observe.startup import StartupTimer
 from ratoon.transcription.options import TranscriptionOptions
 
@@ -76,7 +76,7 @@ class LLM(BaseLLM):
         self._load_model(self.startup_timer, engine_follows=not process)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)
-        from ratoon.engine.client import make_client
+        from ratoon.engine.processes.client import make_client
 
         self._client = make_client(self.config, self.source, self.startup_timer, process)
         self.engine: LLMEngine = self._wire(LLMEngine, self._client, self._client.describe())

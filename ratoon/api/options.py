@@ -214,7 +214,7 @@ def check_generation_options(args: argparse.Namespace) -> None:
 def generation_params(args: argparse.Namespace, llm: LLM, may_search: bool = True) -> GenerationParams:
     """The model's defaults, overridden by the options. A search by option takes no defaults of the model; one of the
     model's files is done if no option contradicts it, and if `may_search`."""
-    from ratoon.engine.default_params import sets_length, with_given
+    from ratoon.engine.input.default_params import sets_length, with_given
 
     if wants_beam_search(args):
         return with_given(beam_search_params(args), _given_structure(args))

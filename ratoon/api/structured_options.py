@@ -83,7 +83,7 @@ def check_structured_output(args: argparse.Namespace) -> None:
     """RequestError for a schema or grammar that no model can use, before one is loaded."""
     asked = structured_output(args)
     if asked is not None:
-        from ratoon.engine.structured_validator import validate
+        from ratoon.engine.grammars.validator import validate
 
         validate(asked)
 

@@ -1,7 +1,7 @@
 """Structured output: what the text of a request must match.
 
 Values are checked here for type and size only. Whether a schema or a grammar can be compiled is the validator's
-question (engine/structured_validator.py), and how it limits the next token that of execution/grammar.
+question (engine/grammars/validator.py), and how it limits the next token that of execution/grammar.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class ThreadedExecutor:
         surroundings = self.on_lent_thread() if lends_thread else None
         if surroundings is None:
             return StepInFlight(self, self._enqueue(self._run_step, plan))
-        return StepOnLentThread(self, plan, surroundings)
+        return InlineStep(self, plan, surroundings)
 
     def run_here(self, plan: SchedulerOutput, surroundings: AbstractContextManager[object]) -> Launched:
         """Waking the thread of the steps, on another core with cold caches, would take longer than most launches."""
@@ -305,7 +305,7 @@ class StepInFlight:
             raise
 
 
-class StepOnLentThread:
+class InlineStep:
     """The handle of a step that is launched by its caller."""
 
     def __init__(

@@ -22,11 +22,9 @@ from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesP
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm_engine import AsyncLLMEngine
 from ratoon.engine.base_llm import BaseLLM, Message
-from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params, with_output_kind
-from ratoon.engine.output_collector import Take
-from ratoon.engine.prompts import Prompt, Suffix
-from ratoon.engine.request_options import (
+from ratoon.engine.input.prompts import Prompt, Suffix
+from ratoon.engine.input.request_options import (
     ChatOptions,
     ContinuationOptions,
     ExtractionOptions,
@@ -35,7 +33,9 @@ from ratoon.engine.request_options import (
     split_chat_options,
     verify_keywords,
 )
-from ratoon.engine.roots import Root
+from ratoon.engine.output.output_collector import Take
+from ratoon.engine.output.roots import Root
+from ratoon.engine.processes.client_interface import AsyncEngineClient
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class AsyncLLM(BaseLLM):
         if self.engine is not None:
             return
         if self._client is None:
-            from ratoon.engine.async_client import make_async_client
+            from ratoon.engine.processes.async_client import make_async_client
 
             self._client = make_async_client(self.config, self.front_end_config.num_replicas, self.startup_timer)
         client: AsyncEngineClient = self._client

@@ -19,14 +19,14 @@ from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, Requ
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs
-from ratoon.engine.answers import arrange_beside
-from ratoon.engine.client_interface import AsyncEngineClient
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.long_inputs import takes_long
-from ratoon.engine.output_collector import OutputCollector, Take
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.request_state import Output
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.long_inputs import takes_long
+from ratoon.engine.output.answers import arrange_beside
+from ratoon.engine.output.output_collector import OutputCollector, Take
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.request_state import Output
+from ratoon.engine.processes.client_interface import AsyncEngineClient
 from ratoon.observe.logging import get_logger
 from ratoon.observe.throughput import INTERVAL, ThroughputLog
 

@@ -12,14 +12,14 @@ from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from ratoon.core.settings import configure
-from ratoon.engine.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.front_end import FrontEnd
-from ratoon.engine.garbage import no_garbage_collection
-from ratoon.engine.hidden_states_budget import HiddenStatesBudget
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.roots import Root
-from ratoon.engine.torch_library import start_loading_torch_library
+from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.roots import Root
+from ratoon.engine.processes.garbage import no_garbage_collection
+from ratoon.engine.processes.torch_library import start_loading_torch_library
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer

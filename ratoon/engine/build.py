@@ -12,9 +12,9 @@ import msgspec
 from ratoon.attention.early_kernels import expected_launches
 from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
 from ratoon.engine.core import EngineCore
-from ratoon.engine.garbage import no_garbage_collection
-from ratoon.engine.torch_parts import without_unused_parts
-from ratoon.execution.cuda_driver import end_compiler, starting_driver
+from ratoon.engine.processes.garbage import no_garbage_collection
+from ratoon.engine.processes.torch_parts import without_unused_parts
+from ratoon.execution.passes.cuda_driver import end_compiler, starting_driver
 from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer

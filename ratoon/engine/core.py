@@ -24,7 +24,7 @@ from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
-from ratoon.engine.prepared_requests import PreparedRequests
+from ratoon.engine.input.prepared_requests import PreparedRequests
 from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:

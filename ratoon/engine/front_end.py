@@ -26,15 +26,15 @@ from ratoon.core.params import (
     SamplingParams,
 )
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
-from ratoon.engine.client_interface import RequestTaker
-from ratoon.engine.hidden_states import Selection
-from ratoon.engine.hidden_states_budget import HiddenStatesBudget
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.prompts import Prompt, Suffix, texts_of
-from ratoon.engine.request_options import GenerationOptions, PoolingOptions, RequestOptions
-from ratoon.engine.request_state import Output
-from ratoon.engine.roots import Root
+from ratoon.engine.input.hidden_states import Selection
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.prompts import Prompt, Suffix, texts_of
+from ratoon.engine.input.request_options import GenerationOptions, PoolingOptions, RequestOptions
+from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.request_state import Output
+from ratoon.engine.output.roots import Root
+from ratoon.engine.processes.client_interface import RequestClient
 from ratoon.observe.logging import get_logger
 from ratoon.observe.tracing import trace_context
 
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
 class FrontEnd:
     def __init__(
         self,
-        client: RequestTaker,
+        client: RequestClient,
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         *,

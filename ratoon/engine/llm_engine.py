@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.params import GenerationParams
-from ratoon.engine.client_interface import EngineClient
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.interrupts import interrupts_held_back
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.prompts import Prompt
-from ratoon.engine.request_state import Output
-from ratoon.engine.torch_tensors import with_torch_tensors
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.prompts import Prompt
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.request_state import Output
+from ratoon.engine.output.torch_tensors import with_torch_tensors
+from ratoon.engine.processes.client_interface import EngineClient
+from ratoon.engine.processes.interrupts import interrupts_held_back
 
 MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it refuses more than it can queue
 Inbox: TypeAlias = deque[Any]

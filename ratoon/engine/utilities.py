@@ -13,7 +13,7 @@ import msgspec
 from ratoon.core.errors import RequestError
 from ratoon.core.messages import UtilityCall, UtilityResult
 from ratoon.engine.core import EngineCore
-from ratoon.engine.faults import fault_of
+from ratoon.engine.processes.faults import fault_of
 from ratoon.engine.profiling import StepProfiler
 
 

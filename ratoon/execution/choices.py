@@ -18,9 +18,9 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.core.machine import usable_cores
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_device, resolve_dtype, use_device
-from ratoon.execution.geometry import Geometry, geometry_of
 from ratoon.execution.grammar.compiler import GrammarCompiler
-from ratoon.execution.kv_memory import largest_step, num_blocks_of, one_prompt
+from ratoon.execution.kv.geometry import Geometry, geometry_of
+from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of, one_prompt
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import kernel_set_name, library
 from ratoon.layers.native_choices import KernelChoices, choices_file, this_machine
@@ -32,7 +32,7 @@ from ratoon.models.base import LanguageModel
 from ratoon.models.build import META, build_model, declare_model, outline_model
 
 if TYPE_CHECKING:
-    from ratoon.execution.graphs import Capture
+    from ratoon.execution.passes.graphs import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ KV_DTYPES = {  # by the setting `kv_cache_dtype`, which may also be "auto"
 
 
 @dataclass(frozen=True)
-class EngineChoices:
+class WorkerParts:
     config: EngineConfig
     model_config: ModelConfig
     tensors: TensorSource
@@ -146,7 +146,7 @@ class EngineChoices:
         )
 
 
-def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: TensorSource) -> EngineChoices:
+def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: TensorSource) -> WorkerParts:
     """Also sets the device and the threads of this process. Raises ConfigError."""
     device = resolve_device(config.device)
     use_device(device)
@@ -167,7 +167,7 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
         is_fast = isinstance(choice.backend, CpuAttentionBackend)
         is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
         logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
-    return EngineChoices(
+    return WorkerParts(
         config,
         model_config,
         tensors,
@@ -283,6 +283,6 @@ def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometr
     if slow:
         logger.warning("steps are not captured as CUDA graphs: attention by %s can't be", ", ".join(slow))
         return None
-    from ratoon.execution.graphs import CudaCapture
+    from ratoon.execution.passes.graphs import CudaCapture
 
     return CudaCapture()

@@ -12,7 +12,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ConfigError
-from ratoon.execution.cuda_driver import DEVICE_VARIABLE
+from ratoon.execution.passes.cuda_driver import DEVICE_VARIABLE
 
 OLDEST_FOR_TRITON = (8, 0)  # compute capability; all of these have bfloat16
 # Of mallopt(3)

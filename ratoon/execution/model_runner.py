@@ -18,20 +18,17 @@ from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
-from ratoon.execution.beam_candidates import CandidatesReader, KeysPass
-from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.buffers import indices_on
-from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans
-from ratoon.execution.encoder import EncoderRunner
 from ratoon.execution.grammar.compiler import GrammarCompiler
-from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.journal import Journal
-from ratoon.execution.kv_tensors import KVTensors
-from ratoon.execution.mask_column import MaskColumn
-from ratoon.execution.penalty_rows import PenaltyRows
-from ratoon.execution.pooling import PoolingBranches
-from ratoon.execution.prompt_logprobs import PromptLogprobsReader, wants_prompt_logprobs
-from ratoon.execution.readers import (
+from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.row_writes import RowWrites
+from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows, StepInputs
+from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.encoder import EncoderRunner
+from ratoon.execution.passes.step_context import PagedStep
+from ratoon.execution.readers.beams import BeamKeysPass, CandidatesReader
+from ratoon.execution.readers.hidden_states import CaptureReader, captured_rows, lay_out_spans
+from ratoon.execution.readers.interface import (
     ExecutedPass,
     LogitsPass,
     LogitsReader,
@@ -43,25 +40,28 @@ from ratoon.execution.readers import (
     join,
     rows_of,
 )
-from ratoon.execution.sampled_rows import KnownPass, MaskedPass, SampledPass, SampledRowsReader
-from ratoon.execution.sampler import HostTokens, Sampler
-from ratoon.execution.sampling_rows import SamplingRows
-from ratoon.execution.step_context import PagedStep
-from ratoon.execution.step_inputs import InputPreparation, ReadRows, StepInputs
+from ratoon.execution.readers.pooling import PoolingBranches
+from ratoon.execution.readers.prompt_logprobs import PromptLogprobsReader, wants_prompt_logprobs
+from ratoon.execution.readers.sampled import MaskedPass, SampledOnHost, SampledPass, SampledRowsReader
+from ratoon.execution.sampling.beam_rows import BeamRows
+from ratoon.execution.sampling.mask_column import MaskColumn
+from ratoon.execution.sampling.penalty_rows import PenaltyRows
+from ratoon.execution.sampling.sampler import HostTokens, Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 from ratoon.layers.beams import SearchShape
 from ratoon.models.base import LanguageModel, StreamObserver
 from ratoon.models.encoder_decoder import EncoderDecoderLM
 
 if TYPE_CHECKING:
-    from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
-    from ratoon.execution.graphs import Capture, GraphKey, StepGraphs
-    from ratoon.execution.recorded_passes import RecordedPasses
+    from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
+    from ratoon.execution.passes.graphs import Capture, GraphKey, StepGraphs
+    from ratoon.execution.passes.recorded_passes import RecordedPasses
 
 
 FIRST = np.zeros(1, np.int64)  # the one request of a step
 
-Executed = ExecutedPass | LogitsPass | KeysPass | SampledPass | MaskedPass | KnownPass
+Executed = ExecutedPass | LogitsPass | BeamKeysPass | SampledPass | MaskedPass | SampledOnHost
 
 
 class ModelRunner:
@@ -99,7 +99,7 @@ class ModelRunner:
             self.encoder = EncoderRunner(encoder_backend, self.kv, kv_config.block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
         on_device = device.type == "cuda" if inputs_on_device is None else inputs_on_device
-        journal = Journal() if on_device else None
+        journal = RowWrites() if on_device else None
         self.input_batch = InputBatch(
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
         )
@@ -115,8 +115,8 @@ class ModelRunner:
         self._resident: DeviceRows | None = None  # the rows on the device
         self.graphs: StepGraphs | None = None
         if on_device:
-            from ratoon.execution.device_inputs import DeviceInputs
-            from ratoon.execution.graphs import (
+            from ratoon.execution.inputs.device_inputs import DeviceInputs
+            from ratoon.execution.passes.graphs import (
                 MAX_DECODES,
                 StepGraphs,
                 graph_sizes,
@@ -147,7 +147,7 @@ class ModelRunner:
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         self.recorded: RecordedPasses | None = None
         if record:
-            from ratoon.execution.recorded_passes import RecordedPasses
+            from ratoon.execution.passes.recorded_passes import RecordedPasses
 
             self.recorded = RecordedPasses(self.kv) if RecordedPasses.can_serve(self.kv) else None
         self.num_computed_tokens = 0  # rows run through the model since the start
@@ -186,7 +186,7 @@ class ModelRunner:
         self, plan: SchedulerOutput, rows: np.ndarray, num_scheduled: np.ndarray, size: int
     ) -> Executed | None:
         """Run a small step from fixed memory. None: it must run alone."""
-        from ratoon.execution.graphs import GraphKey, padded_read, padded_reqs
+        from ratoon.execution.passes.graphs import GraphKey, padded_read, padded_reqs
 
         graphs, inputs = self.graphs, cast("DeviceInputs", self.inputs)
         assert graphs is not None
@@ -221,7 +221,7 @@ class ModelRunner:
                 inputs.send(rows, num_scheduled, read_rows=np.array(reader.rows, np.int64), beams=beams)
                 keys = graphs.run(key)
                 assert keys is not None
-                return KeysPass(keys[: len(searches)], searches, self.model.config.vocab_size, reader)
+                return BeamKeysPass(keys[: len(searches)], searches, self.model.config.vocab_size, reader)
         readers = self._readers(plan, layout)
         wanted = rows_of(readers)
         key = GraphKey(size, num_reqs, num_read(wanted))
@@ -260,7 +260,7 @@ class ModelRunner:
         graphs.run(key._replace(mode=mode))
         return SampledPass(inputs.tokens(len(own)), ids, own, self.input_batch, self.sampling_rows)
 
-    def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> KnownPass | None:
+    def _run_greedy(self, plan: SchedulerOutput, inputs: StepInputs, rows: np.ndarray) -> SampledOnHost | None:
         """Run a recorded step and take the most probable token of every branch. None: a branch asks for more than that,
         or there is no such recording; then nothing was run."""
         if self.recorded is None or self._resident is not None:  # a device's own rows would not get the tokens
@@ -276,7 +276,7 @@ class ModelRunner:
         if result is None:
             return None
         tokens = result.tokens or HostTokens(sampling.greedy(self.model.compute_logits(result.states.normed)))
-        return KnownPass(tokens, list(plan.num_scheduled_tokens), rows, self.input_batch, self.sampling_rows)
+        return SampledOnHost(tokens, list(plan.num_scheduled_tokens), rows, self.input_batch, self.sampling_rows)
 
     def _run_alone(self, plan: SchedulerOutput, inputs: StepInputs) -> ExecutedPass | LogitsPass:
         """Run a step of any kind, from inputs of its own size."""

@@ -19,11 +19,11 @@ from ratoon.core.errors import DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.choices import EngineChoices, choose_capture, choose_parts
+from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
-from ratoon.execution.kv_memory import (
+from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     free_memory,
     gib,
@@ -32,7 +32,7 @@ from ratoon.execution.kv_memory import (
     sizes_by_memory,
     verify_longest_sequence,
 )
-from ratoon.execution.kv_tensors import dtype_name
+from ratoon.execution.kv.kv_tensors import dtype_name
 from ratoon.layers.native_measurement import measure_kernels
 from ratoon.layers.ops import Ops
 from ratoon.layers.weights import TensorSource
@@ -41,8 +41,8 @@ from ratoon.models.build import shorten
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
-    from ratoon.execution.compile_ahead import CompileAhead
-    from ratoon.execution.graphs import Capture
+    from ratoon.execution.passes.compile_ahead import CompileAhead
+    from ratoon.execution.passes.graphs import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -242,19 +242,19 @@ def open_grammar_library(config: EngineConfig, vocab_size: int, by_c: bool) -> G
     return open_library(tokenizer, vocab_size)
 
 
-def compile_ahead(choices: EngineChoices) -> CompileAhead | None:
+def compile_ahead(choices: WorkerParts) -> CompileAhead | None:
     """Begin to compile the kernels of the first steps. None: they are compiled when they are launched."""
     if not choices.can_run_without_weights:
         return None
-    from ratoon.execution.compile_ahead import CompileAhead, capture_nothing
-    from ratoon.execution.cuda_driver import take_compiler
+    from ratoon.execution.passes.compile_ahead import CompileAhead, capture_nothing
+    from ratoon.execution.passes.cuda_driver import take_compiler
 
     largest = choices.largest_step()
     make_outline = partial(choices.make_outline, choices.geometry_anew(), choices.probe_for(largest), capture_nothing)
     return CompileAhead(make_outline, largest, choices.device, choices.num_threads, take_compiler())
 
 
-def measure_products(choices: EngineChoices, timer: StartupTimer) -> None:
+def measure_products(choices: WorkerParts, timer: StartupTimer) -> None:
     """Choose the kernels of weights that have none yet: once for a machine and a shape."""
     if choices.kernels.unknown():
         with timer.phase("measure products"), torch.inference_mode():
@@ -262,7 +262,7 @@ def measure_products(choices: EngineChoices, timer: StartupTimer) -> None:
 
 
 def measure(
-    choices: EngineChoices, model: LanguageModel, capture: Capture | None, timer: StartupTimer
+    choices: WorkerParts, model: LanguageModel, capture: Capture | None, timer: StartupTimer
 ) -> tuple[int, float | None]:
     """Before there is a KV cache: bytes that the largest step needs, and seconds that a token of a prompt takes; 0 and
     None where that decides nothing."""

@@ -35,7 +35,7 @@ ENOUGH_TILES = 96  # to keep a GPU busy
 LONG_GROUP = 2048  # inputs: the exchange of sums takes little of the time of such a program
 
 
-class Wide(NamedTuple):
+class WideTile(NamedTuple):
     """What one program of triton/wide.py computes: a tile of rows × outputs. `stages` steps are on their way.
     `is_shared`: by several programs, with a group of segments each."""
 
@@ -107,7 +107,7 @@ def stream_of(kind: str, segments: int, rows: int) -> Stream:
     return Stream(STREAM_OUTPUTS, STREAM_STEP_BYTES, room // stage, 4, segments)
 
 
-def wide_of(rows: int, outputs: int, segments: Segments) -> Wide:
+def wide_of(rows: int, outputs: int, segments: Segments) -> WideTile:
     """The tile for so many rows."""
     group, groups = segments.group, segments.groups
 
@@ -116,12 +116,12 @@ def wide_of(rows: int, outputs: int, segments: Segments) -> Wide:
 
     is_whole = group == groups == 1  # no other sums are held
     if is_whole and tiles(128, 256) >= 2 * ENOUGH_TILES:
-        return Wide(128, 256, 4, 8, False)
+        return WideTile(128, 256, 4, 8, False)
     if tiles(128, 128) >= ENOUGH_TILES:
-        return Wide(128, 128, 3 if is_whole else 6, 8, False)
+        return WideTile(128, 128, 3 if is_whole else 6, 8, False)
     num_counters = -(-outputs // PANEL_OUTPUTS)  # of programs that share a tile
     if rows > 128 and groups > 1 and group * segments.inputs >= LONG_GROUP and tiles(128, 128) <= num_counters:
-        return Wide(128, 128, 6, 8, True)
+        return WideTile(128, 128, 6, 8, True)
     height, num_warps = (64, 4) if group > 1 else (128, 8)
     is_shared = groups > 1 and tiles(height, 64) < min(ENOUGH_TILES, num_counters + 1)
-    return Wide(height, 64, 6 if height == 64 else 4, num_warps, is_shared)
+    return WideTile(height, 64, 6 if height == 64 else 4, num_warps, is_shared)

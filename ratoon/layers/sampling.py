@@ -1,9 +1,9 @@
 """Sampling: one token a row from logits, by pure tensor functions over a batch: edits, filters, the draw,
 log-probabilities.
 
-There are no requests and no state here: execution/sampler.py decides which rows need which function. On a GPU the
-kernels of layers/triton do the same; they are imported when they are used, since a CPU's installation has no Triton.
-On a CPU the kernel of layers/native draws where it was built, and torch elsewhere: the same tokens.
+There are no requests and no state here: execution/sampling/sampler.py decides which rows need which function. On a GPU
+the kernels of layers/triton do the same; they are imported when they are used, since a CPU's installation has no
+Triton. On a CPU the kernel of layers/native draws where it was built, and torch elsewhere: the same tokens.
 
 A row's result is independent of the other rows, bit for bit: every operation works within one row, and probabilities
 are rounded to multiples of 2^-52 before they are added up, so that sums in float64 are exact in any order. The random

@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RenderResult(msgspec.Struct, frozen=True):
     text: str = ""
     notes: tuple[str, ...] = ()
     error: tuple[str, str, str] | None = None  # field, problem, expected
@@ -89,7 +89,7 @@ class TemplateProcesses:
         self._places = BoundedSemaphore(size)
         self._idle: list[_Child] = []
 
-    def ask(self, frame: bytes) -> Answer:
+    def ask(self, frame: bytes) -> RenderResult:
         with self._places:
             child = self._take()
             is_new = child is None
@@ -98,7 +98,7 @@ class TemplateProcesses:
                 answer = self._ask(_Child(), frame)
             return answer
 
-    def _ask(self, child: _Child, frame: bytes) -> Answer:
+    def _ask(self, child: _Child, frame: bytes) -> RenderResult:
         try:
             answer = child.ask(frame)
         except BaseException:
@@ -129,7 +129,7 @@ class _Child(LimitedProcess):
         super().__init__(__name__)
         self._was_too_slow = False
 
-    def ask(self, frame: bytes) -> Answer:
+    def ask(self, frame: bytes) -> RenderResult:
         watch = Timer(MAX_WAIT_SECONDS, self._stop)
         watch.start()
         try:
@@ -141,7 +141,7 @@ class _Child(LimitedProcess):
             watch.cancel()
         if received is None:
             raise self._explain_death()
-        return msgspec.msgpack.decode(received, type=Answer)
+        return msgspec.msgpack.decode(received, type=RenderResult)
 
     def _stop(self) -> None:
         self._was_too_slow = True
@@ -180,19 +180,19 @@ def serve() -> None:
         write_frame(answers, answer)
 
 
-def _answer(job: Job) -> Answer:
+def _answer(job: Job) -> RenderResult:
     try:
         rendered = render_chat(
             job.template, job.messages, job.variables, continue_final_message=job.continue_final_message
         )
-        return Answer(rendered.text, rendered.notes)
+        return RenderResult(rendered.text, rendered.notes)
     except RequestError as error:
         is_out_of_memory = isinstance(error.__cause__, MemoryError)
-        return Answer(error=(error.field, error.problem, error.expected), is_out_of_memory=is_out_of_memory)
+        return RenderResult(error=(error.field, error.problem, error.expected), is_out_of_memory=is_out_of_memory)
 
 
-def _encode_answer(answer: Answer) -> bytes:
+def _encode_answer(answer: RenderResult) -> bytes:
     try:
         return msgspec.msgpack.encode(answer)
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(Answer(error=("chat_template", "makes no valid Unicode", "")))
+        return msgspec.msgpack.encode(RenderResult(error=("chat_template", "makes no valid Unicode", "")))

@@ -24,7 +24,7 @@ class Admission(enum.Enum):
     NOT_NOW = enum.auto()  # it does not fit in the rest of this step
 
 
-class Beginnings:
+class SharedPrefills:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 

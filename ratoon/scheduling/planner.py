@@ -10,7 +10,7 @@ from collections import Counter
 
 from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, SchedulerOutput
 from ratoon.memory.kv_cache_manager import GroupBlocks
-from ratoon.scheduling.beginnings import Admission, Beginnings
+from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.preemption import Preemption
@@ -21,7 +21,7 @@ from ratoon.scheduling.turns import StepShares, Turns
 
 
 class StepPlanner:
-    def __init__(self, state: SchedulerState, kinds: Kinds, beginnings: Beginnings, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, kinds: Kinds, beginnings: SharedPrefills, preemption: Preemption) -> None:
         self.num_steps = 0
         self.num_scheduled_tokens = 0
         self.num_encoder_runs = 0  # encoder inputs, since the start

@@ -24,7 +24,7 @@ class PendingText(NamedTuple):
     choice: int
 
 
-class Readings:
+class PrefixReads:
     # Set by the kind that extracts: start this extraction over the blocks of a sequence. The number is its order.
     start: Callable[[EngineCoreRequest, int, TokenSequence], None]
 

@@ -18,7 +18,7 @@ from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReaso
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
-from ratoon.scheduling.beginnings import Beginnings
+from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.planner import StepPlanner
@@ -41,7 +41,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
         self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases, swap_costs)
-        beginnings, self.preemption = Beginnings(self.state), Preemption(self.state)
+        beginnings, self.preemption = SharedPrefills(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)
         self.planner = StepPlanner(self.state, self.kinds, beginnings, self.preemption)
         self.results = StepResults(self.state, self.kinds)

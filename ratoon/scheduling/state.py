@@ -23,7 +23,7 @@ from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.queues import FairQueue, sort_key_for
-from ratoon.scheduling.readings import Readings
+from ratoon.scheduling.readings import PrefixReads
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
 MAX_STEPS_OF_REST = 32  # that a branch is left out for, while what its grammar allows is not known
@@ -42,7 +42,7 @@ class SchedulerState:
         self.max_step_tokens = max_step_tokens(config)
         self.kv_cache = kv_cache
         self.leases = leases
-        self.readings = Readings(kv_cache)
+        self.readings = PrefixReads(kv_cache)
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.branches: dict[str, Branch] = {}  # unfinished ones

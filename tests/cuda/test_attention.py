@@ -13,7 +13,7 @@ import torch
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.torch_reference import to_fp8
 from ratoon.attention.triton_backend import TritonAttentionBackend
-from ratoon.execution.step_inputs import ReadRows
+from ratoon.execution.inputs.step_inputs import ReadRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary

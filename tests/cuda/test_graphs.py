@@ -19,9 +19,9 @@ from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.request import EngineCoreRequest
 from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
-from ratoon.execution import graphs
-from ratoon.execution.graphs import GraphKey
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.passes import graphs
+from ratoon.execution.passes.graphs import GraphKey
 from ratoon.execution.worker import Worker
 from ratoon.layers.sampling import Mode
 from ratoon.observe.startup import StartupTimer

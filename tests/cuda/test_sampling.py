@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.penalty_rows import PenaltyRows
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.penalty_rows import PenaltyRows
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers import beams, sampling
 from ratoon.layers.beams import SearchRows
 from ratoon.layers.sampling import Chosen, Mode

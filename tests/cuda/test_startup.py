@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ratoon import LLM, SamplingParams
-from ratoon.execution.cuda_driver import MIN_CORES
+from ratoon.execution.passes.cuda_driver import MIN_CORES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 def test_kernels_are_compiled_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
-    with caplog.at_level(logging.INFO, "ratoon.execution.compile_ahead"), LLM(str(MODEL), **SETTINGS) as llm:
+    with caplog.at_level(logging.INFO, "ratoon.execution.passes.compile_ahead"), LLM(str(MODEL), **SETTINGS) as llm:
         found = re.search(r"(\d+) kernels were compiled ahead", caplog.text)
         assert found and int(found[1]) >= FEWEST, caplog.text
         assert "compile kernels" in llm.startup_timer.as_dict()

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from ratoon import SamplingParams
 from ratoon.core.request import EngineCoreRequest
-from ratoon.execution.block_kernels import Pages
-from ratoon.execution.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows
+from ratoon.execution.kv.block_kernels import Pages
+from ratoon.execution.kv.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows
 from ratoon.scheduling.planner import StepPlanner
 from tests.cuda.test_graphs import core_of, runner_of, texts, texts_without_graphs
 from tests.golden import tiny_models

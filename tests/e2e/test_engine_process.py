@@ -17,8 +17,8 @@ from ratoon import LLM, AsyncLLM, ConfigError, ModelError, RequestError, Samplin
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.settings import engine_config
-from ratoon.engine.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
-from ratoon.engine.ledger import Entry
+from ratoon.engine.processes.async_client import DPAsyncMPClient, DPLBAsyncMPClient, make_async_client
+from ratoon.engine.processes.ledger import Entry
 from ratoon.observe.startup import StartupTimer
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.forked_engines import forked_engines

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.execution import cuda_driver
+from ratoon.execution.passes import cuda_driver
 from ratoon.layers.triton import compiler_process
 from ratoon.layers.triton.compiler_process import CompilerProcess, Request
 from tests.waiting import PATIENCE, wait_until

@@ -20,9 +20,9 @@ from ratoon.core.config import EngineConfig
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.engine import launch, replica
-from ratoon.engine.ledger import MAX_STRIKES
-from ratoon.engine.socket_directory import SocketDirectory
+from ratoon.engine.processes import launch, replica
+from ratoon.engine.processes.ledger import MAX_STRIKES
+from ratoon.engine.processes.socket_directory import SocketDirectory
 from tests.depths import both_depths
 from tests.faults.executors import HALTING, HANG_TOKEN, KILL_TOKEN, NAME, RAISE_TOKEN
 from tests.faults.processes import (

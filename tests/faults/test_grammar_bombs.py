@@ -11,7 +11,7 @@ import pytest
 from bench.attack_parts.grammar_bombs import bombs
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine.grammar_checks import GrammarChecks, Limits
+from ratoon.engine.grammars.checks import GrammarChecks, Limits
 from ratoon.models.tokenizer import Tokenizer
 from tests.unit.models.model_files import train_byte_level
 

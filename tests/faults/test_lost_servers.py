@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from ratoon import LLM, AsyncLLM, EngineError
-from ratoon.engine import launch, replica
-from ratoon.engine.async_client import MESSAGES_AT_ONCE
+from ratoon.engine.processes import launch, replica
+from ratoon.engine.processes.async_client import MESSAGES_AT_ONCE
 from tests.faults.processes import PYTHONPATH, SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import read_stream
 from tests.waiting import PATIENCE, until, wait_until

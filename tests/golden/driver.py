@@ -13,7 +13,7 @@ from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.core import EngineCore
 from ratoon.engine.front_end import Prepared
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 from tests.golden.engines import scheduler_of
 
 GARBAGE = 1000.0  # finite: beside real keys, even a masked NaN would spoil everything

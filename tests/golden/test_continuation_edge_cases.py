@@ -15,7 +15,7 @@ import pytest
 
 from ratoon import RequestOutput
 from ratoon.core.errors import UnknownParentError
-from ratoon.engine.roots import MAX_ROOTS, Root, RootTable
+from ratoon.engine.output.roots import MAX_ROOTS, Root, RootTable
 from ratoon.scheduling.branch import BranchStatus
 from tests.depths import both_depths
 from tests.engines_async import thread_engine

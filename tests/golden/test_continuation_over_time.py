@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ratoon import RequestOutput, SamplingParams
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 from tests.depths import both_depths
 from tests.golden.driver import Driver, greedy, sampled
 from tests.golden.engines import engine

@@ -15,7 +15,7 @@ import torch
 
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, FinishReason, InheritedFrom
-from ratoon.execution.step_context import PagedStep
+from ratoon.execution.passes.step_context import PagedStep
 from tests.depths import both_depths
 from tests.golden.engines import ENGINE_FAMILIES, engine
 from tests.golden.hidden_oracle import (

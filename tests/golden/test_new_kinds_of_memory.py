@@ -20,7 +20,7 @@ from ratoon.attention.torch_reference import ReferenceMetadata, TorchReferenceBa
 from ratoon.core.kv import KVCacheSpec, PageTensor
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import BlockSwap, SchedulerOutput
-from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
 from ratoon.models import base
 from tests.depths import both_depths

@@ -14,7 +14,7 @@ from ratoon import SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.recorded_passes import MAX_LOGITS_ROWS
+from ratoon.execution.passes.recorded_passes import MAX_LOGITS_ROWS
 from ratoon.layers.native import library
 from ratoon.layers.native.recording import Program
 from ratoon.models.base import LanguageModel

@@ -13,10 +13,10 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.execution import choices
-from ratoon.execution.mask_column import MaskColumn
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.mask_column import MaskColumn
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from tests.golden import tiny_models
 from tests.golden.grammar_engines import grammar_engine
 from tests.golden.test_cuda import greedy, searches, states, texts_over_encoders

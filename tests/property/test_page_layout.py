@@ -19,7 +19,7 @@ from ratoon.core.kv import (
     lay_out_pages,
 )
 from ratoon.core.plan import BlockCopy, SchedulerOutput
-from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import KVTensors
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 4
 DTYPES = sorted(DTYPE_BYTES)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ratoon.core.errors import UnknownParentError
-from ratoon.engine.roots import Root, RootTable
+from ratoon.engine.output.roots import Root, RootTable
 
 MAX_ROOTS = 5
 OWNERS = st.sampled_from([None, "ada", "bob"])

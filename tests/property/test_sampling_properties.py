@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 from ratoon.layers.sampling import Filters
 

@@ -24,7 +24,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine.structured_validator import validate
+from ratoon.engine.grammars.validator import validate
 from ratoon.execution.grammar.interface import CompiledGrammar, words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from tests.property.json_vocabulary import json_tokenizer

@@ -25,7 +25,7 @@ from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.core.errors import RequestError
 from ratoon.core.params import GenerationParams
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine.structured_validator import validate
+from ratoon.engine.grammars.validator import validate
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer

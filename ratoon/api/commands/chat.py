@@ -16,7 +16,7 @@ from typing import Any
 
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
-from ratoon.api.commands.chat_answerers import Answer, Answerer, LocalAnswerer, Message, RemoteAnswerer
+from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
 from ratoon.api.commands.chat_input import Entry, read_entry, read_lines, terminal_reader
 from ratoon.api.option_names import PROMPTS, in_options
 from ratoon.api.options import (
@@ -191,7 +191,7 @@ class Conversation:
         with ExitStack() as waiting:
             if sys.stdout.isatty():
                 waiting.enter_context(status("waiting for the first token"))
-            answer = Answer(on_first=waiting.close)
+            answer = PrintedAnswer(on_first=waiting.close)
             try:
                 self._answerer.answer(self._messages, answer)
                 answer.finish()
@@ -212,7 +212,7 @@ class Conversation:
         self._count(answer, time.monotonic() - begin)
         return answer.text
 
-    def _count(self, answer: Answer, seconds: float) -> None:
+    def _count(self, answer: PrintedAnswer, seconds: float) -> None:
         self._num_prompt_tokens += answer.num_prompt_tokens or 0
         self._num_answer_tokens += answer.num_tokens
         text = f"{answer.num_tokens} tokens, {answer.num_tokens / max(seconds, 1e-9):.1f} tok/s"

@@ -1,6 +1,6 @@
 """The models of `ratoon chat`: one in this process, or one of a server, with the same interface.
 
-An answerer writes into an Answer piece by piece. If it is interrupted or fails, the Answer keeps the text so far.
+An answerer writes into a PrintedAnswer piece by piece. If it is interrupted or fails, that keeps the text so far.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Message = dict[str, str]
 ONLY_REASONING = "ended while reasoning; --max-tokens allows more"
 
 
-class Answer:
+class PrintedAnswer:
     """An answer while it is generated: printed immediately, and kept. `on_first` is called before its first text.
 
     Reasoning is printed dimmed, on a terminal only, and not kept.
@@ -91,7 +91,7 @@ class Answerer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
         """Answer the last message, or continue it if it is the assistant's. Raises RequestError or RemoteError if the
         answer is missing or incomplete."""
 
@@ -114,7 +114,7 @@ class LocalAnswerer:
     def name(self) -> str:
         return self._llm.source.name
 
-    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
         continued = messages[-1]["content"] if goes_on(messages) else None
         prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages), **self._variables)
         plan = answer_plan(self._format, self._llm.get_tokenizer(), continued=continued)
@@ -129,7 +129,7 @@ class LocalAnswerer:
                 answer.note = output.error or ""
 
     @staticmethod
-    def _print(parts: list[Part], answer: Answer) -> None:
+    def _print(parts: list[Part], answer: PrintedAnswer) -> None:
         for part in parts:
             if isinstance(part, ReasoningDelta):
                 answer.add_reasoning(part.text)
@@ -159,10 +159,10 @@ class RemoteAnswerer:
     def name(self) -> str:
         return f"{self._model} at {self._client.url}"
 
-    def answer(self, messages: Sequence[Message], answer: Answer) -> None:
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
         asyncio.run(self._answer(messages, answer))
 
-    async def _answer(self, messages: Sequence[Message], answer: Answer) -> None:
+    async def _answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
         from ratoon.api.remote.client import CHAT, CONTINUE
 
         body = {

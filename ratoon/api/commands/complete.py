@@ -37,7 +37,7 @@ The text is completed unchanged; --chat sends it as a user message. A single ans
 The prompt "-" is read from standard input."""
 AT_ONCE = 32  # concurrent requests
 
-Answer = dict[str, Any]  # what a server sent back
+Completion = dict[str, Any]  # what a server sent back
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -95,11 +95,11 @@ async def stream_answer(client: RemoteClient, text: str, args: argparse.Namespac
 
 async def collect_answers(
     client: RemoteClient, texts: list[str], args: argparse.Namespace
-) -> list[Answer | RemoteError]:
+) -> list[Completion | RemoteError]:
     """An answer or an error for each prompt. They are separate requests: one failure does not affect others."""
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def answer(text: str) -> Answer | RemoteError:
+    async def answer(text: str) -> Completion | RemoteError:
         path, body = make_request(model, text, args)
         try:
             async with places:
@@ -126,7 +126,7 @@ def make_request(model: str, text: str, args: argparse.Namespace) -> tuple[str, 
     return CHAT, {**fields, "messages": messages_of(text, args)}
 
 
-def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: argparse.Namespace) -> int:
+def print_answers(texts: list[str], answers: list[Completion | RemoteError], args: argparse.Namespace) -> int:
     failed = 0
     for index, (text, answer) in enumerate(zip(texts, answers)):
         if args.json:
@@ -139,7 +139,7 @@ def print_answers(texts: list[str], answers: list[Answer | RemoteError], args: a
     return 1 if failed else 0
 
 
-def print_answer(text: str, answer: Answer, heading: bool) -> None:
+def print_answer(text: str, answer: Completion, heading: bool) -> None:
     if heading:
         print(f"=== {shorten(text)}")
     choices = answer.get("choices") or []
@@ -154,7 +154,7 @@ def text_of(choice: dict[str, Any]) -> str:
     return text or ""
 
 
-def answer_as_dict(text: str, answer: Answer | RemoteError) -> dict[str, Any]:
+def answer_as_dict(text: str, answer: Completion | RemoteError) -> dict[str, Any]:
     """The form of `ratoon generate --json`, with the fields that a server returns."""
     if isinstance(answer, RemoteError):
         return {"prompt": text, "outputs": [], "error": str(answer)}

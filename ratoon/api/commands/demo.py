@@ -30,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class PromptProgress:
     """What is known of one prompt's answer so far."""
 
     prompt: DemoPrompt
@@ -50,7 +50,7 @@ class Answer:
 
 
 class Display(Protocol):
-    def show(self, answers: list[Answer], seconds: float) -> None: ...
+    def show(self, answers: list[PromptProgress], seconds: float) -> None: ...
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,9 +83,9 @@ def describe_rounding(weight_formats: list[dict[str, Any]]) -> str:
     )
 
 
-def answer_all(llm: LLM, display: Display) -> tuple[list[Answer], float]:
+def answer_all(llm: LLM, display: Display) -> tuple[list[PromptProgress], float]:
     """Send every prompt, those with a shared beginning as soon as that was computed, and run to the end."""
-    answers = {prompt.title: Answer(prompt) for prompt in DEMO_PROMPTS}
+    answers = {prompt.title: PromptProgress(prompt) for prompt in DEMO_PROMPTS}
     unsent = list(DEMO_PROMPTS)
     begin = time.monotonic()
     display.show(list(answers.values()), 0.0)  # the first step, which computes all prompts, is the longest
@@ -127,7 +127,7 @@ class LineDisplay:
     def __init__(self) -> None:
         self._shown_at = 0.0
 
-    def show(self, answers: list[Answer], seconds: float) -> None:
+    def show(self, answers: list[PromptProgress], seconds: float) -> None:
         if seconds - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = seconds
             print(progress_line(answers, seconds), flush=True)
@@ -139,7 +139,7 @@ class LiveDisplay:
     def __init__(self, live: Any) -> None:
         self._live = live
 
-    def show(self, answers: list[Answer], seconds: float) -> None:
+    def show(self, answers: list[PromptProgress], seconds: float) -> None:
         from rich.table import Table
         from rich.text import Text
 
@@ -157,7 +157,7 @@ class LiveDisplay:
         self._live.update(table)
 
 
-def progress_line(answers: list[Answer], seconds: float) -> str:
+def progress_line(answers: list[PromptProgress], seconds: float) -> str:
     num_done = sum(answer.finished for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
     return (
@@ -166,7 +166,7 @@ def progress_line(answers: list[Answer], seconds: float) -> str:
     )
 
 
-def print_answer(answer: Answer) -> None:
+def print_answer(answer: PromptProgress) -> None:
     from ratoon.api.commands.generate import shorten
 
     print(f"> {shorten(answer.prompt.text, 100)}")
@@ -176,7 +176,7 @@ def print_answer(answer: Answer) -> None:
     print()
 
 
-def print_table(answers: list[Answer], seconds: float) -> None:
+def print_table(answers: list[PromptProgress], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -20,7 +20,7 @@ from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.core.errors import UnknownParentError
 
 if TYPE_CHECKING:
-    from ratoon.engine.roots import Root
+    from ratoon.engine.output.roots import Root
 
 COMPANIONS = (
     "continuation_suffix",

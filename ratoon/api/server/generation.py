@@ -22,9 +22,9 @@ from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
-from ratoon.engine.default_params import sets_length
-from ratoon.engine.output_collector import Take
-from ratoon.engine.request_options import ContinuationOptions, GenerationOptions
+from ratoon.engine.input.default_params import sets_length
+from ratoon.engine.input.request_options import ContinuationOptions, GenerationOptions
+from ratoon.engine.output.output_collector import Take
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
 # The engine's name of the body's one prompt: for an encoder-decoder model it is the encoder's.

@@ -19,7 +19,7 @@ from ratoon.api.server.response_store import StoredResponse, items_of
 from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
 from ratoon.core.errors import RequestError, UnknownParentError
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 from ratoon.models.chat_template import RenderedChat
 
 PARAM = "input"  # the field of the body with the conversation

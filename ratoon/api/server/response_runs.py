@@ -46,9 +46,9 @@ from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
 from ratoon.core.suggestions import did_you_mean
-from ratoon.engine.default_params import with_given
-from ratoon.engine.request_options import GenerationOptions
-from ratoon.engine.structured_validator import validate
+from ratoon.engine.grammars.validator import validate
+from ratoon.engine.input.default_params import with_given
+from ratoon.engine.input.request_options import GenerationOptions
 from ratoon.observe.logging import get_logger
 
 # Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.

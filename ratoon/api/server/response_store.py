@@ -2,8 +2,8 @@
 
 Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted, and never
 one that is being generated. What it holds is kept encoded, and counted as such; a turn that several responses continue
-is held, and counted, once. The tokens, and their memory, are the engine's (engine/roots.py); a response has the same id
-there.
+is held, and counted, once. The tokens, and their memory, are the engine's (engine/output/roots.py); a response has the
+same id there.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class StageChunk(Chunk, gc=False):
 decode_stage_chunk = msgspec.json.Decoder(StageChunk).decode
 
 
-class Answer:
+class Completion:
     """One stage's, put together from its chunks."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class TwoStageClient:
     async def _run(self, trip: Trip, way: Way, conversation: Conversation, name: str, clock: Clock) -> None:
         # The same salt for all conversations of a way, as a server without salts would have it.
         salts = (f"{name}-1", f"{name}-2") if way is NO_REUSE else (name.rpartition("-")[0],) * 2
-        first = Answer()
+        first = Completion()
         path, body = self._first(way, conversation, salts[0])
         await send(self._client, path, body, trip.stage1, clock, self._receiver(first, trip.stage1), decode_stage_chunk)
         trip.answer = first.token_ids.get(0, [])
@@ -128,7 +128,7 @@ class TwoStageClient:
         if not trip.stage1.succeeded:
             return
         record = trip.stage2 = RequestRecord(session=trip.stage1.session, turn=1, scheduled=clock.now())
-        second = Answer()
+        second = Completion()
         body = self._second(way, conversation, first, salts[1])
         await send(self._client, COMPLETIONS, body, record, clock, self._receiver(second, record), decode_stage_chunk)
         if record.succeeded and not second.scores:
@@ -139,7 +139,7 @@ class TwoStageClient:
         trip.source = second.source or ("prefix_cache" if record.num_cached_tokens else "recomputed")
 
     @staticmethod
-    def _receiver(answer: Answer, record: RequestRecord) -> Callable[[float, list[Chunk]], None]:
+    def _receiver(answer: Completion, record: RequestRecord) -> Callable[[float, list[Chunk]], None]:
         return lambda now, chunks: answer.take(record, now, chunks)
 
     def _first(self, way: Way, conversation: Conversation, salt: str) -> tuple[str, dict[str, Any]]:
@@ -156,7 +156,7 @@ class TwoStageClient:
             return CHAT, {**body, "messages": messages_of(turn)}
         return COMPLETIONS, {**body, "prompt": turn.prompt}
 
-    def _second(self, way: Way, conversation: Conversation, first: Answer, salt: str) -> dict[str, Any]:
+    def _second(self, way: Way, conversation: Conversation, first: Completion, salt: str) -> dict[str, Any]:
         body = {
             **self._common(salt),
             "use_beam_search": True,

@@ -1,10 +1,10 @@
 """Compiled grammars of running requests: compiled in threads, and kept by their content.
 
-What arrives here was checked within limits, in another process (engine/grammar_process.py): compiling it again takes
-milliseconds, or as long as was measured there. Grammars that take long are compiled one at a time, owners in turn, at
-low priority; the others do not wait for them. One that no request waits for any longer is not begun. The library and
-the model's tokenizer are loaded with the first grammar, or in an idle moment before it. Memory of grammars that have
-ended goes back to the system.
+What arrives here was checked within limits, in another process (engine/grammars/check_process.py): compiling it again
+takes milliseconds, or as long as was measured there. Grammars that take long are compiled one at a time, owners in
+turn, at low priority; the others do not wait for them. One that no request waits for any longer is not begun. The
+library and the model's tokenizer are loaded with the first grammar, or in an idle moment before it. Memory of grammars
+that have ended goes back to the system.
 """
 
 from __future__ import annotations

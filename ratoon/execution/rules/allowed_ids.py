@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ratoon.execution.cells import cells, to_device
+from ratoon.execution.inputs.cells import cells, to_device
 from ratoon.execution.rules.base import LogitsRule, Stage
 from ratoon.layers import sampling
 

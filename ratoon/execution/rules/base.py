@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ratoon.execution.cells import cells
+from ratoon.execution.inputs.cells import cells
 from ratoon.layers import sampling
 
 Tensor = torch.Tensor

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ratoon.core.structured import StructuredOutput
-from ratoon.execution.cells import all_to_device
 from ratoon.execution.grammar.compiler import GrammarCompiler, KeptGrammar
 from ratoon.execution.grammar.forced_text import allowed_tokens, forced_tokens
 from ratoon.execution.grammar.interface import FAST_SECONDS, GrammarCost, GrammarLibrary, GrammarState, words_of
 from ratoon.execution.grammar.markers import Marker, marker_of
+from ratoon.execution.inputs.cells import all_to_device
 from ratoon.execution.rules.base import ForbiddingRule, LogitsRule, Reads, Stage
 from ratoon.execution.rules.mask_filler import MaskFiller
 from ratoon.layers import sampling
@@ -158,7 +158,7 @@ class Grammar(LogitsRule):
             mask_filler().wait_for_all([self])
         path = self._path.at(self._num_tokens)
         if not path.state.consume(token_id):
-            return NoWay(path, self._ends, path.state.error)
+            return DeadEnd(path, self._ends, path.state.error)
         path.num_tokens += 1
         rule = Grammar(path, self._ends, self._num_tokens + 1)
         if len(self._forced) > 1 and token_id == self._forced[0]:  # what follows is known without a mask
@@ -189,9 +189,9 @@ class Grammar(LogitsRule):
     def ends(self) -> Ends:
         return self._ends
 
-    def stuck(self) -> NoWay:
+    def stuck(self) -> DeadEnd:
         """The rule in its place, where its state can't be used any more."""
-        return NoWay(self._path, self._ends, self.problem or self._path.state.error)
+        return DeadEnd(self._path, self._ends, self.problem or self._path.state.error)
 
     def newest_state(self) -> GrammarState:
         """The state behind the text's last token. No other thread has it."""
@@ -346,7 +346,7 @@ def few_tokens_of(masks: np.ndarray, vocab_size: int) -> list[np.ndarray | None]
     return found
 
 
-class NoWay(Grammar):
+class DeadEnd(Grammar):
     """Behind a token that the grammar forbids, which a forced end may be, or that is beyond one of its limits: no token
     is possible."""
 
@@ -357,7 +357,7 @@ class NoWay(Grammar):
         self._fail(NOT_MATCHED if problem is None else problem)
         self.is_filled = True
 
-    def after(self, token_id: int) -> NoWay:
+    def after(self, token_id: int) -> DeadEnd:
         return self
 
     @property
@@ -365,7 +365,7 @@ class NoWay(Grammar):
         return False
 
 
-class AllSaid(NoWay):
+class CompleteText(DeadEnd):
     """Behind an end that is in the prompt: the text of a continuation was complete before."""
 
     __slots__ = ()
@@ -406,7 +406,7 @@ class FreeText(ForbiddingRule):
             return FreeText(self._marker, self._source, self._ends, self._marker.tail(text))
         state = self._marker.begun(self._source.compiled.begin, rest)
         if state is None:
-            return NoWay(self._source.begin(), self._ends)
+            return DeadEnd(self._source.begin(), self._ends)
         return Grammar(Path(state, self._source), self._ends)
 
     def forbidden(self) -> np.ndarray:
@@ -435,5 +435,5 @@ def grammar_rule(
     else:
         rule = FreeText(marker_of(asked.begins_after, library), source, tokens_of_end)
     for token_id in () if asked.first_token is None else prompt_token_ids[asked.first_token :]:
-        rule = rule.after(token_id) or AllSaid(source.begin(), tokens_of_end)
+        rule = rule.after(token_id) or CompleteText(source.begin(), tokens_of_end)
     return rule

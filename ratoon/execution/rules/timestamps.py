@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ratoon.core.params import TimestampRules
-from ratoon.execution.cells import take, to_device
+from ratoon.execution.inputs.cells import take, to_device
 from ratoon.execution.rules.base import LogitsRule, Reads, Stage
 
 NO_LIMIT = sys.maxsize

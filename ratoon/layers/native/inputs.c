@@ -1,4 +1,5 @@
-// The inputs of a step in which every request has one token: what execution/step_inputs.py computes by numpy for all steps.
+// The inputs of a step in which every request has one token: execution/inputs/step_inputs.py computes the same by numpy,
+// for all steps.
 #include "kernels.h"
 
 int64_t ratoon_prepare_decodes(const decode_inputs *d, const int64_t *rows, int64_t count) {

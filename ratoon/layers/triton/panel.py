@@ -115,7 +115,7 @@ def _panel_kernel(
     )  # [parts, S, 1]
     parted: gl.constexpr = _parted_layout(BLOCK_OUT, K_WARPS, OUT_WARPS)
     flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
-    scale, up_scale, added, up_added = _load_behind(scales, bias, outputs, BLOCK_OUT, flat, SCALED, BIAS, GATED)
+    scale, up_scale, added, up_added = _load_epilogue(scales, bias, outputs, BLOCK_OUT, flat, SCALED, BIAS, GATED)
     total = gl.zeros([K_WARPS, BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
     up_total = total
     squares = gl.zeros([K_WARPS, BLOCK_ROWS], gl.float32, gl.SliceLayout(1, right))
@@ -137,7 +137,7 @@ def _panel_kernel(
     if ADD:
         places, inside = _places(y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
         residual = gl.load(places, mask=inside, other=0.0).to(gl.float32)
-    behind = Behind(scale, up_scale, added, up_added, residual)
+    epilogue = Epilogue(scale, up_scale, added, up_added, residual)
     wide_tiles = ()
     wide_up_tiles = ()
     for step in gl.static_range(STEPS):
@@ -167,12 +167,12 @@ def _panel_kernel(
     if CHAINS == 2:
         total += second_total
     _end(
-        total, up_total, squares, behind, y, parts, arrivals, y_stride, rows, outputs, eps, WIDTH, SPLITS, parted,
+        total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps, WIDTH, SPLITS, parted,
         SCALED, BIAS, NORM, GATED, ADD,
     )  # fmt: skip
 
 
-class Behind(NamedTuple):
+class Epilogue(NamedTuple):
     """What the end of a tile needs beside the sums: loaded before them, so that the end does not wait for it. What is
     not needed is zero."""
 
@@ -192,7 +192,7 @@ def _parted_layout(block_out, k_warps, out_warps):
 
 
 @gluon.jit
-def _load_behind(
+def _load_epilogue(
     scales, bias, outputs, BLOCK_OUT: gl.constexpr, flat: gl.constexpr,
     SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.
 
 @gluon.jit
 def _end(
-    total, up_total, squares, behind, y, parts, arrivals, y_stride, rows, outputs, eps,
+    total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps,
     WIDTH: gl.constexpr, SPLITS: gl.constexpr, parted: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr,
     NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def _end(
         sums *= scale
         up_sums *= scale
     if SPLITS == 1:
-        _finish(y, behind, sums, up_sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
+        _finish(y, epilogue, sums, up_sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
     else:
         place, inside = _places(parts, outputs.to(gl.int64), rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
         stride = rows.to(gl.int64) * outputs
@@ -252,7 +252,7 @@ def _end(
             sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], gl.float32, flat)
             for other in gl.static_range(SPLITS):
                 sums += gl.load(place + other * stride, mask=inside, other=0.0, cache_modifier=".cg")
-            _finish(y, behind, sums, sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
+            _finish(y, epilogue, sums, sums, y_stride, rows, outputs, flat, SCALED, BIAS, GATED, ADD)
             gl.store(arrivals + tile, 0)
 
 
@@ -348,18 +348,18 @@ def _to_bfloat16(tile):
 
 @gluon.jit
 def _finish(
-    y, behind, sums, up_sums, y_stride, rows, outputs, flat: gl.constexpr,
+    y, epilogue, sums, up_sums, y_stride, rows, outputs, flat: gl.constexpr,
     SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """What follows the product, with the roundings that it has alone."""
     kind: gl.constexpr = y.dtype.element_ty
-    sums = _finish_sums(sums, behind.scales, behind.bias, kind, SCALED, BIAS)
+    sums = _finish_sums(sums, epilogue.scales, epilogue.bias, kind, SCALED, BIAS)
     if GATED:
-        up_sums = _finish_sums(up_sums, behind.up_scales, behind.up_bias, kind, SCALED, BIAS)
+        up_sums = _finish_sums(up_sums, epilogue.up_scales, epilogue.up_bias, kind, SCALED, BIAS)
         gate = sums / (1.0 + gl.exp(-sums))
         sums = (gate.to(kind).to(gl.float32) * up_sums).to(kind).to(gl.float32)
     if ADD:
-        sums += behind.residual
+        sums += epilogue.residual
     places, inside = _places(y, y_stride, rows, outputs, sums.shape[0], sums.shape[1], flat)
     gl.store(places, sums.to(kind), mask=inside)
 

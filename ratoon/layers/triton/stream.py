@@ -121,7 +121,7 @@ def _stream_kernel(
         gdc_wait()
     for stage in gl.static_range(STAGES):
         _copy_inputs(x, inputs, ready, stage, first + stage, end)
-    behind = _load_behind(
+    epilogue = _load_epilogue(
         scales, row_scales, bias, y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, mma, SCALED, BIAS, GATED, ADD
     )  # fmt: skip
     sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
@@ -146,9 +146,9 @@ def _stream_kernel(
             stage = 0
             phase ^= 1
     if SHARED:
-        _add_parts(sums, up_sums, behind, y, parts, arrivals, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
+        _add_parts(sums, up_sums, epilogue, y, parts, arrivals, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
     else:
-        _finish(sums, up_sums, behind, y, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
+        _finish(sums, up_sums, epilogue, y, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def _copy_inputs(x, inputs, ready, stage, step, end):
 
 @gluon.jit
 def _add_parts(
-    sums, up_sums, behind, y, parts, arrivals, y_stride, rows, outputs,
+    sums, up_sums, epilogue, y, parts, arrivals, y_stride, rows, outputs,
     SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The sums of all programs that share a tile, by the last of them."""
@@ -206,11 +206,11 @@ def _add_parts(
                 if GATED:
                     other += BLOCK_OUT * BLOCK_ROWS
                     up_sums += gl.load(other, mask=exists, other=0.0, cache_modifier=".cg")
-        _finish(sums, up_sums, behind, y, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
+        _finish(sums, up_sums, epilogue, y, y_stride, rows, outputs, SCALED, BIAS, GATED, ADD)
         gl.store(arrivals + tile, 0)
 
 
-class Behind(NamedTuple):
+class Epilogue(NamedTuple):
     """What the end of a tile needs beside the sums. What is not needed is zero."""
 
     scales: gl.tensor  # [O, 1]
@@ -229,7 +229,7 @@ def _flat_layout(block_out, num_warps):
 
 
 @gluon.jit
-def _load_behind(
+def _load_epilogue(
     scales, row_scales, bias, y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     mma: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
@@ -250,7 +250,7 @@ def _load_behind(
     if ADD:
         places, inside = _places(y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS)
         residual = gl.load(places, mask=inside, other=0.0)
-    return Behind(factors, up_factors, row_factors, added, up_added, residual)
+    return Epilogue(factors, up_factors, row_factors, added, up_added, residual)
 
 
 @gluon.jit
@@ -264,19 +264,19 @@ def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.
 
 @gluon.jit
 def _finish(
-    sums, up_sums, behind, y, y_stride, rows, outputs,
+    sums, up_sums, epilogue, y, y_stride, rows, outputs,
     SCALED: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """What follows the product, with the roundings that it has alone."""
     kind: gl.constexpr = y.dtype.element_ty
-    sums = _scale_sums(sums, behind.scales, behind.row_scales, behind.bias, kind, SCALED, BIAS)
+    sums = _scale_sums(sums, epilogue.scales, epilogue.row_scales, epilogue.bias, kind, SCALED, BIAS)
     if GATED:
-        up_sums = _scale_sums(up_sums, behind.up_scales, behind.row_scales, behind.up_bias, kind, SCALED, BIAS)
+        up_sums = _scale_sums(up_sums, epilogue.up_scales, epilogue.row_scales, epilogue.up_bias, kind, SCALED, BIAS)
         gate = sums.to(gl.float32) / (1.0 + gl.exp(-sums.to(gl.float32)))
         sums = (gate.to(kind).to(gl.float32) * up_sums.to(gl.float32)).to(kind)
     sums = gl.convert_layout(sums, _flat_layout(sums.shape[0], gl.num_warps()))
     if ADD:
-        sums = (sums.to(gl.float32) + behind.residual.to(gl.float32)).to(kind)
+        sums = (sums.to(gl.float32) + epilogue.residual.to(gl.float32)).to(kind)
     places, inside = _places(y, y_stride, rows, outputs, sums.shape[0], sums.shape[1])
     gl.store(places, sums, mask=inside)
 

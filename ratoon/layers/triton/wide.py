@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ratoon.layers.invariant_choices import SEGMENT_STEP, Wide
+from ratoon.layers.invariant_choices import SEGMENT_STEP, WideTile
 from ratoon.layers.triton.dependent import launch_options
 from ratoon.layers.triton.launch import launch
 from ratoon.layers.triton.stream import ALIGNMENT, describe
@@ -41,7 +41,7 @@ def wide_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    choice: Wide,
+    choice: WideTile,
     segment: int,
     group: int,
     arrivals: Tensor,

@@ -15,7 +15,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, InheritedFrom
 from ratoon.memory.sequence import TokenSequence
-from ratoon.scheduling.beginnings import Admission, Beginnings
+from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
 from ratoon.scheduling.kinds.interface import RequestKind
@@ -72,7 +72,7 @@ class ExtractionKind(RequestKind):
     plans_rows = True
     generates = False
 
-    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, beginnings: SharedPrefills, preemption: Preemption) -> None:
         super().__init__(state, beginnings, preemption)
         self.queue = ExtractionQueue()
         # The tokens of a step reserved for an extraction that waited too long

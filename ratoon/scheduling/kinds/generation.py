@@ -10,7 +10,7 @@ from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobs
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
-from ratoon.scheduling.beginnings import Beginnings
+from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.preemption import Preemption
@@ -118,7 +118,7 @@ class GenerationKind(RequestKind):
     task_type = GenerationTask
     resumes = True
 
-    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, beginnings: SharedPrefills, preemption: Preemption) -> None:
         super().__init__(state, beginnings, preemption)
         self._with_prompt_logprobs: set[str] = set()  # requests with prompt log-probabilities to send
 

@@ -21,7 +21,7 @@ from ratoon.scheduling.admission import (
     verify_memory,
     verify_prompt,
 )
-from ratoon.scheduling.beginnings import Admission, Beginnings
+from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.shares import Owner
@@ -37,7 +37,7 @@ class RequestKind:
     generates: ClassVar[bool] = True  # it generates tokens after the prompt
     resumes: ClassVar[bool] = False  # it can resume after tokens that another engine output
 
-    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, beginnings: SharedPrefills, preemption: Preemption) -> None:
         self._state = state
         self._beginnings = beginnings
         self._preemption = preemption

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ratoon.core.request import EngineCoreRequest
-from ratoon.scheduling.beginnings import Beginnings
+from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, Request
 from ratoon.scheduling.kinds.extraction import ExtractionKind
 from ratoon.scheduling.kinds.generation import GenerationKind
@@ -18,7 +18,7 @@ KINDS: list[type[RequestKind]] = [GenerationKind, PoolingKind, SearchKind, Extra
 
 
 class Kinds:
-    def __init__(self, state: SchedulerState, beginnings: Beginnings, preemption: Preemption) -> None:
+    def __init__(self, state: SchedulerState, beginnings: SharedPrefills, preemption: Preemption) -> None:
         self.all = [kind(state, beginnings, preemption) for kind in KINDS]
         self.with_rows = [kind for kind in self.all if kind.plans_rows]
         self._by_params = {kind.params_type: kind for kind in self.all}

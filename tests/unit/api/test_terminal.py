@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from ratoon.api.commands.chat_answerers import Answer
+from ratoon.api.commands.chat_answerers import PrintedAnswer
 from ratoon.api.terminal import WordWriter, print_error
 
 
@@ -82,7 +82,7 @@ def test_answers_of_a_chat_break_between_words(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "12")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    answer = Answer()
+    answer = PrintedAnswer()
     for piece in ("Hmm, think", "ing hard"):
         answer.add_reasoning(piece)
     for piece in ("The cap", "ital", " of Fran", "ce is Paris."):
@@ -115,7 +115,7 @@ def test_answers_are_written_to_the_output_that_is_there_when_they_begin(has_rea
     spinner, screen = Screen(), Screen()
     monkeypatch.setattr(sys, "stdout", spinner)
     monkeypatch.setenv("COLUMNS", "12")
-    answer = Answer(on_first=lambda: monkeypatch.setattr(sys, "stdout", screen))
+    answer = PrintedAnswer(on_first=lambda: monkeypatch.setattr(sys, "stdout", screen))
     if has_reasoning:
         answer.add_reasoning("Hm.")
     for piece in ("The cap", "ital", " of Fran", "ce is Paris."):

@@ -11,7 +11,7 @@ from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import FullAttentionSpec
-from ratoon.execution.step_inputs import ReadRows
+from ratoon.execution.inputs.step_inputs import ReadRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 
 needs_kernels = pytest.mark.skipif(

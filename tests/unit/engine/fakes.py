@@ -24,7 +24,7 @@ from ratoon.core.request import (
 )
 from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
-from ratoon.engine.faults import fault_of
+from ratoon.engine.processes.faults import fault_of
 from ratoon.models.token_bound import find_bound
 
 END = 256  # the special tokens of the byte tokenizer

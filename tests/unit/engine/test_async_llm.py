@@ -22,8 +22,8 @@ from ratoon.core.stats import PrefixCacheStats, SchedulerStats
 from ratoon.core.wire import WireTensor
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.async_llm_engine import _slices
-from ratoon.engine.detokenizer import FastDetokenizer
-from ratoon.engine.output_collector import OutputCollector
+from ratoon.engine.output.detokenizer import FastDetokenizer
+from ratoon.engine.output.output_collector import OutputCollector
 from ratoon.models.tokenizer import LONG_TEXT
 from ratoon.observe.metrics import EngineMetrics
 from tests.real_models import needs_embedded_model
@@ -586,7 +586,7 @@ def test_the_front_end_never_loads_torch():
     code = """
 import asyncio, sys
 from ratoon import AsyncLLM, SamplingParams
-import ratoon.engine.async_client
+import ratoon.engine.processes.async_client
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes_async import FakeAsyncClient
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
-from ratoon.engine.balancer import MAX_REMEMBERED, LoadBalancer
+from ratoon.engine.processes.balancer import MAX_REMEMBERED, LoadBalancer
 
 PIECE = 4
 

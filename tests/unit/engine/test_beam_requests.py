@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from ratoon.core.errors import RequestError
 from ratoon.core.params import MAX_BEAM_STOP_TOKENS, BeamSearchParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, InheritedFrom
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.roots import Root
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.roots import Root
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes import END, VOCAB_SIZE, SlowTokenizer, byte_tokenizer, found_text, model_config
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ratoon.core.messages import EngineMessageType
-from ratoon.engine import core_process
-from ratoon.engine.core_process import EngineCoreProcess
+from ratoon.engine.processes import core_process
+from ratoon.engine.processes.core_process import EngineCoreProcess
 
 
 class QuietProcess(EngineCoreProcess):

@@ -9,14 +9,14 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, SamplingParams
-from ratoon.engine.default_params import (
+from ratoon.engine.input.default_params import (
     default_beam_search_params,
     default_params,
     default_sampling_params,
     warn_of_ignored_keys,
     with_given,
 )
-from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.input.input_processor import InputProcessor
 from tests.unit.engine.fakes import byte_tokenizer, model_config
 
 SUMMARY = {

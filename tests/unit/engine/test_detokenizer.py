@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratoon.core.params import SamplingParams
-from ratoon.engine.detokenizer import (
+from ratoon.engine.output.detokenizer import (
     LONGEST_STALL,
     Detokenizer,
     FastDetokenizer,

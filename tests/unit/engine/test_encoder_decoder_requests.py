@@ -15,11 +15,11 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.core.wire import WireTensor
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.front_end import Prepared
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.ledger import Ledger
+from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.llm_engine import LLMEngine
-from ratoon.engine.output_processor import OutputProcessor
-from ratoon.engine.roots import Root, RootTable
+from ratoon.engine.output.output_processor import OutputProcessor
+from ratoon.engine.output.roots import Root, RootTable
+from ratoon.engine.processes.ledger import Ledger
 from ratoon.models.log_mel import WINDOW_FRAMES
 from tests.unit.engine.fakes import (
     AUDIO_POSITIONS,

@@ -13,8 +13,8 @@ from ratoon.core.errors import RequestError
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.wire import Decoder, encode
-from ratoon.engine.input_processor import InputProcessor
-from ratoon.engine.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
+from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.prompts import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from ratoon.models.log_mel import WINDOW_FRAMES, WINDOW_SAMPLES, log_mel
 from tests.unit.engine.fakes import (
     AUDIO_POSITIONS,

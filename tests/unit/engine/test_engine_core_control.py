@@ -13,9 +13,9 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequestType, Extraction, FinishReason
 from ratoon.core.wire import encode
-from ratoon.engine.client import InprocClient
-from ratoon.engine.core_process import EngineCoreProcess
 from ratoon.engine.llm_engine import LLMEngine
+from ratoon.engine.processes.client import InprocClient
+from ratoon.engine.processes.core_process import EngineCoreProcess
 from ratoon.engine.utilities import EngineUtilities
 from tests.unit.engine.fakes import model_config
 from tests.unit.engine.test_engine_core import ends_of, fail_once, make_core, request, run, tokens_of
@@ -236,7 +236,7 @@ def test_a_request_is_aborted_from_another_thread_while_its_step_runs() -> None:
 
 
 def make_engine(client: Any) -> LLMEngine:
-    from ratoon.engine.input_processor import InputProcessor
-    from ratoon.engine.output_processor import OutputProcessor
+    from ratoon.engine.input.input_processor import InputProcessor
+    from ratoon.engine.output.output_processor import OutputProcessor
 
     return LLMEngine(client, InputProcessor(model_config(), None), OutputProcessor(None))

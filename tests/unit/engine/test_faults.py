@@ -16,7 +16,7 @@ from ratoon.core.errors import (
     UnknownParentError,
 )
 from ratoon.core.messages import Fault
-from ratoon.engine.faults import error_of, fault_of, refusal_of
+from ratoon.engine.processes.faults import error_of, fault_of, refusal_of
 
 
 @pytest.mark.parametrize(

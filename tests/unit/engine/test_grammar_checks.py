@@ -16,9 +16,9 @@ import pytest
 from bench.attack_parts.grammar_bombs import bombs
 from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine import grammar_checks
-from ratoon.engine.grammar_checks import NUM_PLACES, GrammarChecks, Limits
-from ratoon.engine.grammar_process import MAX_CHECKS_OF_FORK
+from ratoon.engine.grammars import checks as grammar_checks
+from ratoon.engine.grammars.check_process import MAX_CHECKS_OF_FORK
+from ratoon.engine.grammars.checks import NUM_PLACES, GrammarChecks, Limits
 from tests.unit.engine.fakes import byte_tokenizer
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ratoon.core.errors import RequestError, TooLargeError
 from ratoon.core.params import HiddenStatesParams
-from ratoon.engine.hidden_states import HiddenStatesSelector, Selection, layers_passed, resolve_layers
+from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection, layers_passed, resolve_layers
 from tests.unit.engine.fakes import HIDDEN_SIZE, NUM_LAYERS, model_config
 
 SELECTOR = HiddenStatesSelector(model_config())

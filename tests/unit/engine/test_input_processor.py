@@ -10,8 +10,8 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.params import PoolingParams, SamplingParams
-from ratoon.engine.default_params import default_sampling_params
-from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.input.default_params import default_sampling_params
+from ratoon.engine.input.input_processor import InputProcessor
 from tests.unit.engine.fakes import END, VOCAB_SIZE, byte_tokenizer, model_config
 
 TOKENIZER = byte_tokenizer()

@@ -14,7 +14,7 @@ from ratoon.core.request import (
     FinishReason,
 )
 from ratoon.core.wire import WireTensor
-from ratoon.engine.ledger import MAX_STRIKES, Ledger
+from ratoon.engine.processes.ledger import MAX_STRIKES, Ledger
 
 
 def request(name: str, n: int = 1) -> EngineCoreRequest:

@@ -6,9 +6,9 @@ import pytest
 
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
-from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.llm_engine import LLMEngine
-from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.output.output_processor import OutputProcessor
 from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config
 
 TOKENIZER = byte_tokenizer()

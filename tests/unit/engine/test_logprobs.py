@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.engine.logprobs import PromptLogprobsCollector, SampleLogprobsCollector
+from ratoon.engine.output.logprobs import PromptLogprobsCollector, SampleLogprobsCollector
 from tests.unit.engine.fakes import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

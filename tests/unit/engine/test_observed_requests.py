@@ -13,9 +13,9 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm import AsyncLLM
-from ratoon.engine.input_processor import InputProcessor
+from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.llm_engine import LLMEngine
-from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.observe.throughput import INTERVAL, ThroughputLog
 from ratoon.observe.tracing import make_tracer
 from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config

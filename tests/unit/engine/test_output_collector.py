@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ratoon.core.errors import EngineDeadError
 from ratoon.core.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.engine.output_collector import OutputCollector
+from ratoon.engine.output.output_collector import OutputCollector
 from tests.unit.engine.fakes_async import on_event_loop
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE

@@ -19,7 +19,7 @@ from ratoon.core.request import (
     FinishReason,
 )
 from ratoon.core.wire import WireTensor
-from ratoon.engine.output_processor import OutputProcessor
+from ratoon.engine.output.output_processor import OutputProcessor
 from tests.unit.engine.fakes import END, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -12,7 +12,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine.core import EngineCore
-from ratoon.engine.prepared_requests import MAX_SECONDS
+from ratoon.engine.input.prepared_requests import MAX_SECONDS
 from tests.unit.engine.test_engine_core import ends_of, make_core, request, run, tokens_of
 
 ASKED = StructuredOutput(regex="a")

@@ -8,7 +8,7 @@ from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import ConfigError, UnknownParentError
 from ratoon.core.settings import engine_config
 from ratoon.core.wire import WireTensor
-from ratoon.engine.roots import Root, RootTable
+from ratoon.engine.output.roots import Root, RootTable
 
 
 def root(request_id: str, owner: str | None = None, feature_bytes: int = 0) -> Root:

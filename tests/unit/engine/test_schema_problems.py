@@ -8,7 +8,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from ratoon.engine.schema_problems import MAX_TRIALS, SchemaProblem, find_invalid, find_unenforced, locate
+from ratoon.engine.grammars.schema_problems import MAX_TRIALS, SchemaProblem, find_invalid, find_unenforced, locate
 
 
 def problem_of(text: str) -> str | None:

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ratoon.engine.socket_directory import LOCK, NEW_LOCK, SECONDS_TO_MAKE, SocketDirectory, remove_if_abandoned
+from ratoon.engine.processes.socket_directory import (
+    LOCK,
+    NEW_LOCK,
+    SECONDS_TO_MAKE,
+    SocketDirectory,
+    remove_if_abandoned,
+)
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def test_the_next_start_removes_what_a_killed_client_left_and_nothing_of_one_tha
 
 def test_a_client_in_another_process_keeps_its_directory_until_it_is_killed(parent):
     program = (
-        "import sys; from ratoon.engine.socket_directory import SocketDirectory;"
+        "import sys; from ratoon.engine.processes.socket_directory import SocketDirectory;"
         "d = SocketDirectory(); print(d.path, flush=True); sys.stdin.read()"
     )
     client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
-from ratoon.engine.structured_validator import validate
+from ratoon.engine.grammars.validator import validate
 
 
 def schema(value: Any) -> StructuredOutput:

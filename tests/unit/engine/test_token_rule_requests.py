@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, SamplingParams, TimestampRules
-from ratoon.engine.params_processor import ParamsProcessor
+from ratoon.engine.input.params_processor import ParamsProcessor
 from tests.unit.engine.fakes import END, VOCAB_SIZE, model_config
 
 KINDS: list[Any] = [SamplingParams, lambda **fields: BeamSearchParams(beam_width=4, **fields)]

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ratoon.engine import torch_library
+from ratoon.engine.processes import torch_library
 
 LINKED_AHEAD = """
 import sys
-from ratoon.engine.torch_library import start_loading_torch_library
+from ratoon.engine.processes.torch_library import start_loading_torch_library
 thread = start_loading_torch_library()
 if thread is not None:
     thread.join()
@@ -24,7 +24,7 @@ assert torch.ones(3).sum() == 3
 # Opening a pipe waits for its other end, which only another thread of the process can open here.
 LINKED_BESIDE = """
 import os, pathlib, sys
-from ratoon.engine import torch_library
+from ratoon.engine.processes import torch_library
 path = pathlib.Path(sys.argv[1])
 os.mkfifo(path)
 torch_library._library_path = lambda: path

@@ -50,7 +50,7 @@ def helper(): return 'helper'
 ALL_LOADED = ["ao", "export", "export.shapes", "_higher_order_ops"]
 BEGIN = """
 import sys
-from ratoon.engine.torch_parts import without_unused_parts
+from ratoon.engine.processes.torch_parts import without_unused_parts
 with without_unused_parts({device!r}):
     import torch
 finders = [type(finder).__name__ for finder in sys.meta_path]
@@ -158,7 +158,7 @@ def test_an_import_that_fails_leaves_no_finder_behind(tmp_path: Path) -> None:
     write_package(tmp_path, {**FILES, "__init__.py": "raise OSError('no such library')"})
     program = """
 import sys
-from ratoon.engine.torch_parts import without_unused_parts
+from ratoon.engine.processes.torch_parts import without_unused_parts
 try:
     with without_unused_parts("cpu"):
         import torch
@@ -172,7 +172,7 @@ except OSError:
 
 REAL = """
 import os, sys
-from ratoon.engine.torch_parts import FIRST_VERSION, LAST_VERSION, without_unused_parts
+from ratoon.engine.processes.torch_parts import FIRST_VERSION, LAST_VERSION, without_unused_parts
 with without_unused_parts("cpu"):
     import torch
 assert torch.ones(2, 3).softmax(1).sum().item() == 2

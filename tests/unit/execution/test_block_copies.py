@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ratoon.execution.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import KVTensors
 
 
 def moved(copies: list[tuple[int, int]]) -> list[list[int]]:

@@ -5,7 +5,7 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, NewRequestData
-from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.memory.hashing import pack_tokens
 
 

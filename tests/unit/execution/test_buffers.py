@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from ratoon.execution.buffers import HostCopy
-from ratoon.execution.packed import PackedBuffer
+from ratoon.execution.inputs.buffers import HostCopy
+from ratoon.execution.inputs.packed import PackedBuffer
 
 
 def test_a_copy_has_the_numbers_of_its_moment() -> None:

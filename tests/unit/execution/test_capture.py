@@ -12,9 +12,9 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, CaptureStep, NewRequestData, SchedulerOutput
-from ratoon.execution.capture import CaptureReader, captured_rows, lay_out_spans, to_wire
-from ratoon.execution.readers import ExecutedPass, RowReader, StepLayout, rows_of
-from ratoon.execution.step_context import PagedStep
+from ratoon.execution.passes.step_context import PagedStep
+from ratoon.execution.readers.hidden_states import CaptureReader, captured_rows, lay_out_spans, to_wire
+from ratoon.execution.readers.interface import ExecutedPass, RowReader, StepLayout, rows_of
 from ratoon.models.base import FinalStates
 from tests.golden.hidden_oracle import states_by_transformers
 from tests.golden.tiny_models import TinyModel, tiny_gpt2, tiny_qwen3

@@ -19,9 +19,9 @@ import torch
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.kv import KVCacheConfig
-from ratoon.execution.compile_ahead import ShapesOnly, capture_nothing, launch_first_steps
-from ratoon.execution.geometry import geometry_of
-from ratoon.execution.kv_memory import largest_step, num_blocks_of
+from ratoon.execution.passes.compile_ahead import ShapesOnly, capture_nothing, launch_first_steps
+from ratoon.execution.kv.geometry import geometry_of
+from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.cuda_ops import CudaLinear, CudaOps
 from ratoon.layers.triton.compilation import launches_go_to
@@ -128,8 +128,8 @@ from triton.runtime import driver
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.kv import KVCacheConfig
-from ratoon.execution.compile_ahead import ShapesOnly, _launch_prompts, capture_nothing
-from ratoon.execution.geometry import geometry_of
+from ratoon.execution.passes.compile_ahead import ShapesOnly, _launch_prompts, capture_nothing
+from ratoon.execution.kv.geometry import geometry_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.triton.compilation import launches_go_to

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ratoon.core.errors import ConfigError
-from ratoon.execution import cuda_driver, devices
-from ratoon.execution.cuda_driver import DEVICE_VARIABLE, starting_driver
+from ratoon.execution import devices
 from ratoon.execution.devices import resolve_device, resolve_dtype
+from ratoon.execution.passes import cuda_driver
+from ratoon.execution.passes.cuda_driver import DEVICE_VARIABLE, starting_driver
 from ratoon.layers.triton.compiler_process import Launch
 from tests.golden.tiny_models import tiny_llama
 
@@ -209,7 +210,7 @@ def test_a_machine_without_a_driver_is_left_to_torch(monkeypatch: pytest.MonkeyP
 # Imports of Triton's modules are slow here, so that two threads that import it would meet.
 SLOW_IMPORTS = """
 import sys, threading, time
-from ratoon.execution import cuda_driver
+from ratoon.execution.passes import cuda_driver
 
 class Slow:
     def find_spec(self, name, path=None, target=None):

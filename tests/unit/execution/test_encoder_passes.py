@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratoon.execution.encoder import _passes
+from ratoon.execution.passes.encoder import _passes
 
 
 @pytest.mark.parametrize(

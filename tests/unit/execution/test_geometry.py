@@ -12,7 +12,7 @@ from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ConfigError
-from ratoon.execution.geometry import Geometry, geometry_of
+from ratoon.execution.kv.geometry import Geometry, geometry_of
 from ratoon.models.build import declare_model
 from tests.unit.models.test_build_model import LLAMA
 from tests.unit.models.test_encoder_models import BART, BERT, T5

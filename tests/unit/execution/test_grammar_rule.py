@@ -21,8 +21,8 @@ from ratoon.execution.rules.base import NO_RULES, RowRules, apply_rules
 from ratoon.execution.rules.build import rules_of
 from ratoon.execution.rules.grammar import FEW, Grammar, few_tokens_of, fill_ahead, forced_run
 from ratoon.execution.rules.grammar_batch import GrammarBatch
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 from ratoon.models.tokenizer import Tokenizer
 from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer

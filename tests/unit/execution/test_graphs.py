@@ -19,9 +19,17 @@ from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BeamStep, BlockCopy
-from ratoon.execution import beam_candidates, graphs
-from ratoon.execution.block_kernels import Pages
-from ratoon.execution.graphs import GraphKey, StepGraphs, graph_sizes, max_prefill_tokens, padded_read, padded_reqs
+from ratoon.execution.kv.block_kernels import Pages
+from ratoon.execution.passes import graphs
+from ratoon.execution.passes.graphs import (
+    GraphKey,
+    StepGraphs,
+    graph_sizes,
+    max_prefill_tokens,
+    padded_read,
+    padded_reqs,
+)
+from ratoon.execution.readers import beams as beam_candidates
 from ratoon.execution.worker import Worker
 from ratoon.layers.beams import SearchShape
 from ratoon.layers.sampling import Mode

@@ -23,11 +23,11 @@ from triton.runtime import driver
 from ratoon.attention import triton_backend
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.kv import KVCacheConfig
-from ratoon.execution import compile_ahead
-from ratoon.execution.compile_ahead import ShapesOnly, capture_nothing
-from ratoon.execution.geometry import geometry_of
-from ratoon.execution.graphs import GraphKey
-from ratoon.execution.kv_memory import largest_step, num_blocks_of
+from ratoon.execution.passes import compile_ahead
+from ratoon.execution.passes.compile_ahead import ShapesOnly, capture_nothing
+from ratoon.execution.kv.geometry import geometry_of
+from ratoon.execution.passes.graphs import GraphKey
+from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchRows, SearchShape, best_keys_of_searches
 from ratoon.layers.cuda_ops import CudaOps

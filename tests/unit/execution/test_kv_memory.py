@@ -13,8 +13,8 @@ from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import ConfigError, ModelError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.execution.geometry import Geometry
-from ratoon.execution.kv_memory import (
+from ratoon.execution.kv.geometry import Geometry
+from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     largest_step,
     measure_prefill,
@@ -24,7 +24,7 @@ from ratoon.execution.kv_memory import (
     share_of_gpu,
     verify_longest_sequence,
 )
-from ratoon.execution.kv_tensors import KVTensors, staging_size
+from ratoon.execution.kv.kv_tensors import KVTensors, staging_size
 from ratoon.execution.worker import refusing_what_does_not_fit
 from tests.unit.execution.test_model_runner import BLOCK_SIZE, TWO_GROUPS, Driver
 

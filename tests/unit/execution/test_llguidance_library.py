@@ -122,6 +122,7 @@ def test_what_is_wrong_with_a_grammar_is_said_by_both_interfaces(open_library: O
     assert "missing" in (library.new_state("start: missing").error or "")
 
 
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not built")
 def test_the_c_interface_is_left_where_its_limits_are_not_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(llguidance_c.open_library(json_tokenizer(), 300)) is llguidance_c.LlguidanceC
     monkeypatch.setattr(llguidance_c, "DEFAULT_LIMITS", (1,) * 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ratoon.execution.mask_column import MaskColumn
+from ratoon.execution.sampling.mask_column import MaskColumn
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from ratoon.core.kv import KVCacheConfig, group_layers
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
-from ratoon.execution import prompt_logprobs
-from ratoon.execution.input_batch import InputBatch
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.step_inputs import InputPreparation, ReadRows
+from ratoon.execution.readers import prompt_logprobs
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model

@@ -11,7 +11,7 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import CachedRequestData, NewRequestData
-from ratoon.execution.pooling import add_rows
+from ratoon.execution.readers.pooling import add_rows
 from ratoon.models.base import FinalStates
 from tests.golden.tiny_encoder_models import tiny_bert
 from tests.golden.tiny_models import TinyModel

@@ -17,8 +17,8 @@ from ratoon.execution.rules.forced_end import ForcedEnd
 from ratoon.execution.rules.ngrams import NoNGramsOf, NoRepeatedNGrams, index_of
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.rules.persistent_map import PersistentMap
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import Needs, SamplingRows
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import Needs, SamplingRows
 
 VOCAB_SIZE = 20
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.sampler import PromptLogprobs, SampledTokens, Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.sampler import PromptLogprobs, SampledTokens, Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers import sampling
 
 EVERY_KIND = [

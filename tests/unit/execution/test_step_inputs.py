@@ -5,8 +5,8 @@ import torch
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
-from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.step_inputs import InputPreparation, ReadRows
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows
 
 SCHEDULED = [1, 1, 93, 75, 30]
 COMPUTED = [54, 145, 0, 0, 0]

@@ -27,11 +27,11 @@ from transformers.generation.logits_process import (
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams, TimestampRules
 from ratoon.core.plan import BeamStep, NewRequestData
-from ratoon.execution.beam_candidates import choose_candidates
-from ratoon.execution.beam_rows import BeamRows
-from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.sampler import Sampler
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.readers.beams import choose_candidates
+from ratoon.execution.sampling.beam_rows import BeamRows
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 
 VOCAB_SIZE = 60  # 30 words, the end, other special tokens, and 20 timestamps
 END = 30

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, group_layers
 from ratoon.core.plan import BlockCopy, SchedulerOutput
-from ratoon.execution.block_kernels import Pages, copy_blocks
-from ratoon.execution.block_swaps import BlockSwaps, CopyStream, CudaCopyStream, runs_of, split_rows
-from ratoon.execution.kv_tensors import KVTensors, staging_size
+from ratoon.execution.kv.block_kernels import Pages, copy_blocks
+from ratoon.execution.kv.block_swaps import BlockSwaps, CopyStream, CudaCopyStream, runs_of, split_rows
+from ratoon.execution.kv.kv_tensors import KVTensors, staging_size
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(

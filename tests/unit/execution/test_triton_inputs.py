@@ -14,12 +14,12 @@ import torch
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, NewRequestData
-from ratoon.execution import device_inputs
-from ratoon.execution.device_inputs import DeviceInputs, DeviceRows
-from ratoon.execution.input_batch import InputBatch
-from ratoon.execution.input_kernels import receive
-from ratoon.execution.journal import Journal
-from ratoon.execution.step_inputs import InputPreparation, StepInputs
+from ratoon.execution.inputs import device_inputs
+from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.input_kernels import receive
+from ratoon.execution.inputs.row_writes import RowWrites
+from ratoon.execution.inputs.step_inputs import InputPreparation, StepInputs
 from tests.unit.execution.test_step_inputs import BLOCKS, COMPUTED, MAX_MODEL_LEN, SCHEDULED, concatenated
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ MAX_REQS, MAX_TOKENS = 8, 256
 
 
 def make_rows(num_groups: int = 1, max_encoder_len: int = 0) -> InputBatch:
-    return InputBatch(MAX_REQS, MAX_MODEL_LEN, 16, num_groups, max_encoder_len, Journal())
+    return InputBatch(MAX_REQS, MAX_MODEL_LEN, 16, num_groups, max_encoder_len, RowWrites())
 
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from ratoon.core.params import BeamSearchParams, SamplingParams
-from ratoon.execution.penalty_rows import PenaltyRows
-from ratoon.execution.sampling_rows import SamplingRows
+from ratoon.execution.sampling.penalty_rows import PenaltyRows
+from ratoon.execution.sampling.sampling_rows import SamplingRows
 from ratoon.layers.triton import penalties
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

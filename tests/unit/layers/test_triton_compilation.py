@@ -120,7 +120,7 @@ def test_kernels_are_compiled_once_by_other_processes_and_an_error_is_that_of_th
 
 STAND_IN = """
 import importlib, sys
-from ratoon.execution.cuda_driver import KERNEL_MODULES
+from ratoon.execution.passes.cuda_driver import KERNEL_MODULES
 from ratoon.layers.triton.compile_server import StandIn, StandInFinder
 
 sys.meta_path.insert(0, StandInFinder())

@@ -211,7 +211,7 @@ else:
 def test_without_a_tracer_nothing_of_opentelemetry_is_loaded():
     script = """
 import sys
-import ratoon.observe.tracing, ratoon.engine.output_processor
+import ratoon.observe.tracing, ratoon.engine.output.output_processor
 assert not any(name.startswith("opentelemetry") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)

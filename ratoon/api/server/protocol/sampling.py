@@ -27,7 +27,7 @@ from ratoon.api.server.protocol.hidden_states import ReturnHiddenStates
 from ratoon.api.server.protocol.structured import StructuredFields
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, RequestOutputKind, SamplingParams
-from ratoon.engine.default_params import with_given
+from ratoon.engine.input.default_params import with_given
 
 # Rules over logits, the same for sampling and for a search.
 RULES = (

@@ -39,7 +39,7 @@ from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
-from ratoon.engine.default_params import with_given
+from ratoon.engine.input.default_params import with_given
 from ratoon.models.chat_template import RenderedChat
 
 router = APIRouter(tags=["Anthropic"])

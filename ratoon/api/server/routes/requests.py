@@ -16,7 +16,7 @@ from ratoon.api.server.openapi import answers
 from ratoon.api.server.protocol.base import AnswerModel
 from ratoon.api.server.responses import json_response, large_response
 from ratoon.core.errors import UnknownParentError
-from ratoon.engine.roots import Root
+from ratoon.engine.output.roots import Root
 
 
 class EndedChoice(AnswerModel):

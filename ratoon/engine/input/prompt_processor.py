@@ -1,0 +1,209 @@
+"""A prompt, in whatever form, to what a model reads of it: the tokens of its decoder and the input of its encoder.
+
+Tokenised, completed with what the model's decoder begins with, and checked against the model's vocabulary and lengths.
+A model that is an encoder alone is treated like a decoder alone: its tokens are `token_ids`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from ratoon.core.config import EncoderConfig, ModelConfig
+from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_encoder
+from ratoon.core.errors import RequestError
+from ratoon.engine.input.audio_prompts import read_audio
+from ratoon.engine.input.prompts import (
+    AUDIO_FORMS,
+    TEXT_FORMS,
+    Prompt,
+    PromptPair,
+    PromptPart,
+    Suffix,
+    is_list,
+    parse_prompt,
+)
+
+
+class ModelInput(NamedTuple):
+    token_ids: list[int]
+    encoder_input: EncoderInput | None = None  # of an encoder-decoder model
+    num_forced_tokens: int = 0  # at the end of `token_ids`: those that the model's files have every text begin with
+
+
+class PromptProcessor:
+    def __init__(self, model_config: ModelConfig, tokenizer: Any | None, max_model_len: int) -> None:
+        self._model_config = model_config
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        token_id = Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]
+        self._fine: Any = msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
+
+    def process(self, prompt: Prompt, num_places: int) -> ModelInput:
+        """The decoder's tokens leave this many places of the model's length free."""
+        parsed = parse_prompt(prompt)
+        encoder = self._model_config.encoder
+        if encoder is None:
+            part = self._verify_single(parsed)
+            self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
+            token_ids = self._some_tokens(part)
+            self._verify_length(part.field, token_ids, num_places)
+            return ModelInput(token_ids)
+        pair = parsed if isinstance(parsed, PromptPair) else PromptPair(parsed, None)
+        decoder_ids = self._decoder_tokens(pair.decoder, num_places)
+        num_forced = 0 if pair.decoder is not None else len(decoder_ids) - 1
+        return ModelInput(decoder_ids, self._encoder_input(encoder, pair.encoder), num_forced)
+
+    def process_suffix(self, suffix: Suffix) -> list[int]:
+        """What comes after the tokens of another request. It may be empty."""
+        field = "continuation_suffix"
+        if isinstance(suffix, str):
+            self._verify_text(PromptPart(field, suffix), self._max_model_len - 1, partial(self._too_long, num_places=1))
+            return self._encode(suffix, field, add_special_tokens=False) if suffix else []
+        if not is_list(suffix):
+            raise RequestError(field, f"{type(suffix).__name__} is not a suffix", "text or a list of token ids")
+        return self._verify_token_ids(suffix, field)
+
+    # ---- the parts ----
+
+    @property
+    def _reads_audio(self) -> bool:
+        encoder = self._model_config.encoder
+        return encoder is not None and encoder.num_mel_bins is not None
+
+    def _verify_single(self, parsed: PromptPart | PromptPair) -> PromptPart:
+        if isinstance(parsed, PromptPair):
+            if self._model_config.causal:
+                raise RequestError(parsed.encoder.name, "the model has no encoder", "a single prompt")
+            part = parsed.decoder or parsed.encoder
+            raise RequestError(part.name, "the model has no decoder", "a single prompt, for its encoder")
+        if parsed.audio is not None:
+            raise RequestError(parsed.name, "is audio, and the model has no encoder that reads audio", TEXT_FORMS)
+        return parsed
+
+    def _encoder_input(self, encoder: EncoderConfig, part: PromptPart) -> EncoderInput:
+        if encoder.num_mel_bins is not None:
+            if part.audio is None:
+                raise RequestError(part.field, "is text, and the model's encoder reads audio", AUDIO_FORMS)
+            return features_for_encoder(read_audio(part.name, part.audio, encoder), encoder.max_position)
+        if part.audio is not None:
+            raise RequestError(part.name, "is audio, and the model's encoder reads text", TEXT_FORMS)
+        longest = encoder.max_position
+
+        def too_long(field: str, num_tokens: str) -> RequestError:
+            problem = f"has {num_tokens} tokens, and the model's encoder has {longest} positions"
+            return RequestError(field, problem, f"at most {longest} tokens")
+
+        self._verify_text(part, longest, too_long)
+        token_ids = self._some_tokens(part)
+        if len(token_ids) > longest:
+            raise too_long(part.field, str(len(token_ids)))
+        return tokens_for_encoder(token_ids)
+
+    def _decoder_tokens(self, part: PromptPart | None, num_places: int) -> list[int]:
+        """Returns the decoder's prompt with the start token in front, as transformers puts it there. A text goes on
+        after the whole default; one that begins with a special token (a language's, say) has said itself what comes
+        behind the start. Before the start of what was heard there may stand what was said earlier."""
+        default = self._default_decoder_prompt()
+        if part is None:
+            return default
+        if part.audio is not None:
+            raise RequestError(part.name, "is audio, and decoders read text", TEXT_FORMS)
+        self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
+        token_ids = self._tokens(part, add_special_tokens=False)
+        if default[0] not in (token_ids if self._reads_audio else token_ids[:1]):
+            is_plain_text = part.token_ids is None and not self._is_special(token_ids[:1])
+            token_ids = (default if is_plain_text else default[:1]) + token_ids
+        self._verify_length(part.field, token_ids, num_places)
+        return token_ids
+
+    def _default_decoder_prompt(self) -> list[int]:
+        config = self._model_config
+        start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        if start is None:
+            raise RequestError("model", "its config has no decoder_start_token_id", "a model whose config has one")
+        return [start] if config.forced_bos_token_id is None else [start, config.forced_bos_token_id]
+
+    def _is_special(self, token_ids: list[int]) -> bool:
+        return self._tokenizer is not None and not self._tokenizer.special_token_ids.isdisjoint(token_ids)
+
+    # ---- tokens ----
+
+    def _some_tokens(self, part: PromptPart) -> list[int]:
+        if part.token_ids is None and not part.text:
+            raise RequestError(part.field, "is empty", "at least one character")
+        token_ids = self._tokens(part, add_special_tokens=True)
+        if not token_ids:
+            raise RequestError(part.field, "is empty", "at least one token")
+        return token_ids
+
+    def _tokens(self, part: PromptPart, add_special_tokens: bool) -> list[int]:
+        if part.token_ids is not None:
+            return self._verify_token_ids(part.token_ids, part.field)
+        assert part.text is not None, "audio is read elsewhere"
+        return self._encode(part.text, part.field, add_special_tokens)
+
+    def _verify_text(self, part: PromptPart, longest: int, too_long: Callable[[str, str], RequestError]) -> None:
+        """Refuses a text that has surely more tokens, before it is tokenised, which takes long and much memory."""
+        if part.token_ids is not None or part.text is None or self._tokenizer is None:
+            return
+        num_tokens = self._tokenizer.refuse_early(part.text, longest)
+        if num_tokens is not None:
+            raise too_long(part.field, f"at least {num_tokens}")
+
+    def _verify_length(self, field: str, token_ids: list[int], num_places: int) -> None:
+        if len(token_ids) > self._max_model_len - num_places:
+            raise self._too_long(field, str(len(token_ids)), num_places)
+
+    def _too_long(self, field: str, num_tokens: str, num_places: int) -> RequestError:
+        return RequestError(
+            field,
+            f"has {num_tokens} tokens, and at most {self._max_model_len - num_places} "
+            f"{'leave room' if num_places else 'fit'} (max_model_len is {self._max_model_len})",
+            "shorten it, or start the engine with a greater max_model_len if the model can do it",
+        )
+
+    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(field, "text needs a tokenizer, and none is loaded", "give prompt_token_ids")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                field, f"is not valid Unicode at character {error.start}", "text without surrogates"
+            ) from None
+        token_ids: list[int] = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        vocab_size = self._model_config.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
+            raise RequestError(
+                field,
+                f"is tokenised to id {max(token_ids)}, and the model's vocabulary ends at {vocab_size - 1}",
+                "the tokenizer that belongs to the model",
+            )
+        return token_ids
+
+    def _verify_token_ids(self, token_ids: Sequence[int], field: str) -> list[int]:
+        vocab_size = self._model_config.vocab_size
+        # Most prompts are fine, so the whole list is judged at C speed; only a bad one is searched for its bad entry.
+        with suppress(msgspec.ValidationError):
+            judged: list[int] = msgspec.convert({"token_ids": token_ids}, self._fine).token_ids
+            return judged
+        checked = []
+        for index, token in enumerate(token_ids):
+            try:
+                value = None if isinstance(token, bool) else operator.index(token)
+            except TypeError:
+                value = None
+            if value is None:
+                raise RequestError(f"{field}[{index}]", f"{token!r} is not a token id", "a list of whole numbers")
+            if not 0 <= value < vocab_size:
+                raise RequestError(
+                    f"{field}[{index}]", f"{value} is not in the vocabulary", f"ids from 0 to {vocab_size - 1}"
+                )
+            checked.append(value)
+        return checked

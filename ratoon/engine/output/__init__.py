@@ -1,0 +1,1 @@
+"""From EngineCoreOutputs to RequestOutput: detokenizing, stop strings, log-probabilities, vectors, and roots."""

@@ -1,0 +1,371 @@
+"""Clients of engine cores in other processes, for an event loop: one engine (AsyncMPClient), several that the caller
+chooses from (DPAsyncMPClient), several that are balanced (DPLBAsyncMPClient).
+
+An engine that dies is started again. Its requests continue after the tokens that they already have: immediately in
+another engine if there is one, otherwise after the restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from ratoon.core.config import EngineConfig, verify_engine_config
+from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError
+from ratoon.core.health import Health
+from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from ratoon.engine.processes.balancer import LoadBalancer
+from ratoon.engine.processes.faults import error_of
+from ratoon.engine.processes.launch import EngineProcess
+from ratoon.engine.processes.ledger import Entry, Ledger
+from ratoon.engine.processes.replica import Replica
+from ratoon.engine.processes.socket_directory import SocketDirectory
+from ratoon.observe.logging import get_logger
+from ratoon.observe.startup import StartupTimer
+
+logger = get_logger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_GREETINGS = 0.02  # polls of the socket of an engine that is ready and has not connected
+SECONDS_TO_END = 5.0
+MESSAGES_AT_ONCE = 256  # then other tasks run
+
+
+class AsyncMPClient:
+    """The engine, or engines, of one front end. All methods belong to one event loop."""
+
+    def __init__(self, config: EngineConfig, timer: StartupTimer, num_engines: int = 1) -> None:
+        verify_engine_config(config)
+        self._timer = timer
+        self._context = zmq.Context()
+        self._directory = SocketDirectory()
+        self.replicas = [Replica(config, i, num_engines, self._context, self._directory) for i in range(num_engines)]
+        self._ledger = Ledger()
+        # With the process that sent them: it waits until they are taken. None: there will be no more.
+        self._outputs: asyncio.Queue[tuple[EngineCoreOutputs, EngineProcess | None] | None] = asyncio.Queue()
+        self._calls: dict[int, tuple[Replica, asyncio.Future[UtilityResult]]] = {}
+        self._num_calls = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+        self._paused = False  # requested states of the engines; repeated to an engine that is restarted
+        self._dead: EngineDeadError | None = None
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Start the engine processes and wait until all are ready. Raises the error of one that failed."""
+        with self._timer.phase("start the engine processes"):
+            first_starts = []
+            for replica in self.replicas:
+                started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                first_starts.append(started)
+                self._tasks.append(asyncio.create_task(self._keep_alive(replica, started)))
+            try:
+                await asyncio.gather(*first_starts)
+            except BaseException:
+                await self.shutdown()
+                raise
+            self._timer.include(self.ready.startup)
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    @property
+    def ready(self) -> EngineReady:
+        ready = self.replicas[0].ready
+        assert ready is not None, "the engine was not started"
+        return ready
+
+    async def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._give_up(EngineDeadError("the engine was shut down"))
+        await asyncio.gather(*(asyncio.to_thread(replica.end, SECONDS_TO_END) for replica in self.replicas))
+        self._context.term()
+        self._directory.remove()
+
+    def health(self) -> Health:
+        return Health([replica.health() for replica in self.replicas])
+
+    # ---- requests ----
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Never waits. A request that arrives while no engine is ready is sent when one is."""
+        if self._dead is not None:
+            raise self._dead
+        self._verify(request)
+        self._ledger.add(request)
+        self._dispatch()
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self._take_back(EngineCoreRequestType.ABORT, *self._ledger.abort(request_ids))
+
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        self._take_back(EngineCoreRequestType.STOP, *self._ledger.stop(stopped))
+
+    def _take_back(self, kind: EngineCoreRequestType, to_send: Mapping[int, Any], ended: list[Entry]) -> None:
+        for engine, message in to_send.items():
+            self.replicas[engine].send(kind, message)
+        for entry in ended:
+            self._entry_ended(entry)
+        self._dispatch()
+
+    async def get_outputs(self) -> list[EngineCoreOutputs]:
+        item = await self._outputs.get()
+        steps: list[EngineCoreOutputs] = []
+        while item is not None:
+            outputs, process = item
+            steps.append(outputs)
+            if process is not None:
+                process.acknowledge_outputs()
+            if self._outputs.empty():
+                return steps
+            item = self._outputs.get_nowait()
+        self._outputs.put_nowait(None)  # for the next call
+        if steps:
+            return steps
+        assert self._dead is not None
+        raise self._dead
+
+    async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a utility on every running engine; their results, in the engines' order."""
+        if self._dead is not None:
+            raise self._dead
+        futures = []
+        for replica in self.replicas:
+            if not replica.can_serve:
+                continue
+            self._num_calls += 1
+            future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+            self._calls[self._num_calls] = replica, future
+            futures.append(future)
+            call = UtilityCall(self._num_calls, method, list(arguments))
+            replica.send(EngineCoreRequestType.UTILITY, call)
+        if not futures:
+            raise EngineAwayError("no engine is ready; it is being restarted")
+        if method in ("pause", "resume"):
+            self._paused = method == "pause"
+        results = await asyncio.gather(*futures)
+        for result in results:
+            if result.fault is not None:
+                raise error_of(result.fault)
+        return [result.result for result in results]
+
+    # ---- choice of the engine, which differs between the clients ----
+
+    def _verify(self, request: EngineCoreRequest) -> None:
+        rank = request.data_parallel_rank
+        if rank is not None and not 0 <= rank < len(self.replicas):
+            raise RequestError(
+                "data_parallel_rank", f"there is no engine {rank}", f"0 to {len(self.replicas) - 1}, or leave it out"
+            )
+
+    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
+        return candidates[0]
+
+    def _note_started(self, outputs: EngineCoreOutputs) -> None:
+        """Requests have their first token, or further ones."""
+
+    def _request_ended(self, request_id: str) -> None: ...
+
+    def _entry_ended(self, entry: Entry) -> None:
+        self._request_ended(entry.request.request_id)
+
+    def _engine_lost(self, engine: int) -> None:
+        """Is called when an engine was lost, and its cache with it."""
+
+    # ---- engines ----
+
+    def _dispatch(self) -> None:
+        """Send waiting requests for which an engine is ready."""
+        candidates = [replica.index for replica in self.replicas if replica.can_serve]
+        if not candidates:
+            return
+        for entry in self._ledger.ready_to_go():
+            wanted = entry.request.data_parallel_rank
+            if wanted is not None and wanted not in candidates:
+                continue  # it waits for the engine that it named
+            preferred = entry.request.preferred_rank
+            if wanted is None and preferred in candidates:
+                wanted = preferred
+            engine = self._choose(entry, candidates if wanted is None else [wanted])
+            self._ledger.handed_over(entry, engine)
+            self.replicas[engine].send(entry.kind, entry.current_request())
+
+    async def _keep_alive(self, replica: Replica, started: asyncio.Future[None]) -> None:
+        """Run an engine across restarts. A first start that fails is an error for the caller; later ones are
+        tried again."""
+        while True:
+            if replica.start():
+                await self._run(replica, started)
+            replica.on_exit()
+            delay = await asyncio.to_thread(replica.cleanup)
+            if not started.done():
+                started.set_exception(replica.failure())
+                return
+            self._handle_death(replica)
+            if delay is None:
+                if not any(other.can_serve or other.is_coming_back for other in self.replicas):
+                    self._give_up(EngineDeadError(f"the engine could not be restarted: {replica.failure()}"))
+                return
+            await asyncio.sleep(delay)
+
+    async def _run(self, replica: Replica, started: asyncio.Future[None]) -> None:
+        """Receive the engine's messages until its process has exited."""
+        process, loop = replica.process, asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(process.death_fd, _settle, gone)
+        # This descriptor is edge-triggered: all messages must be read before it signals again.
+        loop.add_reader(process.outputs.getsockopt(zmq.FD), self._take_messages, replica, started)
+        try:
+            self._take_messages(replica, started)
+            await gone
+        finally:
+            loop.remove_reader(process.death_fd)
+            loop.remove_reader(process.outputs.getsockopt(zmq.FD))
+        while process.outputs.poll(0):  # messages that it sent before it died
+            self._handle(replica, process.outputs.recv_multipart(), started)
+
+    def _take_messages(self, replica: Replica, started: asyncio.Future[None]) -> None:
+        """All pending messages, up to a limit."""
+        if not replica.has_process or replica.process.closed:
+            return  # it ended since this was called for
+        process = replica.process
+        for _ in range(MESSAGES_AT_ONCE):
+            try:
+                frames = process.outputs.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(replica, frames, started)
+            except Exception:
+                logger.exception("engine %d: a message can't be processed", replica.index)
+                process.kill()
+                return
+        asyncio.get_running_loop().call_soon(self._take_messages, replica, started)
+
+    def _handle(self, replica: Replica, frames: list[bytes], started: asyncio.Future[None]) -> None:
+        taken = replica.take(frames)
+        if taken is None:
+            return
+        kind, message = taken
+        if kind == EngineMessageType.OUTPUTS:
+            self._record(message)
+            self._outputs.put_nowait((message, replica.process))
+        elif kind == EngineMessageType.UTILITY_RESULT:
+            _, future = self._calls.pop(message.call_id, (None, None))
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif kind == EngineMessageType.READY:
+            self._begin_to_serve(replica, replica.process, started)
+
+    def _begin_to_serve(self, replica: Replica, process: EngineProcess, started: asyncio.Future[None]) -> None:
+        """The engine is ready. If it can't be reached yet, it is polled without blocking other tasks."""
+        if not replica.has_process or replica.process is not process or process.closed:
+            return  # it has ended
+        replica.look_for_connection()
+        if not replica.can_serve:
+            loop = asyncio.get_running_loop()
+            loop.call_later(SECONDS_BETWEEN_GREETINGS, self._begin_to_serve, replica, process, started)
+            return
+        _settle(started)
+        if self._paused:
+            replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "pause"))  # its answer is not waited for
+        self._dispatch()
+
+    def _record(self, outputs: EngineCoreOutputs) -> None:
+        self._note_started(outputs)
+        for entry in self._ledger.record(outputs):
+            self._entry_ended(entry)
+        self._dispatch()  # a suspect may have been cleared
+
+    def _handle_death(self, replica: Replica) -> None:
+        for call_id, (asked, future) in list(self._calls.items()):
+            if asked is replica:
+                del self._calls[call_id]
+                if not future.done():
+                    future.set_exception(EngineAwayError("the engine process died before it answered"))
+        self._engine_lost(replica.index)
+        failed = self._ledger.engine_died(replica.index)
+        if failed:
+            for output in failed:
+                self._request_ended(output.request_id)
+            self._outputs.put_nowait((EngineCoreOutputs(failed, engine_index=replica.index), None))
+        self._dispatch()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            for replica in self.replicas:
+                replica.end_if_hung()
+
+    def _give_up(self, error: EngineDeadError) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        self._ledger.fail_all(str(error))
+        for _, future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        self._outputs.put_nowait(None)
+
+
+class DPAsyncMPClient(AsyncMPClient):
+    """Several engines. The caller names one (`data_parallel_rank`), or they take turns."""
+
+    _next = 0
+
+    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
+        self._next += 1
+        return candidates[self._next % len(candidates)]
+
+
+class DPLBAsyncMPClient(AsyncMPClient):
+    """Several engines. A request is sent to the engine with the least work for it: short queues, and cached
+    prefixes."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.balancer = LoadBalancer(len(self.replicas), self.ready.block_size)
+
+    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
+        self.balancer.ended(entry.request.request_id)  # where it was before
+        return self.balancer.choose(entry.request, candidates)
+
+    def _note_started(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            if output.new_token_ids:
+                self.balancer.started(output.request_id)
+
+    def _request_ended(self, request_id: str) -> None:
+        self.balancer.ended(request_id)
+
+    def _entry_ended(self, entry: Entry) -> None:
+        super()._entry_ended(entry)
+        if entry.engine is not None:  # the next turn of a conversation begins with this answer
+            answered = entry.request.prompt_token_ids + entry.choices[0].token_ids
+            self.balancer.learn(entry.engine, entry.request, answered)
+
+    def _engine_lost(self, engine: int) -> None:
+        self.balancer.forget(engine)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def make_async_client(
+    config: EngineConfig, num_replicas: int, timer: StartupTimer, balanced: bool = True
+) -> AsyncMPClient:
+    if num_replicas == 1:
+        return AsyncMPClient(config, timer)
+    kind = DPLBAsyncMPClient if balanced else DPAsyncMPClient
+    return kind(config, timer, num_replicas)

@@ -1,0 +1,81 @@
+"""The client of an engine core in the same process: direct calls. For other processes see mp_client.py."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ratoon.core.config import EngineConfig, verify_engine_config
+from ratoon.core.errors import ConfigError
+from ratoon.core.health import EngineHealth, EngineState, Health
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
+from ratoon.engine.build import build_core, calm_thread_pools, describe
+from ratoon.engine.utilities import EngineUtilities
+from ratoon.models.source import ModelSource
+from ratoon.observe.startup import StartupTimer
+
+if TYPE_CHECKING:
+    from ratoon.engine.processes.mp_client import SyncMPClient
+
+PAUSE_WAIT = 0.05  # seconds until a caller of a paused engine has its turn again, to be interrupted for example
+
+
+class InprocClient:
+    """Runs the engine core in the caller's thread: `get_output` is one step."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, timer: StartupTimer) -> None:
+        calm_thread_pools()
+        self.core = build_core(config, source, timer)
+        self._utilities = EngineUtilities(self.core)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.core.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.core.abort_requests(request_ids)
+
+    def stop_requests(self, stopped: dict[str, int | None]) -> None:
+        self.core.stop_requests(stopped)
+
+    def has_work(self) -> bool:
+        return self.core.has_work()
+
+    def get_output(self) -> EngineCoreOutputs:
+        """One step. While the engine is paused it waits a moment for another thread to resume it, and brings no more
+        than the ends of aborted requests."""
+        self.core.wait_while_paused(PAUSE_WAIT)
+        return self.core.step()
+
+    def work_between_calls(self) -> None:
+        self.core.work_between_calls()
+
+    def call_utility(self, method: str, *arguments: Any) -> Any:
+        return self._utilities.call(method, *arguments)
+
+    def describe(self) -> dict[str, Any]:
+        """Resolved settings and memory figures, for display."""
+        return describe(self.core)
+
+    def health(self) -> Health:
+        """A core in this process is healthy while the process runs."""
+        core = self.core
+        return Health([EngineHealth(0, EngineState.OK, os.getpid(), paused=core.paused, asleep=core.asleep)])
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
+
+
+def make_client(
+    config: EngineConfig, source: ModelSource, timer: StartupTimer, process: bool = False
+) -> InprocClient | SyncMPClient:
+    """Check the settings, then start an engine for them: in this process or in one of its own."""
+    verify_engine_config(config)
+    if not process:
+        return InprocClient(config, source, timer)
+    try:
+        from ratoon.engine.processes.mp_client import SyncMPClient
+    except ImportError as error:
+        raise ConfigError(
+            "process", f"needs a package that is missing ({error.name})", "pip install ratoon[serve]"
+        ) from None
+    return SyncMPClient(config, timer)

@@ -1,0 +1,210 @@
+"""An engine process in its parent: start, connection, monitoring and end. One object is one run of it.
+
+What to do when it dies is not decided here (replica.py, and the clients above it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any
+
+import msgspec
+import zmq
+
+from ratoon.core.config import EngineConfig
+from ratoon.core.messages import (
+    LAST_WORD,
+    EngineLaunch,
+    EngineMessageType,
+    EngineReady,
+    Fault,
+    Heartbeat,
+    UtilityResult,
+    engine_identity,
+)
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequestType
+from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.engine.processes.socket_directory import SocketDirectory
+from ratoon.observe.logging import get_logger
+
+logger = get_logger(__name__)
+
+MOST_AT_ONCE = 64  # foreign messages that are read in one call: the rest waits until other tasks have run
+LONGEST_GREETING = 1024  # bytes
+
+
+class EngineProcess:
+    """One run of an engine process. Its sockets are its own: nothing of an earlier run can be mistaken for it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        index: int,
+        num_engines: int,
+        run: int,
+        context: zmq.Context[Any],
+        directory: SocketDirectory,
+    ) -> None:
+        self.index = index
+        self.num_bad_messages = 0
+        self.closed = False
+        self._num_outputs_taken = 0
+        self.connected = False  # sent messages arrive
+        self._secret = secrets.token_bytes(16)
+        self._identity = engine_identity(index, secrets.token_hex(8))
+        self._decoders: dict[bytes, Decoder[Any]] = {
+            EngineMessageType.READY.value: Decoder(EngineReady),
+            EngineMessageType.START_FAILED.value: Decoder(Fault),
+            EngineMessageType.OUTPUTS.value: Decoder(EngineCoreOutputs),
+            EngineMessageType.UTILITY_RESULT.value: Decoder(UtilityResult),
+            EngineMessageType.HEARTBEAT.value: Decoder(Heartbeat),
+        }
+        self.inputs = context.socket(zmq.ROUTER)
+        self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an engine that can't be reached is an error
+        self.inputs.setsockopt(zmq.SNDHWM, 0)  # requests that were accepted are never dropped
+        self.inputs.setsockopt(zmq.MAXMSGSIZE, LONGEST_GREETING)  # of what is read
+        self.inputs.setsockopt(zmq.LINGER, 0)
+        self.outputs = context.socket(zmq.PULL)
+        self.outputs.setsockopt(zmq.LINGER, 0)
+        launch = EngineLaunch(
+            config=config,
+            index=index,
+            num_engines=num_engines,
+            secret=self._secret,
+            identity=self._identity,
+            input_address=directory.address(f"{index}-{run}-in"),
+            output_address=directory.address(f"{index}-{run}-out"),
+        )
+        self._paths = [
+            Path(address.removeprefix("ipc://")) for address in (launch.input_address, launch.output_address)
+        ]
+        try:
+            self.inputs.bind(launch.input_address)
+            self.outputs.bind(launch.output_address)
+            self._spawn(launch)
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def _spawn(self, launch: EngineLaunch) -> None:
+        # Nothing is written to this pipe. The parent's end becomes readable when the process exits.
+        self.death_fd, kept_open = os.pipe()
+        try:
+            self._process = Popen(
+                [sys.executable, "-P", "-m", "ratoon.engine.processes.core_process", str(kept_open)],
+                stdin=PIPE,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else DEVNULL,
+                pass_fds=[kept_open],
+                env=_environment(),
+            )
+        except BaseException:
+            os.close(self.death_fd)
+            raise
+        finally:
+            os.close(kept_open)
+        message = msgspec.msgpack.encode(launch)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
+            self._process.stdin.write(len(message).to_bytes(4, "little") + message)
+            self._process.stdin.flush()  # and stays open: it closes when the parent exits
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        """Never waits. What is sent to a process that has just died is lost; its death is noticed elsewhere."""
+        try:
+            self.inputs.send_multipart([self._identity, kind.value, *encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("engine %d can't be reached: %s", self.index, error)
+
+    def acknowledge_outputs(self) -> None:
+        """Tell the engine that another of its messages with outputs was taken: it does not run far ahead of us."""
+        if not self.closed:
+            self._num_outputs_taken += 1
+            self.send(EngineCoreRequestType.OUTPUTS_TAKEN, self._num_outputs_taken)
+
+    def decode(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
+        """A message from the engine's output socket; None for an invalid one, which is counted."""
+        try:
+            if len(frames) < 3 or not secrets.compare_digest(frames[0], self._secret):
+                raise WireError("it does not come from the engine")
+            decoder = self._decoders.get(frames[1])
+            if decoder is None:
+                raise WireError(f"of the unknown kind {frames[1][:16]!r}")
+            return EngineMessageType(frames[1]), decoder.decode(frames[2:])
+        except WireError as error:
+            self._count_garbage(str(error))
+            return None
+
+    def read_input_socket(self) -> None:
+        """An engine writes here once, when it has connected: any other message is foreign. Never waits."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                frames = self.inputs.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if frames == [self._identity, self._secret]:
+                self.connected = True
+            else:
+                self._count_garbage("only the engine writes to this socket")
+
+    def _count_garbage(self, reason: str) -> None:
+        self.num_bad_messages += 1
+        if self.num_bad_messages in (1, 10, 100) or self.num_bad_messages % 1000 == 0:
+            logger.warning("%d messages of engine %d were ignored: %s", self.num_bad_messages, self.index, reason)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def ask_to_end(self) -> None:
+        """A last message tells it that the parent runs, and cleans up itself."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            if not self._process.stdin.closed:
+                self._process.stdin.write(LAST_WORD)
+            self._process.stdin.close()
+
+    def close(self, grace_seconds: float = 0.0) -> int:
+        """End the process, if it still runs, and release its resources. Its exit code."""
+        self.ask_to_end()
+        try:
+            code = self._process.wait(grace_seconds)
+        except TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._close_sockets()
+        os.close(self.death_fd)
+        return code
+
+    def _close_sockets(self) -> None:
+        self.closed = True
+        self.inputs.close()
+        self.outputs.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def _environment() -> dict[str, str]:
+    """The child must import the same package, even if it is only on sys.path and not installed."""
+    environment = dict(os.environ)
+    root = str(Path(__file__).parents[2])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    return environment
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""Persistent state of every branch the runner knows: a row of token ids, block tables, counts. No step inputs.
+
+A branch keeps its row until it is dropped; steps gather from the rows by index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ratoon.core.kv import NULL_BLOCK
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
+from ratoon.execution.inputs.row_writes import NoRowWrites, RowWrites
+
+
+class InputBatch:
+    """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. For a model with an
+    encoder also `cross_tables` [rows, blocks of the longest encoder input].
+
+    All of them lie one after the other in `memory`, so that a device can have a copy of it (device_rows.py), to which
+    the writes that are noted in `journal` are repeated.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        max_encoder_len: int = 0,
+        journal: RowWrites | None = None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        max_cross_blocks = -(-max_encoder_len // block_size)
+        # np.zeros commits pages when they are written, so a large table costs only what is used of it.
+        self.memory = np.zeros(max_rows * (max_model_len + num_groups * self.max_blocks + max_cross_blocks), np.int32)
+        self.journal = NoRowWrites() if journal is None else journal
+        self.tables_start = max_rows * max_model_len  # in `memory`
+        self.cross_start = self.tables_start + num_groups * max_rows * self.max_blocks
+        self.token_ids = self.memory[: self.tables_start].reshape(max_rows, max_model_len)
+        tables = self.memory[self.tables_start : self.cross_start].reshape(num_groups, max_rows, self.max_blocks)
+        self.block_tables = list(tables)
+        self.cross_tables: np.ndarray | None = None
+        if max_encoder_len:
+            self.cross_tables = self.memory[self.cross_start :].reshape(max_rows, max_cross_blocks)
+        self.encoder_lens = np.zeros(max_rows, np.int32)
+        self.num_tokens = np.zeros(max_rows, np.int64)
+        self.num_computed = np.zeros(max_rows, np.int64)
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.seeds = np.zeros(max_rows, np.uint64)
+        self.params: list[SamplingParams | None] = [None] * max_rows
+        self.row_of: dict[str, int] = {}
+        self.num_blocks = np.zeros((num_groups, max_rows), np.int64)
+        self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def add(self, new: NewRequestData) -> int:
+        if new.req_id in self.row_of:
+            raise ValueError(f"branch {new.req_id!r} has a row already")
+        if not self._free_rows:
+            raise ValueError(f"no row left for branch {new.req_id!r}: all {len(self.params)} are taken")
+        row = self._free_rows.pop()
+        self.row_of[new.req_id] = row
+        count, start = len(new.token_ids), new.num_computed_tokens
+        packed = np.frombuffer(new.packed_prompt, np.int32)
+        if start < len(packed):  # those before `start` are not read
+            self.token_ids[row, start : len(packed)] = packed[start:]
+        listed = max(start, len(packed))
+        self.token_ids[row, listed:count] = new.token_ids[listed:]
+        self.note_tokens(row, start, count - start)
+        self.num_tokens[row] = count
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.seeds[row] = new.seed
+        self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
+        self.append_blocks(row, new.block_ids)
+        self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
+        return row
+
+    def drop(self, req_id: str) -> int | None:
+        """The row that became free, or None when the branch had none."""
+        row = self.row_of.pop(req_id, None)
+        if row is not None:
+            self.params[row] = None
+            for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
+                table[row, : counts[row]] = NULL_BLOCK
+                counts[row] = 0
+            self.encoder_lens[row] = 0
+            self._free_rows.append(row)
+        return row
+
+    def take(self, count: int) -> np.ndarray:
+        """Rows that have no branch id of their own (beams, spans)."""
+        if count > len(self._free_rows):
+            raise ValueError(f"{count} rows asked for, {len(self._free_rows)} are free")
+        return np.array([self._free_rows.pop() for _ in range(count)])
+
+    def give_back(self, rows: np.ndarray) -> None:
+        if not len(rows):
+            return
+        for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
+            table[rows, : counts[rows].max()] = NULL_BLOCK
+            counts[rows] = 0
+        self.encoder_lens[rows] = 0
+        self._free_rows += rows.tolist()
+
+    def append_blocks(self, row: int, block_ids: BlockIds) -> None:
+        for group, (table, counts, ids) in enumerate(zip(self.block_tables, self.num_blocks, block_ids, strict=True)):
+            if ids:
+                start = counts[row]
+                table[row, start : start + len(ids)] = ids
+                counts[row] = start + len(ids)
+                self.note_blocks(group, row, int(start), len(ids))
+
+    def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
+        """Set what the row's cross-attention reads. It does not change while the branch has the row."""
+        if self.cross_tables is not None:
+            self.cross_tables[row, : len(block_ids)] = block_ids
+            self.note_cross_table(row)
+            self.encoder_lens[row] = num_positions
+
+    def replace_block(self, copy: BlockCopy) -> None:
+        row = self.row_of[copy.req_id]
+        self.block_tables[copy.group][row, copy.index] = copy.dst
+        self.note_blocks(copy.group, row, copy.index, 1)
+
+    def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """One token for each of these rows (each row once). Not noted: on a device the sampler has written them."""
+        if len(rows) == 1:  # by numbers: indexing by arrays takes ten times as long
+            row = int(rows[0])
+            num_tokens = int(self.num_tokens[row])
+            self.token_ids[row, num_tokens] = tokens[0]
+            self.num_tokens[row] = num_tokens + 1
+            return
+        self.token_ids[rows, self.num_tokens[rows]] = tokens
+        self.num_tokens[rows] += 1
+
+    def append_run(self, row: int, tokens: list[int]) -> None:
+        """Several tokens for one row. Not noted: only where rows are on the host."""
+        start = int(self.num_tokens[row])
+        self.token_ids[row, start : start + len(tokens)] = tokens
+        self.num_tokens[row] = start + len(tokens)
+
+    def append_pending(self, rows: np.ndarray) -> None:
+        """The same for tokens that only the device knows."""
+        self.num_tokens[rows] += 1
+
+    # ---- the journal: of one row, or of several ----
+
+    def note_tokens(self, rows: int | np.ndarray, start: int, count: int) -> None:
+        self.journal.note(rows * self.max_model_len + start, count)
+
+    def note_blocks(self, group: int, rows: int | np.ndarray, start: int, count: int) -> None:
+        table_start = self.tables_start + group * len(self.token_ids) * self.max_blocks
+        self.journal.note(table_start + rows * self.max_blocks + start, count)
+
+    def note_cross_table(self, rows: int | np.ndarray) -> None:
+        if self.cross_tables is not None:
+            width = self.cross_tables.shape[1]
+            self.journal.note(self.cross_start + rows * width, width)

@@ -1,0 +1,239 @@
+"""Input preparation on the host: from rows and scheduled counts to the arrays of a step, with vectorised index
+arithmetic. device_inputs.py is the same on a device; without it, arrays are copied there one by one.
+
+A test checks it against the worked example of the design. No state of branches is kept here: the buffers are only
+reused memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.core.kv import NULL_BLOCK
+from ratoon.execution.inputs.buffers import StepBuffer
+from ratoon.execution.inputs.cells import all_to_device
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.layers.native import DecodeInputs, DecodeTables, library
+
+MAX_DECODES = 64  # requests with one token each whose inputs a kernel prepares; with more, numpy is as fast
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What a forward pass reads."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    groups: list[CommonAttentionMetadata]
+    cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
+    writes_nothing: bool  # no token's keys and values are kept
+    cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """The rows of a step that are read: a few, in any order."""
+
+    rows: list[int]
+    groups: list[CommonAttentionMetadata]  # of the whole step
+
+    @classmethod
+    def of(cls, rows: list[int], inputs: StepInputs) -> ReadRows | None:
+        """None: it costs no more to attend with all rows. With one row of each prompt or less, it does; more rows would
+        read the keys of their request once for each."""
+        num_reqs = len(inputs.cu_num_tokens)
+        return cls(rows, inputs.groups) if len(rows) <= num_reqs < inputs.cu_num_tokens[-1] else None
+
+    def as_requests(self, group: int, rows: torch.Tensor) -> CommonAttentionMetadata:
+        """A step in which each row is a request of one token, behind all tokens before it. `rows`: on the device."""
+        step = self.groups[group]
+        places = np.array(self.rows, np.int64)
+        requests = np.searchsorted(step.query_start_loc, places, side="right") - 1
+        seq_lens = (step.seq_lens[requests] - (step.query_start_loc[requests + 1] - 1 - places)).astype(np.int32)
+        starts = np.arange(len(places) + 1, dtype=np.int32)
+        device = step.seq_lens_device.device
+        starts_device, seq_lens_device, requests_device = all_to_device([starts, seq_lens, requests], device)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            block_table=step.block_table[requests],
+            query_start_loc_device=starts_device,
+            seq_lens_device=seq_lens_device,
+            block_table_device=step.block_table_device[requests_device],
+            slot_mapping=step.slot_mapping[rows],
+            block_size=step.block_size,
+            max_query_len=1,
+            max_seq_len=int(seq_lens.max()),
+        )
+
+
+class InputPreparation:
+    def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+        self.rows = rows
+
+        def make(*shape: int, dtype: torch.dtype) -> StepBuffer:
+            return StepBuffer(*shape, dtype=dtype, device=device)
+
+        self.input_ids = make(max_num_tokens, dtype=torch.int64)
+        self.positions = make(max_num_tokens, dtype=torch.int64)
+        self.query_start_loc = make(max_num_reqs + 1, dtype=torch.int32)
+        self.seq_lens = make(max_num_reqs, dtype=torch.int32)
+        num_groups = len(rows.block_tables)
+        self.slot_mappings = [make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
+        self.block_tables = [make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
+        # Steps with one token of each request: their tensors are always the same, by the number of requests
+        self._decodes: dict[int, StepInputs] = {}
+        self._decode_kernel: DecodeKernel | None = None
+        if device.type == "cpu" and rows.cross_tables is None and library() is not None:
+            self._decode_kernel = DecodeKernel(self)
+        if rows.cross_tables is not None:
+            self.encoder_lens = make(max_num_reqs, dtype=torch.int32)
+            self.cross_tables = make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
+            self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def prepare(
+        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
+    ) -> StepInputs:
+        """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
+        `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block."""
+        num_reqs = len(batch_rows)
+        kernel = self._decode_kernel
+        if kernel is None or unwritten is not None or num_reqs > MAX_DECODES or (num_scheduled != 1).any():
+            return self._prepare_any(batch_rows, num_scheduled, unwritten)
+        if num_reqs not in self._decodes:
+            self._decodes[num_reqs] = self._prepare_any(batch_rows, num_scheduled, None)
+        inputs = self._decodes[num_reqs]
+        longest = kernel.fill(batch_rows)
+        for group in inputs.groups:
+            group.max_seq_len = longest
+        return inputs
+
+    def _prepare_any(
+        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None
+    ) -> StepInputs:
+        rows = self.rows
+        num_reqs = len(batch_rows)
+        cu_num_tokens = np.cumsum(num_scheduled)
+        total = int(cu_num_tokens[-1])
+        req_indices = np.repeat(batch_rows, num_scheduled)  # [T] the row that each token belongs to
+        arange = np.arange(total) - np.repeat(cu_num_tokens - num_scheduled, num_scheduled)  # [T] 0, 1, … in each
+        positions = self.positions.array[:total]
+        np.add(rows.num_computed[req_indices], arange, out=positions)
+        token_indices = positions + req_indices * rows.max_model_len
+        self.input_ids.array[:total] = rows.token_ids.reshape(-1)[token_indices]
+
+        seq_lens = self.seq_lens.array[:num_reqs]
+        np.add(rows.num_computed[batch_rows], num_scheduled, out=seq_lens, casting="unsafe")
+        self.query_start_loc.array[0] = 0
+        self.query_start_loc.array[1 : num_reqs + 1] = cu_num_tokens
+        max_seq_len, max_query_len = int(seq_lens.max()), int(num_scheduled.max())
+        groups = []
+        for group in range(len(rows.block_tables)):
+            self._map_slots(group, req_indices, positions, total)
+            if unwritten is not None:
+                self.slot_mappings[group].array[:total][np.repeat(unwritten, num_scheduled)] = NULL_BLOCK
+            groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
+        cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
+        writes_nothing = unwritten is not None and bool(unwritten.all())
+        input_ids = self.input_ids.tensor(total)
+        return StepInputs(input_ids, self.positions.tensor(total), groups, cu_num_tokens, writes_nothing, cross)
+
+    def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
+        """Where each token's keys and values go: block · block_size + offset."""
+        block_size = self.rows.block_size
+        block_table_indices = req_indices * self.rows.max_blocks + positions // block_size
+        block_numbers = self.rows.block_tables[group].reshape(-1)[block_table_indices]
+        block_offsets = positions % block_size
+        slot_mapping = self.slot_mappings[group].array[:total]
+        np.multiply(block_numbers, block_size, out=slot_mapping)
+        slot_mapping += block_offsets
+
+    def _group_inputs(
+        self,
+        group: int,
+        batch_rows: np.ndarray,
+        total: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> CommonAttentionMetadata:
+        num_reqs = len(batch_rows)
+        num_blocks = -(-max_seq_len // self.rows.block_size)  # only the columns that are read are copied
+        table = self.block_tables[group].array
+        table[:num_reqs, :num_blocks] = self.rows.block_tables[group][batch_rows, :num_blocks]
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc.array[: num_reqs + 1],
+            seq_lens=self.seq_lens.array[:num_reqs],
+            block_table=table[:num_reqs],
+            query_start_loc_device=self.query_start_loc.tensor(num_reqs + 1),
+            seq_lens_device=self.seq_lens.tensor(num_reqs),
+            block_table_device=self.block_tables[group].tensor(num_reqs),
+            slot_mapping=self.slot_mappings[group].tensor(total),
+            block_size=self.rows.block_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> CommonAttentionMetadata:
+        """The same queries over the encoder's keys and values. Nothing is stored: that happened when the encoder
+        ran."""
+        assert self.rows.cross_tables is not None
+        num_reqs = len(batch_rows)
+        lens = self.encoder_lens.array[:num_reqs]
+        lens[:] = self.rows.encoder_lens[batch_rows]
+        max_seq_len = int(lens.max())
+        num_blocks = -(-max_seq_len // self.rows.block_size)
+        table = self.cross_tables.array
+        table[:num_reqs, :num_blocks] = self.rows.cross_tables[batch_rows, :num_blocks]
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc.array[: num_reqs + 1],
+            seq_lens=lens,
+            block_table=table[:num_reqs],
+            query_start_loc_device=self.query_start_loc.tensor(num_reqs + 1),
+            seq_lens_device=self.encoder_lens.tensor(num_reqs),
+            block_table_device=self.cross_tables.tensor(num_reqs),
+            slot_mapping=self.nothing_stored,
+            block_size=self.rows.block_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+
+class DecodeKernel:
+    """The arrays of an InputPreparation on a CPU, for the kernel that fills them for a step with one token of each
+    request: numpy's calls take longer than what they do."""
+
+    def __init__(self, inputs: InputPreparation) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
+        rows = inputs.rows
+        self._step = DecodeInputs(
+            token_ids=_address(rows.token_ids), num_computed=_address(rows.num_computed),
+            max_model_len=rows.max_model_len, max_blocks=rows.max_blocks, block_size=rows.block_size,
+            input_ids=_address(inputs.input_ids.array), positions=_address(inputs.positions.array),
+            seq_lens=_address(inputs.seq_lens.array), query_start=_address(inputs.query_start_loc.array),
+        )  # fmt: skip
+        self._step_pointer = ctypes.addressof(self._step)
+        self._groups = [
+            DecodeTables(_address(tables), _address(copied.array), _address(slots.array))
+            for tables, copied, slots in zip(rows.block_tables, inputs.block_tables, inputs.slot_mappings, strict=True)
+        ]
+        self._group_pointers = [ctypes.addressof(group) for group in self._groups]
+
+    def fill(self, batch_rows: np.ndarray) -> int:
+        """Returns the length of the longest sequence."""
+        batch_rows = np.ascontiguousarray(batch_rows, np.int64)
+        pointer, count, kernels = _address(batch_rows), len(batch_rows), self._kernels
+        longest: int = kernels.ratoon_prepare_decodes(self._step_pointer, pointer, count)
+        for group in self._group_pointers:
+            kernels.ratoon_prepare_tables(self._step_pointer, group, pointer, count, longest)
+        return longest
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

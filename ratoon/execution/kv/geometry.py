@@ -1,0 +1,78 @@
+"""What the layers of a model need, group by group: memory, and a backend that can read it.
+
+Derived from the declaration of a model, before weights are loaded. worker.py determines the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.attention.interface import AttentionNeeds
+from ratoon.attention.select import BackendChoice, select_backend
+from ratoon.core.kv import KVCacheGroup, group_layers
+from ratoon.execution.kv.kv_tensors import dtype_name
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.models.base import LanguageModel
+
+Layers = Sequence[AttentionLayer | CrossAttentionLayer]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
+    cross: KVCacheGroup | None
+    choices: list[BackendChoice]  # for each of `groups`, then for `cross`
+    encoder_choice: BackendChoice | None  # for the attention of an encoder to its own input
+
+    @property
+    def all_choices(self) -> list[BackendChoice]:
+        return self.choices if self.encoder_choice is None else [*self.choices, self.encoder_choice]
+
+
+def geometry_of(
+    model: LanguageModel,
+    backend: str,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    encoder_may_round: bool = False,
+) -> Geometry:
+    """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
+    `encoder_may_round`: the attention of an encoder may round to bf16. Raises ConfigError if no backend supports some
+    layers of the model."""
+
+    def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
+        return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
+
+    def choose(what: str, every: Layers, group: KVCacheGroup, may_round: bool = False) -> BackendChoice:
+        layers = [every[index] for index in group.layers]
+        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round)
+        return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
+
+    groups = groups_of(model.attention_layers)
+    cross = _only(groups_of(model.cross_layers))
+    encoder = _only(groups_of(model.encoder_attention_layers, dtype))  # a scratch cache: nothing is kept
+    choices = [choose("layers", model.attention_layers, group) for group in groups]
+    if cross is not None:
+        choices.append(choose("cross-attention of layers", model.cross_layers, cross))
+    own = None
+    if encoder is not None:
+        own = choose("encoder layers", model.encoder_attention_layers, encoder, encoder_may_round)
+    return Geometry(groups, cross, choices, own)
+
+
+def _only(groups: tuple[KVCacheGroup, ...]) -> KVCacheGroup | None:
+    assert len(groups) <= 1, "all layers of an encoder, or of cross-attention, need the same memory"
+    return groups[0] if groups else None
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """0, 1, 2, 5 → "0-2, 5"."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

@@ -1,0 +1,345 @@
+"""Small steps from fixed memory, padded to a few sizes, so that each can be captured once as a CUDA graph and replayed.
+
+What is captured (`run_padded`) is an ordinary function: without a graph it does the same. Which steps are small enough,
+and what is read from them, is the runner's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+
+from ratoon.core.config import ModelConfig
+from ratoon.core.stats import GraphStats
+from ratoon.execution.inputs.device_inputs import DeviceInputs
+from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.cuda_driver import load_library
+from ratoon.execution.passes.step_context import PagedStep
+from ratoon.layers.beams import SearchShape, best_keys_of_shape
+from ratoon.layers.sampling import Masks, Mode, sample_plain
+from ratoon.models.base import LanguageModel
+
+Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_DECODES = 1024  # sequences of a decode step that is padded
+MAX_TOKENS = 2048  # of another
+MAX_BEAM_ROWS = 256  # with more, reading a prefix once for all its beams, which graphs do not, saves more than they do
+# What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
+LAUNCH_SECONDS_OF_LAYER = 300e-6
+OPERATIONS_PER_SECOND = 600e12
+REQUEST_SIZES = (8, 32, 128)
+READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
+SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them
+MAX_GRAPHS = 256
+MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
+MAX_FAILURES = 3  # captures that failed, after which none is tried
+
+
+def graph_sizes(max_tokens: int) -> list[int]:
+    """The sizes that steps are padded to, up to the first that holds `max_tokens`, or MAX_TOKENS. Few, because each is
+    captured when it is first needed; from 32 on they are at most a quarter apart."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 64)]
+    sizes += range(1024, MAX_TOKENS + 1, 128)
+    return sizes[: bisect_left(sizes, max_tokens) + 1]
+
+
+def max_prefill_tokens(config: ModelConfig) -> int:
+    """Tokens up to which a step with prompts is padded: as many as are computed while the kernels are launched. With
+    more of them launches are hidden behind the device's work, and padding would add to that."""
+    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    weights_of_layer = config.hidden_size * (attention + 3 * config.intermediate_size)
+    return int(LAUNCH_SECONDS_OF_LAYER * OPERATIONS_PER_SECOND / (2 * weights_of_layer))
+
+
+class GraphKey(NamedTuple):
+    size: int  # tokens, padded
+    num_reqs: int | None  # padded; None: every request has one token
+    num_read: int | None  # rows whose logits are computed, padded; None: all of them
+    mode: Mode | None = None  # how their tokens are sampled; None: they are not
+    searches: SearchShape | None = None  # whose candidates are chosen from them; without either it ends with the logits
+    is_masked: bool = False  # the step itself ended with the logits; this samples from them, under masks
+
+    @property
+    def max_query_len(self) -> int:
+        return 1 if self.num_reqs is None else self.size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose logits are computed."""
+        return self.size if self.num_read is None else self.num_read
+
+
+def padded_reqs(count: int, num_padding: int, size: int, max_model_len: int) -> int | None:
+    """The number of requests of a step of `size` tokens that is no decode, of which `count` are real: more than these,
+    because padding, so many tokens, has requests of its own. Few numbers, as for rows that are read. None: they are too
+    many."""
+    most = min(size, MAX_DECODES)
+    if num_padding > max_model_len:  # a request of all padding would be longer than any may be
+        return size if size == most else None
+    return next((number for number in (*REQUEST_SIZES, most) if count < number <= most), None)
+
+
+def padded_read(count: int, size: int) -> int:
+    """The number of rows to read in a step of `size` tokens, of which `count` are wanted. Few numbers, because each is
+    another graph: up to a hundred rows or so, logits cost what reading their weights costs."""
+    most = min(size, MAX_DECODES)
+    return min(most, next((number for number in READ_SIZES if number >= count), most))
+
+
+def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
+    """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read, or
+    the keys of candidates; if tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
+    num_reqs = key.size if key.num_reqs is None else key.num_reqs
+    inputs.compute(key.size, num_reqs, key.max_query_len)
+    step = inputs.padded(key.size, num_reqs, key.max_query_len)
+    metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, step.groups)]
+    cross = None if step.cross is None else kv.cross_backend.build_metadata(step.cross)
+    rows = None if key.num_read is None else inputs.read_rows(key.num_read)
+    states = model.forward(step.input_ids, step.positions, PagedStep(kv, metadata, cross), rows)
+    if key.num_read == 0:
+        return states.normed  # [0, H]
+    logits = model.compute_logits(states.normed)
+    if key.searches is not None:
+        return best_keys_of_shape(logits, *inputs.beam_numbers(key.num_rows, key.searches.num_searches), key.searches)
+    if key.mode is None:
+        return logits
+    sample_padded(key, inputs, logits)
+    return None
+
+
+def sample_padded(key: GraphKey, inputs: DeviceInputs, logits: Tensor, words: Tensor | None = None) -> None:
+    """Sample a token from each row of logits, by the numbers that `inputs.send` has brought, under masks if there are
+    `words` of these. The tokens are in `inputs.sampled` and in the rows."""
+    assert key.mode is not None
+    masks = None if words is None else Masks(inputs.mask_of(key.num_rows), words)
+    chosen = sample_plain(logits, **inputs.sampling_numbers(key.num_rows), mode=key.mode, masks=masks)
+    inputs.append_tokens(chosen.token_ids, chosen.bad)
+
+
+# ---- capturing ----
+
+
+class Captured(Protocol):
+    """A function that was captured."""
+
+    def replay(self) -> Tensor | None:
+        """What the function returned, computed anew in the same memory."""
+        ...
+
+
+Capture = Callable[[Callable[[], Tensor | None]], Captured]
+
+
+class CudaCapture:
+    """Captures functions on the current stream, which must not be the default one. Graphs share a pool of memory: they
+    are never replayed at the same time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle
+        self._alive: WeakSet[CudaGraph] = WeakSet()
+
+    def __call__(self, function: Callable[[], Tensor | None]) -> Captured:
+        if not self._alive:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = CudaGraph(function, self._pool)
+        self._alive.add(graph)
+        return graph
+
+
+class CudaGraph:
+    def __init__(self, function: Callable[[], Tensor | None], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it would free belongs to other streams
+        torch.cuda.current_blas_handle()  # of this thread, which can't be made during a capture
+        try:
+            # Other threads may use the device meanwhile, to take results for example.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._result = function()
+            finally:
+                self._graph.capture_end()
+        except BaseException:
+            # Where ending a capture fails, torch leaves the allocator as it was during the capture.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        upload(self._graph)
+
+    def replay(self) -> Tensor | None:
+        self._graph.replay()
+        return self._result
+
+
+def upload(graph: torch.cuda.CUDAGraph) -> None:
+    """Bring a graph to the device now, which is otherwise a part of its first replay. Where that can't be done, nothing
+    happens."""
+    library = load_library()
+    find_exec = getattr(graph, "raw_cuda_graph_exec", None)  # not in every torch
+    if library is not None and find_exec is not None:
+        stream = torch.cuda.current_stream().cuda_stream
+        library.cuGraphUpload(ctypes.c_void_p(find_exec()), ctypes.c_void_p(stream))
+
+
+class StepGraphs:
+    """Runs padded steps by their key: the first time as it is, which also compiles the kernels, from the second time on
+    as a graph, which is captured then, or before in a moment without work. So nothing is captured before the first
+    token."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        run: Callable[[GraphKey], Tensor | None],
+        capture: Capture,
+        max_prefill_tokens: int = MAX_TOKENS,
+        send_padding: Callable[[], None] | None = None,
+        sample: Callable[[GraphKey, Tensor], None] | None = None,
+    ) -> None:
+        """`send_padding`: bring a step without requests to the device, so that `run` computes padding alone. Without
+        it, only steps that have run are captured in moments without work. `sample`: from the logits of a step that has
+        run, under masks."""
+        self.stats = GraphStats()
+        self._sizes = sizes
+        self._max_prefill_tokens = max_prefill_tokens
+        self._run = run
+        self._capture = capture
+        self._send_padding = send_padding
+        self._sample = sample
+        self._logits: Tensor | None = None  # that `sample` was called with
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
+        self._modes: set[Mode] = set()  # of steps that have run
+        self._short_keys: list[GraphKey] = []  # to be run ahead, the last first
+        self._num_failures = 0
+
+    def size_for(self, num_tokens: int, is_decode: bool = True, has_beams: bool = False) -> int | None:
+        """The size that a step of so many tokens is padded to. None: they are too many."""
+        limit = min(MAX_DECODES if is_decode else self._max_prefill_tokens, MAX_BEAM_ROWS if has_beams else MAX_TOKENS)
+        if num_tokens > limit:
+            return None
+        place = bisect_left(self._sizes, num_tokens)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def run(self, key: GraphKey) -> Tensor | None:
+        graph = self._graphs.get(key)
+        if graph is None and key in self._seen:
+            graph = self._try_capture(key)
+        if graph is not None:
+            return graph.replay()
+        states = self._run(key)
+        self._note(key)  # not if it raised: what it compiles may be missing
+        return states
+
+    def sample(self, key: GraphKey, logits: Tensor) -> None:
+        """Sample under masks from the logits that `run` has returned for the same step. They are captured only if the
+        step is, so that the logits stay where they are."""
+        masked = key._replace(is_masked=True)
+        self._logits = logits
+        graph = self._graphs.get(masked)
+        if graph is None and masked in self._seen and key._replace(mode=None) in self._graphs:
+            graph = self._try_capture(masked)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._run_key(masked)
+            self._seen[masked] = None
+
+    def _run_key(self, key: GraphKey) -> Tensor | None:
+        if not key.is_masked:
+            return self._run(key)
+        assert self._sample is not None and self._logits is not None
+        self._sample(key, self._logits)
+        return None
+
+    @property
+    def can_capture_next(self) -> bool:
+        num_left = sum(not key.is_masked and key not in self._graphs for key in self._seen)
+        return num_left > 0 and len(self._graphs) < MAX_GRAPHS and self._num_failures < MAX_FAILURES
+
+    def capture_next(self) -> bool:
+        """Capture a step that has run once, the latest first. For moments without work: nothing is executed. False:
+        nothing could be captured."""
+        key = next((key for key in reversed(self._seen) if key not in self._graphs and not key.is_masked), None)
+        return key is not None and self._try_capture(key) is not None
+
+    @property
+    def can_run_ahead(self) -> bool:
+        return bool(self._short_keys) and self._num_failures < MAX_FAILURES
+
+    def run_ahead(self) -> bool:
+        """Run a step of a short continuation with padding alone, so that it is captured next, before there is such a
+        request. For moments without work. False: there is none left, or it can't be run."""
+        while self._short_keys:
+            key = self._short_keys.pop()
+            if key in self._seen:
+                continue
+            assert self._send_padding is not None
+            try:
+                self._send_padding()
+                self._run(key)
+            except Exception:
+                self._num_failures += 1
+                logger.warning("a step of %d tokens could not be run in advance", key.size, exc_info=True)
+                return False
+            self._note(key)
+            return True
+        return False
+
+    def _note(self, key: GraphKey) -> None:
+        """A step has run. Short continuations will sample their tokens as it did."""
+        self._seen[key] = None
+        if self._send_padding is not None and key.mode is not None and key.mode not in self._modes:
+            self._modes.add(key.mode)
+            sizes = [size for size in reversed(SHORT_SIZES) if size in self._sizes and size <= self._max_prefill_tokens]
+            short = [GraphKey(size, REQUEST_SIZES[0], padded_read(1, size), key.mode) for size in sizes]
+            self._short_keys = short + self._short_keys
+
+    def clear(self) -> None:
+        """Drop all graphs: memory that they use is about to be freed."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._modes.clear()
+        self._short_keys.clear()
+        self.stats = GraphStats()
+
+    def _try_capture(self, key: GraphKey) -> Captured | None:
+        if len(self._graphs) >= MAX_GRAPHS or self._num_failures >= MAX_FAILURES:
+            return None
+        free = free_bytes()
+        if free is not None and free < MIN_FREE_BYTES:
+            return None
+        begin = time.perf_counter()
+        try:
+            graph = self._capture(partial(self._run_key, key))
+        except Exception:  # the step itself is still to be run
+            self._num_failures += 1
+            logger.warning("a step of %d tokens can't be captured as a CUDA graph", key.size, exc_info=True)
+            return None
+        self._graphs[key] = graph
+        after = free_bytes()
+        self.stats.num_graphs += 1
+        self.stats.seconds += time.perf_counter() - begin
+        if free is not None and after is not None:
+            self.stats.num_bytes += max(free - after, 0)
+        logger.debug("captured %s: %s", key, self.stats)
+        return graph
+
+
+def free_bytes() -> int | None:
+    """Of the device's memory; None without CUDA."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

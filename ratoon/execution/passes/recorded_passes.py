@@ -1,0 +1,157 @@
+"""Small steps on a CPU as recorded passes: one native call, without Python between the kernels.
+
+A pass is recorded after a step of its shape has come before, and replayed from then on; the results are the same to
+the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
+their logits, or with the tokens whose logits are largest. A model whose layers use anything but kernels is not
+recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from ratoon.execution.inputs.step_inputs import StepInputs
+from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.step_context import PagedStep
+from ratoon.execution.readers.interface import PassEnd
+from ratoon.execution.sampling.sampler import HostTokens
+from ratoon.layers import sampling
+from ratoon.layers.native.recording import Arena, Program, Recording, join_recordings
+from ratoon.models.base import FinalStates, LanguageModel
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 64  # of a step: with more, the kernels take so long that what lies between them does not matter
+MAX_PASSES = 256
+# Steps of a shape that run call by call before one is recorded. Recording takes as long as several replays gain, and a
+# step with one token for each request is followed by others like it, while a prompt's may not be.
+STEPS_BEFORE_DECODES = 1
+STEPS_BEFORE_PROMPTS = 4
+MAX_LOGITS_ROWS = 8  # of a pass that ends with logits: each such pass keeps memory for its own
+
+
+class PassShape(NamedTuple):
+    """What the arguments of kernels depend on, besides places in memory."""
+
+    num_tokens: int
+    num_reqs: int
+    end: PassEnd
+
+
+class PassResult(NamedTuple):
+    """Of all rows; valid until the next pass."""
+
+    states: FinalStates
+    logits: torch.Tensor | None = None
+    tokens: HostTokens | None = None
+
+
+class RecordedPass(NamedTuple):
+    program: Program
+    stream: torch.Tensor | None  # [T, H]: the embeddings are brought here; None: the program computes them
+    places: tuple[int, int]  # where ids and positions were
+    result: PassResult
+    metadata: list[Any]  # of each KV group
+    cross: Any
+
+
+class RecordedPasses:
+    def __init__(self, kv: KVTensors) -> None:
+        self._kv = kv
+        self._arena = Arena()
+        self._passes: dict[PassShape, RecordedPass] = {}  # in the order of their last use
+        self._steps: Counter[PassShape] = Counter()  # of shapes that are not recorded
+        self._is_possible = True
+
+    @staticmethod
+    def can_serve(kv: KVTensors) -> bool:
+        return all(backend.supports_recording for backend in kv.backends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that passes keep."""
+        return self._arena.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def run(self, model: LanguageModel, inputs: StepInputs, end: PassEnd) -> PassResult | None:
+        """A result may have less than `end` says. None: the step has to run call by call."""
+        num_tokens = len(inputs.input_ids)
+        if not self._is_possible or num_tokens > MAX_TOKENS:
+            return None
+        if num_tokens > MAX_LOGITS_ROWS:
+            end = PassEnd.STATES
+        shape = PassShape(num_tokens, len(inputs.cu_num_tokens), end)
+        recorded = self._passes.pop(shape, None)
+        if recorded is not None:
+            result = self._replay(recorded, model, inputs)
+            if result is not None:
+                self._passes[shape] = recorded
+            return result
+        needed = STEPS_BEFORE_DECODES if shape.num_tokens == shape.num_reqs else STEPS_BEFORE_PROMPTS
+        if self._steps[shape] < needed:
+            self._steps[shape] += 1
+            return None
+        return self._record(shape, model, inputs)
+
+    def clear(self) -> None:
+        """Drop all: memory that they use is about to be freed."""
+        self._passes.clear()
+        self._steps.clear()
+        self._arena = Arena()
+
+    def _replay(self, recorded: RecordedPass, model: LanguageModel, inputs: StepInputs) -> PassResult | None:
+        kv = self._kv
+        in_place = _places(inputs) == recorded.places
+        for backend, metadata, group in zip(kv.backends, recorded.metadata, inputs.groups):
+            in_place &= backend.update_metadata(metadata, group)
+        if inputs.cross is not None:
+            in_place &= kv.cross_backend.update_metadata(recorded.cross, inputs.cross)
+        if not in_place:
+            return None
+        if recorded.stream is not None:
+            recorded.stream.copy_(model.embed_tokens(inputs.input_ids, inputs.positions))
+        recorded.program.run()
+        return recorded.result
+
+    def _record(self, shape: PassShape, model: LanguageModel, inputs: StepInputs) -> PassResult:
+        kv = self._kv
+        metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
+        cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
+        with Recording(self._arena) as begin:
+            stream = model.embed_tokens(inputs.input_ids, inputs.positions)
+        begins_with_ids = not begin.obstacles
+        if not begins_with_ids:
+            embeddings = stream
+            stream = self._arena.take(embeddings.nbytes).view(embeddings.dtype).view(embeddings.shape)
+            stream.copy_(embeddings)
+        with Recording(self._arena) as layers:
+            states = model.forward_stream(stream, inputs.positions, PagedStep(kv, metadata, cross))
+        result = PassResult(states)
+        recordings = [begin, layers] if begins_with_ids else [layers]
+        if shape.end > PassEnd.STATES:
+            with Recording(self._arena) as end:
+                logits = model.compute_logits(states.normed)
+                chosen = sampling.greedy(logits) if shape.end is PassEnd.TOKENS else None
+            if not end.obstacles:
+                recordings.append(end)
+                result = PassResult(states, logits, None if chosen is None else HostTokens(chosen))
+        program = join_recordings(*recordings)
+        if program is None:
+            self._is_possible = False
+            logger.info("steps run call by call: %s can't be recorded", ", ".join(sorted(set(layers.obstacles))))
+            return result
+        if len(self._passes) >= MAX_PASSES:
+            self._passes.pop(next(iter(self._passes)))
+        embedded = None if begins_with_ids else stream
+        self._passes[shape] = RecordedPass(program, embedded, _places(inputs), result, metadata, cross)
+        return result
+
+
+def _places(inputs: StepInputs) -> tuple[int, int]:
+    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr()

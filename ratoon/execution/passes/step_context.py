@@ -1,0 +1,85 @@
+"""The StepContext that layers use in a forward pass: attention wired to backends, metadata and caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ratoon.attention.interface import AttentionBackend, LayerCache
+from ratoon.execution.inputs.step_inputs import ReadRows
+from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+
+Tensor = torch.Tensor
+
+
+class PagedStep:
+    """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of its
+    cross-attention. `read`: the rows that are read, where the last layer attends with these only."""
+
+    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows")
+    adapters: AdapterRows | None = None
+
+    def __init__(
+        self,
+        kv: KVTensors,
+        metadata: list[Any],
+        cross: Any = None,
+        read: ReadRows | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        self._kv = kv
+        self._metadata = metadata
+        self._cross = cross
+        self._read = read
+        self._rows = rows  # those of `read`, in the pass of the last layer
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
+        index, kv = layer.index, self._kv
+        group = kv.group_of_layer[index]
+        backend, cache, metadata = kv.backends[group], kv.of_layer[index], self._metadata[group]
+        if self._read is None or self._rows is None:
+            return backend.forward(layer, q, k, v, cache, metadata, transform)
+        # Made here, where the layers before are launched: a device is busy with them meanwhile.
+        alone = backend.build_metadata(self._read.as_requests(group, self._rows)) if self._read.rows else None
+        return backend.forward_rows(layer, q, k, v, cache, metadata, transform, self._rows, alone)
+
+    def reading(self, rows: Tensor) -> PagedStep | None:
+        return None if self._read is None else PagedStep(self._kv, self._metadata, self._cross, self._read, rows)
+
+    def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
+        return self._kv.cross_backend.attend(layer, q, self._kv.of_cross_layer[layer.index], self._cross)
+
+    def store_across(self, layer: CrossAttentionLayer, k: Tensor, v: Tensor) -> None:
+        raise RuntimeError("only an encoder's pass stores what cross-attention reads")
+
+
+class EncoderPass:
+    """One pass of an encoder: self-attention uses a scratch cache; keys and values for cross-attention go to the paged
+    one."""
+
+    __slots__ = ("_backend", "_kv", "_metadata", "_scratch", "_stored")
+    adapters: AdapterRows | None = None
+
+    def __init__(
+        self, backend: AttentionBackend, kv: KVTensors, scratch: LayerCache, metadata: Any, stored: Any
+    ) -> None:
+        self._backend = backend
+        self._kv = kv
+        self._scratch = scratch
+        self._metadata = metadata
+        self._stored = stored  # metadata with the slots of the cross tables
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
+        return self._backend.forward(layer, q, k, v, self._scratch, self._metadata, transform)
+
+    def reading(self, rows: Tensor) -> None:
+        """An encoder's rows are all read."""
+
+    def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
+        raise RuntimeError("an encoder attends to nothing but its own input")
+
+    def store_across(self, layer: CrossAttentionLayer, k: Tensor, v: Tensor) -> None:
+        self._kv.cross_backend.store(layer, k, v, self._kv.of_cross_layer[layer.index], self._stored)

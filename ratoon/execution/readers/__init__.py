@@ -1,0 +1,1 @@
+"""Readers of rows: for each kind of request, which rows of a step it reads and what it makes of them."""

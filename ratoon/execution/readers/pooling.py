@@ -1,0 +1,129 @@
+"""Pooling for the runner: which hidden states of a step are pooled, and the resulting vectors.
+
+Hidden states come from the ordinary forward pass, after the final norm. The front end truncates and normalises the
+vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import PoolingParams
+from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.wire import WireTensor
+from ratoon.execution.readers.interface import StepLayout
+from ratoon.models.base import FinalStates
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class PooledBranch:
+    """A pooling branch that the runner knows."""
+
+    num_tokens: int
+    kind: str | None  # mean, first; anything else is the last
+    total: Tensor | None = None  # float64 [H]: for a mean, the sum over its rows so far
+
+
+@dataclass(slots=True)
+class PoolingSpan:
+    """Consecutive rows of a step that are pooled into the vector of one branch."""
+
+    req_id: str
+    first: int  # row of the step
+    count: int
+    is_end: bool  # the branch's last row is among them: the vector is complete
+
+
+class PoolingBranches:
+    """All pooling branches that have a row. Falsy when empty, the usual case, which costs nothing."""
+
+    def __init__(self) -> None:
+        self._branches: dict[str, PooledBranch] = {}
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def add(self, new: NewRequestData) -> None:
+        assert isinstance(new.params, PoolingParams)
+        kind = new.params.pooling
+        if kind in ("mean", "first") and new.num_computed_tokens:
+            raise ValueError(
+                f"the vector of branch {new.req_id!r} needs its first {new.num_computed_tokens} rows, which are missing"
+            )
+        self._branches[new.req_id] = PooledBranch(len(new.token_ids), kind)
+
+    def drop(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            self._branches.pop(req_id, None)
+
+    def reader(self, plan: SchedulerOutput, layout: StepLayout) -> PoolingReader:
+        return PoolingReader(self._spans(plan, layout.last_row), self._branches)
+
+    def _spans(self, plan: SchedulerOutput, last_row: dict[str, int]) -> list[PoolingSpan]:
+        """The rows of this step that are needed: all for a mean, otherwise one."""
+        ends = set(plan.pooled_req_ids)
+        spans = []
+        for req_id, branch in self._branches.items():
+            scheduled = plan.num_scheduled_tokens.get(req_id, 0)
+            is_end = req_id in ends
+            if not scheduled or (branch.kind != "mean" and not is_end):
+                continue
+            if branch.kind == "first" and scheduled < branch.num_tokens:
+                raise ValueError(f"the first row of branch {req_id!r} is not in the step of its last")
+            first = last_row[req_id] + 1 - (1 if branch.kind in (None, "last") else scheduled)
+            spans.append(PoolingSpan(req_id, first, scheduled if branch.kind == "mean" else 1, is_end))
+        return spans
+
+
+class PoolingReader:
+    """Reads the rows of a step that are pooled."""
+
+    def __init__(self, spans: list[PoolingSpan], branches: dict[str, PooledBranch]) -> None:
+        self.rows = [row for span in spans for row in range(span.first, span.first + span.count)]
+        self._spans = spans
+        self._branches = branches
+
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
+        """Add the rows of the spans, and put the completed vectors into `output`.
+
+        A vector with a NaN or an infinite number fails its branch and no other.
+        """
+        due: list[str] = []
+        vectors: list[Tensor] = []
+        for span, rows in zip(self._spans, states.normed.split([span.count for span in self._spans])):
+            branch = self._branches[span.req_id]
+            if branch.kind == "mean":
+                branch.total = add_rows(branch.total, rows)
+            if span.is_end:
+                due.append(span.req_id)
+                vectors.append(rows[-1] if branch.total is None else branch.total / branch.num_tokens)
+        if not due:
+            return
+        matrix = torch.stack([vector.float() for vector in vectors]).cpu()  # [D, H]
+        usable = torch.isfinite(matrix).all(dim=1).tolist()
+        for req_id, vector, is_usable in zip(due, matrix.numpy(), usable):
+            if is_usable:
+                output.pooled[req_id] = WireTensor("float32", vector.shape, vector.tobytes())
+            else:
+                output.errors[req_id] = "the prompt's vector holds a number that is none (NaN or infinite)"
+
+
+def add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
+    """`total` [H] and the sum of `rows` [T, H], in float64.
+
+    On a CPU one row at a time, in token order, so that the result is bit-identical however the prompt was chunked. On
+    other devices, where the states themselves depend on shapes, all at once.
+    """
+    if total is None:
+        total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    if rows.device.type != "cpu":
+        return total + rows.sum(dim=0, dtype=torch.float64)
+    for row in rows.double().unbind():
+        total += row
+    return total

@@ -1,0 +1,306 @@
+"""Sampled rows for the runner: the newest row of every branch that gets a token, and the tokens of their fan-outs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.inputs.cells import to_device
+from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.readers.interface import Finish, StepLayout
+from ratoon.execution.rules.grammar import NOT_MATCHED
+from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import MasksOfStep, SamplingRows, Tokens
+
+if TYPE_CHECKING:
+    from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
+
+NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
+
+
+class SampledRowsReader:
+    """`resident`: the rows on the device, if they are there. Sampled tokens then stay on the device until the next step
+    is under way."""
+
+    def __init__(
+        self,
+        plan: SchedulerOutput,
+        layout: StepLayout,
+        branches: InputBatch,
+        sampler: Sampler,
+        resident: DeviceRows | None = None,
+        jumps: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._branches = branches
+        self._req_ids = plan.sampled_req_ids
+        self.known: list[str] = []  # those that get no token: see ModelRunnerOutput
+        self.late: list[str] = []
+        self._leave_out_known()
+        self.rows = [layout.last_row[req_id] for req_id in self._req_ids]
+        self._sampler = sampler
+        self._resident = resident
+        self._jumps = jumps  # also append tokens without a choice
+        self._complete: set[str] = set()  # those whose grammars allow an end alone, which another rule may forbid
+
+    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
+        if not self._req_ids:  # other readers have rows
+            return None
+        sampling_rows = self._sampler.rows
+        sampling_rows.read_tokens()
+        settled = self._settle_without_sampling(output)
+        if settled:
+            places = [place for place, req_id in enumerate(self._req_ids) if req_id not in settled]
+            if not places:
+                sampling_rows.fill_ahead()
+                return None
+            self._req_ids = [self._req_ids[place] for place in places]
+            logits = logits[to_device(np.array(places), logits.device)]
+        num_branches = len(self._req_ids)
+        ids, rows, seeds, source = self._draws()
+        if len(ids) > num_branches:  # several choices from one row
+            logits = logits[to_device(source, logits.device)]
+        sampled = self._sampler.sample(logits, rows, seeds)
+        own = rows[:num_branches]
+        sampling_rows.append_on_device(own, sampled.token_ids[:num_branches])
+        if self._resident is None:
+            append_known(sampled, ids, rows, num_branches, self._branches, sampling_rows, output, self._complete)
+            sampling_rows.fill_ahead()
+            if self._jumps:
+                self._append_forced(ids, own, output)
+            return None
+        self._resident.append_tokens(own, sampled.token_ids[:num_branches])
+        return append_pending(sampled, ids, rows, num_branches, self._branches, sampling_rows, output, self._complete)
+
+    def _settle_without_sampling(self, output: ModelRunnerOutput) -> set[str]:
+        """The branches whose grammars leave nothing to sample: their text is complete, nothing matches, it must go on
+        with tokens without an alternative, or what may follow is not known in time. Their results go to the output."""
+        branches, sampling_rows = self._branches, self._sampler.rows
+        rows = np.array([branches.row_of[req_id] for req_id in self._req_ids], np.int64)
+        grammars = sampling_rows.grammars_of(rows)
+        if not grammars:
+            return set()
+        fanout = self._plan.fanout
+        forking = [grammar for place, grammar in grammars.items() if self._req_ids[place] in fanout]
+        sampling_rows.wait_for_masks(list(grammars.values()), has_others=len(grammars) < len(rows))
+        for grammar in forking:  # choices are created with this result
+            grammar.wait_or_fill()
+        settled: set[str] = set()
+        for place, grammar in grammars.items():
+            req_id = self._req_ids[place]
+            ids = [req_id, *(child for child, _ in fanout.get(req_id, ()))]
+            if not grammar.is_filled:
+                output.late.append(req_id)
+            elif grammar.problem is not None:
+                output.refused.update(dict.fromkeys(ids, grammar.problem))
+            elif not grammar.mask().any():
+                if grammar.is_complete:
+                    output.completed += ids
+                else:
+                    output.refused.update(dict.fromkeys(ids, NOT_MATCHED))
+            elif self._jumps and (run := self._take_forced(int(rows[place]))):
+                output.req_ids += ids
+                output.sampled_token_ids += [run.copy() for _ in ids]
+            else:
+                if grammar.is_complete:
+                    self._complete.update(ids)
+                continue
+            settled.add(req_id)
+        return settled
+
+    def _append_forced(self, ids: list[str], own: np.ndarray, output: ModelRunnerOutput) -> None:
+        """Append the tokens for which a row's grammar leaves no choice, if that is known soon. They are computed with
+        the row's next token."""
+        grammars = self._sampler.rows.grammars_of(own)
+        if not grammars:
+            return
+        self._sampler.rows.wait_for_masks(list(grammars.values()), has_others=True)
+        runs = {}
+        for place, grammar in grammars.items():
+            if grammar.is_filled and (run := self._take_forced(int(own[place]))):
+                runs[ids[place]] = run
+        if runs:
+            self._sampler.rows.fill_ahead()
+            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids):
+                tokens += runs.get(req_id, ())
+
+    def _take_forced(self, row: int) -> list[int]:
+        room = self._branches.max_model_len - int(self._branches.num_tokens[row])
+        run = self._sampler.rows.take_forced(row, room)
+        if run:
+            self._branches.append_run(row, run)
+        return run
+
+    def _leave_out_known(self) -> None:
+        """Leave out branches for which the plan was made before the result of a step ahead of it: the next token of
+        one is known already, without an alternative, or the token that the step computes was not found in time."""
+        branches, num_scheduled = self._branches, self._plan.num_scheduled_tokens
+        rows = np.array([branches.row_of[req_id] for req_id in self._req_ids], np.int64)
+        ends = branches.num_computed[rows] + [num_scheduled[req_id] for req_id in self._req_ids]
+        if (ends == branches.num_tokens[rows]).all():
+            return
+        expected: list[str] = []
+        for req_id, end, num_tokens in zip(self._req_ids, ends.tolist(), branches.num_tokens[rows].tolist()):
+            (expected if end == num_tokens else self.known if end < num_tokens else self.late).append(req_id)
+        self._req_ids = expected
+
+    def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
+
+        The sampled branches come first, in the plan's order, then the children of fan-outs.
+        """
+        plan, branches = self._plan, self._branches
+        ids = list(self._req_ids)
+        rows = [branches.row_of[req_id] for req_id in ids]
+        seeds = [branches.seeds[row] for row in rows]
+        source = list(range(len(ids)))
+        place_of = {req_id: place for place, req_id in enumerate(ids)} if plan.fanout else {}
+        for parent, children in plan.fanout.items():
+            if parent not in place_of:
+                continue
+            index = place_of[parent]
+            for child, seed in children:
+                ids.append(child)
+                rows.append(rows[index])
+                seeds.append(np.uint64(seed))
+                source.append(index)
+        return ids, np.array(rows), np.array(seeds, np.uint64), np.array(source)
+
+
+@dataclass(slots=True)
+class SampledPass:
+    """A forward pass in which every branch had one token, and whose next tokens are chosen already. As ExecutedPass."""
+
+    tokens: Tokens
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> Finish | None:
+        num_rows = len(self.rows)
+        return append_pending(self.tokens, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
+
+
+@dataclass(slots=True)
+class MaskedPass:
+    """A forward pass whose next tokens are sampled under the masks of grammars, which are filled while it runs. As
+    ExecutedPass."""
+
+    sample: Callable[[], None]  # from its logits; the tokens go to the device's rows
+    inputs: DeviceInputs
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> Finish:
+        masks = self.sampling_rows.begin_masks(self.rows)
+        self.sample()
+        tokens = self.inputs.tokens(len(self.rows))
+        tokens.start_copy()
+        self.branches.append_pending(self.rows)
+        self.sampling_rows.append_masked(self.rows, tokens, masks)
+        return partial(_put_masked, tokens, self.ids, masks)
+
+
+def _put_masked(tokens: Tokens, ids: list[str], masks: MasksOfStep, output: ModelRunnerOutput) -> None:
+    """A row without a token has a grammar that allows none, or one that is complete."""
+    assert masks.filling is not None
+    masks.filling.result()
+    complete: set[str] = set()
+    for place in tokens.bad_rows:
+        grammar = masks.grammar_of(place)
+        if grammar is None or grammar.mask().any():
+            continue
+        if grammar.problem is None and grammar.is_complete:
+            complete.add(ids[place])
+        else:
+            output.refused[ids[place]] = grammar.problem or NOT_MATCHED
+    put_tokens(tokens, ids, output, complete)
+    for req_id in output.refused:
+        output.errors.pop(req_id, None)
+
+
+@dataclass(slots=True)
+class SampledOnHost:
+    """The same where the tokens are on the host."""
+
+    tokens: Tokens
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        append_known(self.tokens, self.ids, self.rows, len(self.rows), self.branches, self.sampling_rows, output)
+
+
+def append_pending(
+    sampled: Tokens,
+    ids: list[str],
+    rows: np.ndarray,
+    num_own: int,
+    branches: InputBatch,
+    sampling_rows: SamplingRows,
+    output: ModelRunnerOutput,
+    complete: Collection[str] = (),
+) -> Finish | None:
+    """As `append_known`, for tokens that the device has written to its rows: the host does not wait for them. What
+    `Finish` does is left."""
+    sampled.start_copy()
+    own = rows[:num_own]
+    branches.append_pending(own)
+    sampling_rows.append_unread(own, sampled)
+    return partial(_put_tokens_later, sampled, ids, complete)
+
+
+def _put_tokens_later(sampled: Tokens, ids: list[str], complete: Collection[str], output: ModelRunnerOutput) -> None:
+    put_tokens(sampled, ids, output, complete)
+
+
+def append_known(
+    sampled: Tokens,
+    ids: list[str],
+    rows: np.ndarray,
+    num_own: int,
+    branches: InputBatch,
+    sampling_rows: SamplingRows,
+    output: ModelRunnerOutput,
+    complete: Collection[str] = (),
+) -> None:
+    """Put the tokens of `ids`, which were sampled from `rows`, into the output. The first `num_own` rows are those of
+    their branches, and get their tokens; the others belong to the branches that these are forked from."""
+    own = rows[:num_own]
+    tokens = sampled.to_numpy()[:num_own]  # the only device synchronisation of a step
+    bad = put_tokens(sampled, ids, output, complete)
+    if bad:
+        good = np.array([index for index in range(num_own) if index not in bad], np.int64)
+        own, tokens = own[good], tokens[good]
+    branches.append_tokens(own, tokens)
+    sampling_rows.append_tokens(own, tokens)
+
+
+def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput, complete: Collection[str] = ()) -> set[int]:
+    """Returns the places of those without a token. Of `complete`, these need none."""
+    tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
+    if not bad:  # always, but for broken models
+        output.req_ids += ids
+        output.sampled_token_ids += [[token] for token in tokens]
+        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
+        return bad
+    without = [ids[index] for index in sorted(bad)]
+    output.completed += [req_id for req_id in without if req_id in complete]
+    output.errors.update((req_id, NO_TOKEN) for req_id in without if req_id not in complete)
+    good = [index for index in range(len(tokens)) if index not in bad]
+    output.req_ids += [ids[index] for index in good]
+    output.sampled_token_ids += [[tokens[index]] for index in good]
+    output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
+    return bad

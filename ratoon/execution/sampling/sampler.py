@@ -1,0 +1,302 @@
+"""Sampling for the runner: chooses a token for each row by its request's params (execution/sampling/sampling_rows.py).
+
+The arithmetic is in layers/sampling.py. Branches and their ends are unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ratoon.core.outputs import LogprobsLists
+from ratoon.execution.inputs.buffers import HostCopy
+from ratoon.execution.inputs.cells import all_to_device, take, to_device
+from ratoon.execution.sampling.sampling_rows import Needs, SamplingRows
+from ratoon.layers import sampling
+from ratoon.layers.sampling import Chosen, Mode, TokenLogprobs
+
+Tensor = torch.Tensor
+
+
+class SampledTokens:
+    """One token for each row, still on the device, and what else the rows asked for.
+
+    The first access to values (to_numpy, bad_rows, logprobs_lists) copies everything to the host at once.
+    """
+
+    def __init__(
+        self,
+        chosen: Chosen,
+        logprobs: TokenLogprobs | None = None,
+        logprob_rows: np.ndarray | None = None,  # [L] the rows that asked
+        num_logprobs: np.ndarray | None = None,  # [L] how many alternatives each asked for
+    ) -> None:
+        self.token_ids = chosen.token_ids  # [R] int64
+        self.bad = chosen.bad  # [R] bool, on the device
+        self._logprobs = logprobs
+        self._logprob_rows = logprob_rows
+        self._num_logprobs = num_logprobs
+        self._host: np.ndarray | None = None
+        self._copy: HostCopy | None = None
+
+    def start_copy(self) -> None:
+        """Copy everything to the host without waiting. Values are there when the step is done."""
+        if self.token_ids.device.type == "cuda":
+            self._copy = HostCopy(self.packed())
+
+    def wait(self) -> None:
+        if self._copy is not None:
+            self._copy.wait()
+
+    @property
+    def bad_rows(self) -> list[int]:
+        """Rows without a token: NaN or infinite logits, or every token forbidden."""
+        if self.bad.device.type == "cpu":
+            return np.flatnonzero(self.bad.numpy()).tolist()
+        num_rows = len(self.token_ids)
+        return np.flatnonzero(self._on_host()[num_rows : 2 * num_rows]).tolist()
+
+    def to_numpy(self) -> np.ndarray:
+        """The token ids, [R] int64."""
+        if self.token_ids.device.type == "cpu":
+            return self.token_ids.numpy()
+        return self._on_host()[: len(self.token_ids)].astype(np.int64)
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]:
+        """For each row that asked, by its number: its own token, then as many alternatives as it asked for."""
+        if self._logprobs is None or self._logprob_rows is None or self._num_logprobs is None:
+            return {}
+        rest = self._on_host()[2 * len(self.token_ids) :]
+        lists = _logprobs_from_host(rest, self._logprobs.token_ids.shape)
+        result = {}
+        for place, (row, num_top) in enumerate(zip(self._logprob_rows.tolist(), self._num_logprobs.tolist())):
+            ids, values = lists.token_ids[place][: num_top + 1], lists.logprobs[place][: num_top + 1]
+            result[row] = LogprobsLists([ids], [values], [lists.sampled_ranks[place]])
+        return result
+
+    def packed(self) -> Tensor:
+        """All results as one flat float64 tensor on the device, for one copy to the host."""
+        parts = [self.token_ids.double(), self.bad.double()]
+        if self._logprobs is not None:
+            parts.append(_packed(self._logprobs))
+        return torch.cat(parts)
+
+    def _on_host(self) -> np.ndarray:
+        if self._host is None:
+            self._host = self.packed().cpu().numpy() if self._copy is None else self._copy.to_numpy()
+        return self._host
+
+
+class HostTokens:
+    """The same, of tokens that were chosen in memory of the host, which the next step may overwrite."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self._token_ids, self._bad = chosen.token_ids.numpy(), chosen.bad.numpy()
+
+    def start_copy(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    @property
+    def bad_rows(self) -> list[int]:
+        return np.flatnonzero(self._bad).tolist() if self._bad.any() else []
+
+    def to_numpy(self) -> np.ndarray:
+        return self._token_ids
+
+    def logprobs_lists(self) -> dict[int, LogprobsLists]:
+        return {}
+
+
+def _packed(logprobs: TokenLogprobs) -> Tensor:
+    """One flat float64 tensor: it holds ids, ranks and float32 values exactly, and needs one copy to the host."""
+    return torch.cat([part.double().flatten() for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)])
+
+
+def _logprobs_from_host(packed: np.ndarray, shape: Sequence[int]) -> LogprobsLists:
+    num_cells = shape[0] * shape[1]
+    token_ids = packed[:num_cells].astype(np.int64).reshape(*shape)
+    logprobs = packed[num_cells : 2 * num_cells].reshape(*shape)
+    return LogprobsLists(token_ids.tolist(), logprobs.tolist(), packed[2 * num_cells :].astype(np.int64).tolist())
+
+
+class Sampler:
+    """Chooses a token for each row of logits by the params of its request."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        self.rows = rows
+
+    def sample(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray) -> SampledTokens:
+        """One token for each row of logits [R, V]. Of these, only those that a grammar forbids may be changed.
+
+        `slots` [R] is the slot of each row's request. A slot may occur several times, each with its own entry in
+        `seeds` [R] uint64: several choices from one distribution.
+        """
+        on_cpu = logits.device.type == "cpu"
+        if on_cpu:
+            logits = logits.float()
+        needs = self.rows.needs[slots]
+        if not needs.any():
+            return SampledTokens(sampling.greedy(logits))
+        choose = self._choose_in_groups if on_cpu else self._choose_together
+        chosen = choose(logits, slots, seeds, needs)
+        asked = _rows_with(needs, Needs.LOGPROBS)
+        if len(asked) == 0:
+            return SampledTokens(chosen)
+        num_logprobs = self.rows.num_logprobs[slots[asked]]
+        asked_tokens = chosen.token_ids[to_device(asked, logits.device)]
+        logprobs = sampling.token_logprobs(take(logits, asked), asked_tokens, int(num_logprobs.max()))
+        return SampledTokens(chosen, logprobs, asked, num_logprobs)
+
+    def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
+        """All rows in one call, then those with edits again: on a GPU a pass over some more rows costs less than
+        gathering them. Masks are part of the one call. Nothing waits for the device."""
+        edited = _rows_with(needs, Needs.EDITS)
+        masked, words = self.rows.masks(slots, edited)
+        edited = np.setdiff1d(edited, masked, assume_unique=True)
+        masks = None
+        if len(masked):
+            mask_of = np.full(len(slots), -1, np.int32)
+            mask_of[masked] = np.arange(len(masked))
+            masks = sampling.Masks(*all_to_device([mask_of, words], logits.device))
+        if len(edited) == 0:
+            return self._choose_plain(logits, slots, seeds, needs, masks)
+        index = to_device(edited, logits.device)
+        changed = logits[index].float()  # a copy
+        self.rows.edit(changed, slots[edited])
+        again = self._choose_plain(changed, slots[edited], seeds[edited], needs[edited])
+        if len(edited) == len(slots):
+            return again
+        chosen = self._choose_plain(logits, slots, seeds, needs, masks)
+        return Chosen(*(old.index_copy(0, index, new) for old, new in zip(chosen, again)))
+
+    def _choose_plain(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        seeds: np.ndarray,
+        needs: np.ndarray,
+        masks: sampling.Masks | None = None,
+    ) -> Chosen:
+        """Without edits but masks, by params whose arrays travel to the device together."""
+        numbers = self._plain_numbers(slots, seeds, needs)
+        on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
+        return sampling.sample_plain(logits, **on_device, mode=_mode(_all_of(needs)), masks=masks)
+
+    def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
+        """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
+        needs = self.rows.needs[slots]
+        if self.rows.has_unread and not _all_of(needs) & Needs.EDITS:
+            self.rows.read_tokens()
+            needs = self.rows.needs[slots]
+        needed = _all_of(needs)
+        if needed & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
+            return None
+        mode = _mode(needed)
+        return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
+
+    def masked_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
+        """The same for rows of which some have a grammar, whose masks are filled while the device computes. None: they
+        need more than that, or none of them has one."""
+        needs = self.rows.needs[slots]
+        needed = _all_of(needs)
+        is_more = needed & (Needs.PENALTIES | Needs.LOGPROBS) or not needed & Needs.MASK
+        if self.rows.mask_column is None or is_more or not self.rows.have_fast_masks(slots):
+            return None
+        mode = _mode(needed)
+        mask_of = np.where(needs & Needs.MASK, np.arange(len(slots), dtype=np.int32), np.int32(-1))
+        numbers = {} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)
+        return {**numbers, "mask_of": mask_of}, mode
+
+    def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
+        rows = self.rows
+        return {
+            "temperature": np.where(needs & Needs.RANDOM, rows.temperature[slots], np.float32(0)),
+            "top_k": rows.top_k[slots],
+            "top_p": rows.top_p[slots],
+            "min_p": rows.min_p[slots],
+            "uniforms": sampling.uniform(seeds, rows.num_outputs[slots]),
+        }
+
+    def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
+        """Group the rows by what they need, and sample each group by its function. For a CPU."""
+        uniforms = sampling.uniform(seeds, self.rows.num_outputs[slots])
+        edited = _rows_with(needs, Needs.EDITS)
+        few, few_tokens = self.rows.few_tokens(slots, edited)
+        edited = np.setdiff1d(edited, few, assume_unique=True)
+        plain = np.flatnonzero(~(needs & Needs.EDITS).astype(bool))
+        random, filtered = (needs & Needs.RANDOM) != 0, (needs & Needs.FILTER) != 0
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        bad = torch.empty(len(slots), dtype=torch.bool, device=logits.device)
+        for members in (few, edited, plain):
+            if len(members) == 0:
+                continue
+            if members is few:
+                columns = to_device(few_tokens, logits.device)
+                group_logits = sampling.logits_of_tokens(logits, to_device(few, logits.device), columns)
+            else:
+                group_logits = take(logits, members)
+            if members is edited:
+                group_logits = group_logits.clone() if group_logits is logits else group_logits
+                self.rows.edit(group_logits, slots[members])
+            for kind in (~random, random & ~filtered, filtered):
+                places = np.flatnonzero(kind[members])
+                if len(places) == 0:
+                    continue
+                rows = members[places]
+                chosen = self._choose_alike(take(group_logits, places), slots[rows], uniforms[rows], needs[rows[0]])
+                index = to_device(rows, logits.device)
+                token_ids[index], bad[index] = chosen
+                if members is few:
+                    token_ids[index] = columns[to_device(places, logits.device), chosen.token_ids].clamp_min_(0)
+        return Chosen(token_ids, bad)
+
+    def _choose_alike(self, logits: Tensor, slots: np.ndarray, uniforms: np.ndarray, needs: int) -> Chosen:
+        """For rows that all are greedy, all random, or all random and filtered."""
+        if not needs & Needs.RANDOM:
+            return sampling.greedy(logits)
+        rows, device = self.rows, logits.device
+        temperature = to_device(rows.temperature[slots], device)
+        numbers = to_device(uniforms, device)
+        if not needs & Needs.FILTER:
+            return sampling.draw(logits, temperature, numbers)
+        columns = (rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+        filters = sampling.Filters(*(to_device(column, device) for column in columns))
+        return sampling.draw_filtered(logits, temperature, filters, numbers)
+
+
+def _all_of(needs: np.ndarray) -> int:
+    return int(needs[0] if len(needs) == 1 else np.bitwise_or.reduce(needs))
+
+
+def _mode(needed: int) -> Mode:
+    """What `sample_plain` must do for rows that together have these needs."""
+    return Mode.FILTERED if needed & Needs.FILTER else Mode.RANDOM if needed & Needs.RANDOM else Mode.GREEDY
+
+
+def _rows_with(needs: np.ndarray, need: int) -> np.ndarray:
+    return np.flatnonzero(needs & need)
+
+
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens, on the device until `lists`; a step copies those of a prompt at once."""
+
+    def __init__(self, parts: Sequence[TokenLogprobs]) -> None:
+        """Made of those of consecutive rows. On a GPU their copy to the host begins now, and is not waited for."""
+        self._shapes = [part.token_ids.shape for part in parts]
+        packed = torch.cat([_packed(part) for part in parts])
+        self._packed = HostCopy(packed) if packed.device.type == "cuda" else packed
+
+    def lists(self) -> LogprobsLists:
+        """To be called when the step is done."""
+        packed = self._packed.to_numpy() if isinstance(self._packed, HostCopy) else self._packed.numpy()
+        lists = LogprobsLists([], [], [])
+        for shape in self._shapes:
+            size = shape[0] * (2 * shape[1] + 1)
+            part, packed = _logprobs_from_host(packed[:size], shape), packed[size:]
+            lists.token_ids += part.token_ids
+            lists.logprobs += part.logprobs
+            lists.sampled_ranks += part.sampled_ranks
+        return lists
