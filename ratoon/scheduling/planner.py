@@ -10,10 +10,10 @@ from collections import Counter
 
 from ratoon.core.plan import BlockIds, CachedRequestData, EncoderStep, SchedulerOutput
 from ratoon.memory.kv_cache_manager import GroupBlocks
-from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shared_prefills import Admission, SharedPrefills
 from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft

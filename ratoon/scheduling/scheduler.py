@@ -18,12 +18,12 @@ from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReaso
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
-from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.planner import StepPlanner
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.results import StepResults
+from ratoon.scheduling.shared_prefills import SharedPrefills
 from ratoon.scheduling.state import SchedulerState
 
 

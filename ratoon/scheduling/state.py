@@ -22,8 +22,8 @@ from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.pace import StepPace
+from ratoon.scheduling.prefix_reads import PrefixReads
 from ratoon.scheduling.queues import FairQueue, sort_key_for
-from ratoon.scheduling.readings import PrefixReads
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
 
 MAX_STEPS_OF_REST = 32  # that a branch is left out for, while what its grammar allows is not known

@@ -15,11 +15,11 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, Extraction, FinishReason, InheritedFrom
 from ratoon.memory.sequence import TokenSequence
-from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.extraction import AGED_SHARE, ExtractionQueue, ExtractionTask, Span
 from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shared_prefills import Admission, SharedPrefills
 from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft

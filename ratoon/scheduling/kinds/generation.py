@@ -10,10 +10,10 @@ from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput, PromptLogprobs
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, ResumedChoice
-from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shared_prefills import SharedPrefills
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.task import Task
 

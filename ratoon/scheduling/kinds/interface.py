@@ -21,9 +21,9 @@ from ratoon.scheduling.admission import (
     verify_memory,
     verify_prompt,
 )
-from ratoon.scheduling.beginnings import Admission, SharedPrefills
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shared_prefills import Admission, SharedPrefills
 from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.step_draft import StepDraft

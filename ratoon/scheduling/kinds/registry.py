@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ratoon.core.request import EngineCoreRequest
-from ratoon.scheduling.beginnings import SharedPrefills
 from ratoon.scheduling.branch import Branch, Request
 from ratoon.scheduling.kinds.extraction import ExtractionKind
 from ratoon.scheduling.kinds.generation import GenerationKind
@@ -11,6 +10,7 @@ from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.kinds.pooling import PoolingKind
 from ratoon.scheduling.kinds.search import SearchKind
 from ratoon.scheduling.preemption import Preemption
+from ratoon.scheduling.shared_prefills import SharedPrefills
 from ratoon.scheduling.state import SchedulerState
 
 # In the order in which results are applied

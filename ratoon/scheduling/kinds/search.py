@@ -20,9 +20,9 @@ from ratoon.memory.tails import tail_blocks
 from ratoon.scheduling.admission import verify_cross_memory
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beams import Hypothesis
-from ratoon.scheduling.beginnings import Admission
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
 from ratoon.scheduling.kinds.interface import RequestKind
+from ratoon.scheduling.shared_prefills import Admission
 from ratoon.scheduling.step_draft import StepDraft
 
 
