@@ -46,6 +46,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     first = CORES_OF_A_WORKER * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(CORES_OF_A_WORKER)})
 
+# Seconds after which a test fails, where pytest-timeout is there: many times what the longest takes.
+os.environ.setdefault("PYTEST_TIMEOUT", "1200")
+
 seeds.settle()
 
 

@@ -166,20 +166,18 @@ def test_a_flood_from_a_stranger_leaves_the_loop_free():
 
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
-            context = zmq.Context()
-            stranger = context.socket(zmq.PUSH)
-            stranger.setsockopt(zmq.SNDHWM, 50_000)
-            stranger.connect(f"ipc://{next(llm._client._directory.path.glob('0-*-out'))}")
-            for _ in range(NUM_MESSAGES):
-                stranger.send_multipart([b"x", b"y", b"z"], zmq.NOBLOCK)
-            reading = asyncio.create_task(read_stream(llm, 3))
-            seen = [0]  # messages, after each turn of the loop
-            while seen[-1] < NUM_MESSAGES or not reading.done():
-                await asyncio.sleep(0)
-                seen.append(llm.health().engines[0].num_bad_messages)
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+                stranger.setsockopt(zmq.SNDHWM, 50_000)
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.connect(f"ipc://{next(llm._client._directory.path.glob('0-*-out'))}")
+                for _ in range(NUM_MESSAGES):
+                    stranger.send_multipart([b"x", b"y", b"z"], zmq.NOBLOCK)
+                reading = asyncio.create_task(read_stream(llm, 3))
+                seen = [0]  # messages, after each turn of the loop
+                while seen[-1] < NUM_MESSAGES or not reading.done():
+                    await asyncio.sleep(0)
+                    seen.append(llm.health().engines[0].num_bad_messages)
             assert max(later - earlier for earlier, later in pairwise(seen)) <= 2 * MESSAGES_AT_ONCE
             await reading
-            stranger.close(linger=0)
-            context.term()
 
     asyncio.run(run())

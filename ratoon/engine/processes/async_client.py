@@ -24,6 +24,7 @@ from ratoon.engine.processes.launch import EngineProcess
 from ratoon.engine.processes.ledger import Entry, Ledger
 from ratoon.engine.processes.replica import Replica
 from ratoon.engine.processes.socket_directory import SocketDirectory
+from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 
@@ -41,7 +42,7 @@ class AsyncMPClient:
     def __init__(self, config: EngineConfig, timer: StartupTimer, num_engines: int = 1) -> None:
         verify_engine_config(config)
         self._timer = timer
-        self._context = zmq.Context()
+        self._context = SocketContext()
         self._directory = SocketDirectory()
         self.replicas = [Replica(config, i, num_engines, self._context, self._directory) for i in range(num_engines)]
         self._ledger = Ledger()
@@ -222,9 +223,9 @@ class AsyncMPClient:
         gone: asyncio.Future[None] = loop.create_future()
         loop.add_reader(process.death_fd, _settle, gone)
         # This descriptor is edge-triggered: all messages must be read before it signals again.
-        loop.add_reader(process.outputs.getsockopt(zmq.FD), self._take_messages, replica, started)
+        loop.add_reader(process.outputs.getsockopt(zmq.FD), self._take_all, replica, started)
         try:
-            self._take_messages(replica, started)
+            self._take_all(replica, started)
             await gone
         finally:
             loop.remove_reader(process.death_fd)
@@ -232,8 +233,13 @@ class AsyncMPClient:
         while process.outputs.poll(0):  # messages that it sent before it died
             self._handle(replica, process.outputs.recv_multipart(), started)
 
+    def _take_all(self, replica: Replica, started: asyncio.Future[None]) -> None:
+        """Take all pending messages, a limited number in a turn of the loop."""
+        if not replica.is_being_read:
+            self._take_messages(replica, started)
+
     def _take_messages(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """All pending messages, up to a limit."""
+        replica.is_being_read = False
         if not replica.has_process or replica.process.closed:
             return  # it ended since this was called for
         process = replica.process
@@ -248,6 +254,7 @@ class AsyncMPClient:
                 logger.exception("engine %d: a message can't be processed", replica.index)
                 process.kill()
                 return
+        replica.is_being_read = True
         asyncio.get_running_loop().call_soon(self._take_messages, replica, started)
 
     def _handle(self, replica: Replica, frames: list[bytes], started: asyncio.Future[None]) -> None:

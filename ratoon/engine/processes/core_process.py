@@ -57,6 +57,7 @@ from ratoon.engine.core import EngineCore
 from ratoon.engine.processes.faults import fault_of
 from ratoon.engine.processes.placement import place_engine
 from ratoon.engine.processes.socket_directory import remove_if_abandoned
+from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.engine.utilities import EngineUtilities
 from ratoon.observe.logging import configure_logging, forget_live_display, get_logger
 from ratoon.observe.startup import StartupTimer
@@ -82,7 +83,7 @@ class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
         self._is_orphan = False
-        self._context = zmq.Context()
+        self._context = SocketContext()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._output_socket: zmq.Socket[bytes] | None = None
         self._output_lock = threading.Lock()

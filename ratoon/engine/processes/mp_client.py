@@ -22,6 +22,7 @@ from ratoon.engine.processes.faults import error_of
 from ratoon.engine.processes.ledger import Ledger
 from ratoon.engine.processes.replica import Replica
 from ratoon.engine.processes.socket_directory import SocketDirectory
+from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.observe.startup import StartupTimer
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at a silent process
@@ -34,7 +35,7 @@ class SyncMPClient:
 
     def __init__(self, config: EngineConfig, timer: StartupTimer) -> None:
         verify_engine_config(config)
-        self._context = zmq.Context()
+        self._context = SocketContext()
         self._directory = SocketDirectory()
         self._replica = Replica(config, 0, 1, self._context, self._directory)
         self._ledger = Ledger()

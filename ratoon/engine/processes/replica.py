@@ -51,6 +51,7 @@ class Replica:
         self._config = config
         self._num_engines = num_engines
         self._context = context
+        self.is_being_read = False  # more of its messages are read in the loop's next turn
         self._directory = directory
         self._clock = clock
         self._process: EngineProcess | None = None
