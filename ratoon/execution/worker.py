@@ -218,13 +218,13 @@ class Worker:
         if self.runner.recorded is not None:
             self.runner.recorded.clear()
         if level >= 2:
-            del self.runner.model
+            del self.runner.program.model
         return_freed_memory()
 
     def wake_up(self) -> None:
         if not hasattr(self.runner, "model"):
             with torch.inference_mode():
-                self.runner.model = self._choices.build_model()
+                self.runner.program.model = self._choices.build_model()
         self.runner.kv.allocate()
 
 

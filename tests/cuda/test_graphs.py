@@ -21,7 +21,8 @@ from ratoon.distributed.executor import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.passes import graphs
-from ratoon.execution.passes.graphs import GraphKey
+from ratoon.execution.passes.graphs import sampling_key
+from ratoon.execution.passes.program import StepProgram
 from ratoon.execution.worker import Worker
 from ratoon.layers.sampling import Mode
 from ratoon.observe.startup import StartupTimer
@@ -132,14 +133,14 @@ def test_results_are_pending_while_the_next_step_is_launched(monkeypatch: pytest
 
 def test_a_capture_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts_without_graphs()
-    run = graphs.run_padded
+    run = StepProgram.run
 
     def wait_in_it(*arguments: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
             torch.zeros(1, device="cuda").item()  # not allowed there
         return run(*arguments)
 
-    monkeypatch.setattr(graphs, "run_padded", wait_in_it)
+    monkeypatch.setattr(StepProgram, "run", wait_in_it)
     found, core = texts(tiny_models.tiny_llama())
     made = runner_of(core).graphs
     assert made is not None and made.stats.num_graphs == 0 and made._num_failures == graphs.MAX_FAILURES
@@ -158,8 +159,8 @@ def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do(monkeypatc
         prompt = random_token_ids(12, seed=1)
         core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         results.append(run_to_the_end(core)[name, 0])
-        short = {GraphKey(size, 8, 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
-        expected = {GraphKey(1, None, None, Mode.GREEDY), *short}
+        short = {sampling_key(size, 8, 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
+        expected = {sampling_key(1, None, None, Mode.GREEDY), *short}
         deadline = time.monotonic() + 30
         while made._graphs.keys() != expected and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -176,7 +177,7 @@ def test_the_second_call_finds_a_graph_of_each_step_of_the_first() -> None:
         core.add_request(EngineCoreRequest(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
         run_to_the_end(core)
         core.work_between_calls()
-        assert list(made._graphs) == [GraphKey(16, 8, 1, Mode.GREEDY)]
+        assert list(made._graphs) == [sampling_key(16, 8, 1, Mode.GREEDY)]
 
 
 def test_graphs_are_made_anew_after_sleep() -> None:

@@ -34,7 +34,8 @@ class HostCopy:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         self._copy = self._memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         self._copy.copy_(tensor, non_blocking=True)
-        self._array = self._copy.numpy()  # now: later the device may have to wait for the host
+        # Now: later the device may have to wait for the host
+        self._array = None if tensor.dtype is torch.bfloat16 else self._copy.numpy()
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copied = torch.cuda.Event()
@@ -51,7 +52,12 @@ class HostCopy:
 
     def to_numpy(self) -> np.ndarray:
         """What arrived; `wait` first, or for something later on the stream."""
+        assert self._array is not None, "numpy has no such type"
         return self._array.copy()
+
+    def to_tensor(self) -> torch.Tensor:
+        """The same for types that numpy has not."""
+        return self._copy.clone()
 
 
 class StepBuffer:

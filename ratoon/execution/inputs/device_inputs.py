@@ -1,12 +1,13 @@
 """Input preparation on the device: the rows of InputBatch lie there, and kernels make a step's inputs from them.
 
-A step brings the cells of the rows that the host has written, a few numbers for each request, and those of blocks to
+A step brings the cells of the rows that the host has written, its columns (columns.py), and the numbers of blocks to
 copy: one kernel reads them from the host's memory. The tokens that were sampled are written to the rows on the device,
 so a step is launched before the host knows them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,27 +16,22 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.errors import ConfigError
-from ratoon.core.outputs import LogprobsLists
-from ratoon.execution.inputs.buffers import HostCopy, indices_on
+from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.inputs.cells import all_to_device
+from ratoon.execution.inputs.columns import PREPARED, SAMPLING_NUMBERS, SENT, SENT_BY_NAME, Per, Sizes
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.inputs.packed import PackedBuffer
 from ratoon.execution.inputs.step_inputs import StepInputs
-from ratoon.layers.beams import SearchRows
+from ratoon.layers.sampling import Masks, Mode, sample_plain
 
 Tensor = torch.Tensor
+# Columns that the end of a program reads, and the rows that are read for it
+ColumnsOfRows = tuple[slice, Mapping[str, np.ndarray]]
 
 MAX_CELLS = 1 << 16  # of the rows that come with a step's numbers; others are sent before
 MAX_COPIES = 1 << 11  # of blocks, whose numbers come with them
 MAX_MEMORY_CELLS = 2**31  # cells are numbered by int32
-# Of a request that is sampled in the same graph: the arguments of layers.sampling.sample_plain
-SAMPLING_NUMBERS = {
-    "temperature": torch.float32,
-    "top_k": torch.int64,
-    "top_p": torch.float64,
-    "min_p": torch.float32,
-    "uniforms": torch.float64,
-}
 
 
 @dataclass(slots=True)
@@ -101,44 +97,25 @@ class DeviceInputs:
         self.rows = rows
         self.resident = DeviceRows(rows, device)
         self._device = device
-        max_tokens, max_reqs = max(max_num_tokens, max_padded), max(max_num_reqs, max_padded_reqs)
-        # In the order in which steps need them: what comes after the last that one needs stays on the host.
-        self._packed = PackedBuffer(
-            {
-                "counts": (3, torch.int32),
-                "rows": (max_num_reqs, torch.int32),
-                "num_computed": (max_num_reqs, torch.int32),
-                "query_start_loc": (max_num_reqs + 1, torch.int32),
-                "unwritten": (max_num_reqs, torch.int32),
-                "read_requests": (max_padded_reqs, torch.int32),
-                "read_rows": (max_padded_reqs, torch.int64),
-                "encoder_lens": (max_num_reqs, torch.int32),
-                **{name: (max_padded_reqs, dtype) for name, dtype in SAMPLING_NUMBERS.items()},
-                "mask_of": (max_padded_reqs, torch.int32),
-                "beam_scores": (max_padded_reqs, torch.float32),
-                "search_starts": (max_padded_reqs, torch.int64),
-                "search_stops": (max_padded_reqs, torch.int64),
-                # Which blocks to copy, then which cells of the rows to write, then their values
-                "last": (2 * (MAX_COPIES + MAX_CELLS + 4), torch.int32),
-            },
-            device,
-        )
+        self.max_rows = max(max_padded_reqs, 1)  # that a padded step reads
+        sent = Sizes(max_num_reqs, max_num_tokens, self.max_rows)
+        self._sent = [column for column in SENT if _is_read(column.only_with, rows)]
+        layout = {column.name: (sent.of(column.per), column.dtype) for column in self._sent}
+        # Which blocks to copy, then which cells of the rows to write, then their values
+        layout["last"] = (2 * (MAX_COPIES + MAX_CELLS + 4), torch.int32)
+        self._packed = PackedBuffer(layout, device)
+        self._order = {column.name: place for place, column in enumerate(self._sent)}
+        prepared = Sizes(max(max_num_reqs, max_padded_reqs), max(max_num_tokens, max_padded))
         num_groups = len(rows.block_tables)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.input_ids = zeros(max_tokens, dtype=torch.int64)
-        self.positions = zeros(max_tokens, dtype=torch.int64)
-        self.slot_mappings = zeros(num_groups, max_tokens, dtype=torch.int64)
-        self.query_start_loc = zeros(max_reqs + 1)
-        self.seq_lens = zeros(max_reqs)
-        self.block_tables = zeros(num_groups, max_reqs, rows.max_blocks)
-        self._max_cross_blocks = 0 if rows.cross_tables is None else rows.cross_tables.shape[1]
-        self.encoder_lens = zeros(max_reqs)
-        self.cross_tables = zeros(max_reqs, self._max_cross_blocks)
-        self.sampled = zeros(max_padded_reqs)  # the token of each row that is read; -1: none could be chosen
-        self._nothing_stored = zeros(0, dtype=torch.int64)
+        made: dict[str, Tensor] = {}
+        for column in PREPARED:
+            entries = [prepared.of(column.per)] if _is_read(column.only_with, rows) else [0]
+            groups = [num_groups] if column.of_groups else []
+            width = [] if column.width is None else [getattr(rows, column.width)]
+            made[column.name] = torch.zeros(groups + entries + width, dtype=column.dtype, device=device)
+        self.prepared = made
+        self.sampled = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # tokens of rows that were read
+        self._nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
         self._copies: Sequence[tuple[int, int]] = ()  # of blocks, with the next step
         self._copy_blocks: Callable[[Tensor], None] | None = None
 
@@ -168,8 +145,8 @@ class DeviceInputs:
             table = rows.cross_tables[batch_rows, : -(-longest // rows.block_size)]
             cross = self._cross_metadata(query_start_loc, encoder_lens, table, max_query_len, longest)
         return StepInputs(
-            self.input_ids[: step.num_tokens],
-            self.positions[: step.num_tokens],
+            self.prepared["input_ids"][: step.num_tokens],
+            self.prepared["positions"][: step.num_tokens],
             groups,
             step.cu_num_tokens,
             step.writes_nothing,
@@ -183,53 +160,35 @@ class DeviceInputs:
         batch_rows: np.ndarray,
         num_scheduled: np.ndarray,
         unwritten: np.ndarray | None = None,
-        read_rows: np.ndarray | None = None,
-        read_requests: np.ndarray | None = None,
-        numbers: Mapping[str, np.ndarray] | None = None,
-        beams: tuple[Sequence[float], Sequence[SearchRows]] | None = None,
+        of_rows: Sequence[ColumnsOfRows] = (),
     ) -> PackedStep:
-        """Bring to the device what the host knows. `read_rows` [N]: rows of the step whose logits are read;
-        `read_requests` [N]: which of its requests get the tokens that are sampled from them, by `numbers`, [N] each.
-        `beams`: the scores of the rows that are read, and the searches that these belong to."""
+        """Bring to the device what the host knows. `of_rows`: the columns of the rows that are read, for each end of
+        the program."""
         rows, num_reqs = self.rows, len(batch_rows)
         cu_num_tokens = num_scheduled.cumsum()
-        packed = self._packed
+        packed, order = self._packed, self._order
         packed.turn()
         host = packed.host
-        num_sampled = 0 if read_requests is None else len(read_requests)
-        host["counts"][:] = num_reqs, cu_num_tokens[-1] if num_reqs else 0, num_sampled
+        host["counts"][:] = num_reqs, cu_num_tokens[-1] if num_reqs else 0
         host["rows"][:num_reqs] = batch_rows
-        host["num_computed"][:num_reqs] = rows.num_computed[batch_rows]
         host["query_start_loc"][0] = 0
         host["query_start_loc"][1 : num_reqs + 1] = cu_num_tokens
         host["unwritten"][:num_reqs] = 0 if unwritten is None else unwritten
-        behind = "read_requests"  # the first array that is not needed
-        if read_requests is not None:
-            behind = "read_rows"
-        if read_rows is not None:
-            behind = "encoder_lens"
-        if rows.cross_tables is not None:
-            behind = "temperature"
-            host["encoder_lens"][:num_reqs] = rows.encoder_lens[batch_rows]
-        if numbers:
-            behind = "beam_scores"  # and with them comes mask_of
-        if read_rows is not None:
-            host["read_rows"][: len(read_rows)] = read_rows
-            host["read_rows"][len(read_rows) :] = 0
-        if read_requests is not None:
-            host["read_requests"][:num_sampled] = read_requests
-        for name, values in (numbers or {}).items():
-            host[name][:num_sampled] = values
-        host["mask_of"][num_sampled:] = -1  # padding has no mask
-        if beams is not None:
-            behind = "last"
-            scores, searches = beams
-            host["beam_scores"][: len(scores)] = scores
-            num_searches = len(searches)
-            host["search_starts"][:num_searches] = [search.start for search in searches]
-            host["search_stops"][:num_searches] = [search.stop for search in searches]
-            host["search_starts"][num_searches:] = host["search_stops"][num_searches:] = 0  # padding has no rows
-        self._send_cells(rows.journal.take(), packed.start_of(behind))
+        last = order["unwritten"]
+        for column in self._sent:
+            if column.of_rows is not None:
+                host[column.name][:num_reqs] = getattr(rows, column.of_rows)[batch_rows]
+                last = max(last, order[column.name])
+        for part, columns in of_rows:
+            for name, values in columns.items():
+                column, array = SENT_BY_NAME[name], host[name]
+                if column.per is Per.ROW:
+                    array = array[part]
+                array[: len(values)] = values
+                if column.padding is not None:
+                    array[len(values) :] = column.padding
+                last = max(last, order[name])
+        self._send_cells(rows.journal.take(), packed.end_of(self._sent[last].name))
         writes_nothing = unwritten is not None and bool(unwritten.all())
         return PackedStep(batch_rows, num_scheduled, cu_num_tokens, writes_nothing)
 
@@ -247,7 +206,8 @@ class DeviceInputs:
     def send_padding(self) -> None:
         """A step without requests: what is computed of it is padding alone."""
         nothing = np.zeros(0, np.int64)
-        self.send(nothing, nothing, read_rows=nothing, read_requests=nothing)
+        rows = {column.name: nothing for column in self._sent if column.padding is not None}
+        self.send(nothing, nothing, of_rows=[(slice(None), rows)])
 
     def _send_cells(self, cells: np.ndarray, num_words: int) -> None:
         """Send so many words of the packed arrays, and write these cells of the rows."""
@@ -277,7 +237,7 @@ class DeviceInputs:
 
     def compute(self, num_tokens: int, num_reqs: int, max_query_len: int) -> None:
         """Make the inputs of the step that was sent, padded to so many tokens and requests."""
-        rows, packed = self.rows, self._packed.device
+        rows, packed, made = self.rows, self._packed.device, self.prepared
         prepare(
             num_reqs,
             max_query_len,
@@ -289,23 +249,23 @@ class DeviceInputs:
             packed["num_computed"],
             packed["query_start_loc"],
             packed["unwritten"],
-            packed["encoder_lens"],
-            self.input_ids,
-            self.positions,
-            self.slot_mappings,
-            self.slot_mappings.stride(0),
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_tables,
-            self.block_tables.stride(0),
-            self.encoder_lens,
-            self.cross_tables,
+            packed.get("encoder_lens", packed["rows"]),
+            made["input_ids"],
+            made["positions"],
+            made["slot_mapping"],
+            made["slot_mapping"].stride(0),
+            made["query_start_loc"],
+            made["seq_lens"],
+            made["block_table"],
+            made["block_table"].stride(0),
+            made["encoder_lens"],
+            made["cross_table"],
             num_tokens,
             num_reqs,
             len(rows.token_ids),
             rows.max_model_len,
             rows.max_blocks,
-            self._max_cross_blocks,
+            rows.max_cross_blocks,
             num_groups=len(rows.block_tables),
             has_cross=rows.cross_tables is not None,
             block_size=rows.block_size,
@@ -317,15 +277,15 @@ class DeviceInputs:
         The host does not know the numbers when a graph is replayed: its arrays are those of the device if they are in
         the same memory, and hold padding alone otherwise.
         """
-        rows = self.rows
+        rows, made = self.rows, self.prepared
         if self._device.type == "cpu":
-            starts, lens = self.query_start_loc[: num_reqs + 1].numpy(), self.seq_lens[:num_reqs].numpy()
-            tables, encoder_lens = list(self.block_tables.numpy()), self.encoder_lens[:num_reqs].numpy()
-            cross_table = self.cross_tables[:num_reqs].numpy()
+            starts, lens = made["query_start_loc"][: num_reqs + 1].numpy(), made["seq_lens"][:num_reqs].numpy()
+            tables, encoder_lens = list(made["block_table"].numpy()), made["encoder_lens"][:num_reqs].numpy()
+            cross_table = made["cross_table"][:num_reqs].numpy()
         else:
             starts, lens = np.arange(num_reqs + 1, dtype=np.int32), np.ones(num_reqs, np.int32)
             tables, encoder_lens = [np.zeros((num_reqs, rows.max_blocks), np.int32)] * len(rows.block_tables), lens
-            cross_table = np.zeros((num_reqs, self._max_cross_blocks), np.int32)
+            cross_table = np.zeros((num_reqs, rows.max_cross_blocks), np.int32)
         groups = [
             self._metadata(
                 group, starts, lens, table[:num_reqs], size, max_query_len, rows.max_model_len, is_padded=True
@@ -334,50 +294,18 @@ class DeviceInputs:
         ]
         cross = None
         if rows.cross_tables is not None:
-            longest = self._max_cross_blocks * rows.block_size
+            longest = rows.max_cross_blocks * rows.block_size
             cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest, is_padded=True)
-        cu_num_tokens = starts[1:]
-        return StepInputs(self.input_ids[:size], self.positions[:size], groups, cu_num_tokens, False, cross)
+        input_ids, positions = made["input_ids"][:size], made["positions"][:size]
+        return StepInputs(input_ids, positions, groups, starts[1:], False, cross)
 
-    def read_rows(self, count: int) -> Tensor:
-        """The rows of the step that `send` was told to read, and row 0 behind them."""
-        return self._packed.device["read_rows"][:count]
+    def columns(self, rows: slice) -> SentColumns:
+        """Those that `send` has brought for the end that these rows are read for."""
+        return SentColumns(self.resident.memory, self._packed.device, self.sampled, rows)
 
-    def sampling_numbers(self, size: int) -> dict[str, Tensor]:
-        """What `send` brought for sampling, by name."""
-        packed = self._packed.device
-        return {name: packed[name][:size] for name in SAMPLING_NUMBERS}
-
-    def mask_of(self, size: int) -> Tensor:
-        """The same: which row of the masks is that of a row to sample; -1: it has none."""
-        return self._packed.device["mask_of"][:size]
-
-    def beam_numbers(self, num_rows: int, num_searches: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What `send` brought for beams: scores of rows; the first row of each search, and the row after its last."""
-        packed = self._packed.device
-        return packed["beam_scores"][:num_rows], (
-            packed["search_starts"][:num_searches],
-            packed["search_stops"][:num_searches],
-        )
-
-    def append_tokens(self, token_ids: Tensor, bad: Tensor) -> None:
-        """The tokens that were sampled from the rows that are read: write them to their requests and to `sampled`."""
-        packed = self._packed.device
-        append_tokens(
-            self.resident.memory,
-            packed["counts"],
-            packed["rows"],
-            packed["read_requests"],
-            self.seq_lens,
-            token_ids,
-            bad,
-            self.sampled,
-            self.rows.max_model_len,
-        )
-
-    def tokens(self, count: int) -> DeviceTokens:
-        """Those of the step's first rows that were sampled."""
-        return DeviceTokens(self.sampled[:count])
+    def uploaded(self, columns: Mapping[str, np.ndarray], num_rows: int) -> UploadedColumns:
+        """The columns of an end whose step is not padded, which has so many rows."""
+        return UploadedColumns(self.resident.memory, columns, num_rows)
 
     # ---- metadata ----
 
@@ -397,10 +325,10 @@ class DeviceInputs:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=block_table,
-            query_start_loc_device=self.query_start_loc[: num_reqs + 1],
-            seq_lens_device=self.seq_lens[:num_reqs],
-            block_table_device=self.block_tables[group, :num_reqs],
-            slot_mapping=self.slot_mappings[group, :num_tokens],
+            query_start_loc_device=self.prepared["query_start_loc"][: num_reqs + 1],
+            seq_lens_device=self.prepared["seq_lens"][:num_reqs],
+            block_table_device=self.prepared["block_table"][group, :num_reqs],
+            slot_mapping=self.prepared["slot_mapping"][group, :num_tokens],
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -421,9 +349,9 @@ class DeviceInputs:
             query_start_loc=query_start_loc,
             seq_lens=encoder_lens,
             block_table=cross_table,
-            query_start_loc_device=self.query_start_loc[: num_reqs + 1],
-            seq_lens_device=self.encoder_lens[:num_reqs],
-            block_table_device=self.cross_tables[:num_reqs],
+            query_start_loc_device=self.prepared["query_start_loc"][: num_reqs + 1],
+            seq_lens_device=self.prepared["encoder_lens"][:num_reqs],
+            block_table_device=self.prepared["cross_table"][:num_reqs],
             slot_mapping=self._nothing_stored,
             block_size=self.rows.block_size,
             max_query_len=max_query_len,
@@ -432,30 +360,66 @@ class DeviceInputs:
         )
 
 
-class DeviceTokens:
-    """Tokens that `append_tokens` has written to the rows, on their way to the host. As SampledTokens (sampler.py)."""
+class DeviceColumns(ABC):
+    """The columns of the rows that are read for one end of a program, and the choice of their tokens."""
 
-    def __init__(self, sampled: Tensor) -> None:
-        self._sampled = sampled  # [R] int32; -1: none
-        self._copy: HostCopy | None = None
-        self._tokens: np.ndarray | None = None  # once they are there
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory  # of the branches
 
-    def start_copy(self) -> None:
-        self._copy = HostCopy(self._sampled)  # the next step overwrites it
+    @abstractmethod
+    def __getitem__(self, name: str) -> Tensor: ...
 
-    def wait(self) -> None:
-        assert self._copy is not None
-        self._copy.wait()
+    @abstractmethod
+    def _results(self, count: int) -> Tensor:
+        """Memory for the tokens of so many rows."""
 
-    @property
-    def bad_rows(self) -> list[int]:
-        return np.flatnonzero(self.to_numpy() < 0).tolist()
+    def choose_tokens(self, logits: Tensor, mode: Mode, masks: Masks | None = None) -> Tensor:
+        """Returns the tokens [N] int32 that were appended to the branches; -1: none could be chosen."""
+        numbers = {name: self[name] for name in SAMPLING_NUMBERS}
+        chosen = sample_plain(logits, **numbers, mode=mode, masks=masks)
+        results = self._results(len(logits))
+        append_tokens(self._memory, self["token_cells"], chosen.token_ids, chosen.bad, results)
+        return results
 
-    def to_numpy(self) -> np.ndarray:
-        if self._tokens is None:
-            assert self._copy is not None
-            self._tokens = self._copy.to_numpy()
-        return self._tokens
 
-    def logprobs_lists(self) -> dict[int, LogprobsLists]:
-        return {}
+class SentColumns(DeviceColumns):
+    """In the memory to which `DeviceInputs.send` brings them, where a graph finds them."""
+
+    def __init__(self, memory: Tensor, packed: Mapping[str, Tensor], sampled: Tensor, rows: slice) -> None:
+        super().__init__(memory)
+        self._packed = packed
+        self._sampled = sampled
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        entries = self._packed[name]
+        return entries[self._rows] if SENT_BY_NAME[name].per is Per.ROW else entries
+
+    def _results(self, count: int) -> Tensor:
+        return self._sampled[self._rows]
+
+
+class UploadedColumns(DeviceColumns):
+    """Of a step that is not padded: all of them travel in one copy."""
+
+    def __init__(self, memory: Tensor, columns: Mapping[str, np.ndarray], num_rows: int) -> None:
+        super().__init__(memory)
+        self._num_rows = num_rows
+        arrays = [values.astype(_NUMPY[SENT_BY_NAME[name].dtype], copy=False) for name, values in columns.items()]
+        self._columns = dict(zip(columns, all_to_device(arrays, memory.device))) if arrays else {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._columns:  # a number of a draw, for a greedy choice
+            dtype = SENT_BY_NAME[name].dtype
+            self._columns[name] = torch.zeros(self._num_rows, dtype=dtype, device=self._memory.device)
+        return self._columns[name]
+
+    def _results(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=self._memory.device)
+
+
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+
+
+def _is_read(only_with: str | None, rows: InputBatch) -> bool:
+    return only_with is None or getattr(rows, only_with) is not None

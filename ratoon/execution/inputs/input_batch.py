@@ -17,7 +17,7 @@ class InputBatch:
     """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. For a model with an
     encoder also `cross_tables` [rows, blocks of the longest encoder input].
 
-    All of them lie one after the other in `memory`, so that a device can have a copy of it (device_rows.py), to which
+    All of them lie one after the other in `memory`, so that a device can have a copy of it (device_inputs.py), to which
     the writes that are noted in `journal` are repeated.
     """
 
@@ -33,9 +33,10 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
-        max_cross_blocks = -(-max_encoder_len // block_size)
+        self.max_cross_blocks = -(-max_encoder_len // block_size)
+        width = max_model_len + num_groups * self.max_blocks + self.max_cross_blocks
         # np.zeros commits pages when they are written, so a large table costs only what is used of it.
-        self.memory = np.zeros(max_rows * (max_model_len + num_groups * self.max_blocks + max_cross_blocks), np.int32)
+        self.memory = np.zeros(max_rows * width, np.int32)
         self.journal = NoRowWrites() if journal is None else journal
         self.tables_start = max_rows * max_model_len  # in `memory`
         self.cross_start = self.tables_start + num_groups * max_rows * self.max_blocks
@@ -44,13 +45,14 @@ class InputBatch:
         self.block_tables = list(tables)
         self.cross_tables: np.ndarray | None = None
         if max_encoder_len:
-            self.cross_tables = self.memory[self.cross_start :].reshape(max_rows, max_cross_blocks)
+            self.cross_tables = self.memory[self.cross_start :].reshape(max_rows, self.max_cross_blocks)
         self.encoder_lens = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int64)
         self.num_computed = np.zeros(max_rows, np.int64)
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.seeds = np.zeros(max_rows, np.uint64)
         self.params: list[SamplingParams | None] = [None] * max_rows
+        self.num_with_prompt_logprobs = 0  # branches that ask for those of their prompts
         self.row_of: dict[str, int] = {}
         self.num_blocks = np.zeros((num_groups, max_rows), np.int64)
         self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
@@ -76,7 +78,8 @@ class InputBatch:
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.seeds[row] = new.seed
-        self.params[row] = new.params if isinstance(new.params, SamplingParams) else None
+        self.params[row] = params = new.params if isinstance(new.params, SamplingParams) else None
+        self.num_with_prompt_logprobs += params is not None and params.prompt_logprobs is not None
         self.append_blocks(row, new.block_ids)
         self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
         return row
@@ -85,7 +88,8 @@ class InputBatch:
         """The row that became free, or None when the branch had none."""
         row = self.row_of.pop(req_id, None)
         if row is not None:
-            self.params[row] = None
+            params, self.params[row] = self.params[row], None
+            self.num_with_prompt_logprobs -= params is not None and params.prompt_logprobs is not None
             for table, counts in zip(self.block_tables, self.num_blocks, strict=True):
                 table[row, : counts[row]] = NULL_BLOCK
                 counts[row] = 0
@@ -144,6 +148,11 @@ class InputBatch:
         start = int(self.num_tokens[row])
         self.token_ids[row, start : start + len(tokens)] = tokens
         self.num_tokens[row] = start + len(tokens)
+
+    def next_cells(self, rows: np.ndarray) -> np.ndarray:
+        """Where in `memory` the next token of each of these rows goes; -1: there is no room."""
+        num_tokens = self.num_tokens[rows]
+        return np.where(num_tokens < self.max_model_len, rows * self.max_model_len + num_tokens, -1)
 
     def append_pending(self, rows: np.ndarray) -> None:
         """The same for tokens that only the device knows."""

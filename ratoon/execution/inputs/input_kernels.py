@@ -79,7 +79,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     memory,  # the rows: token ids, block tables of the groups, cross tables
     tables_start,  # where in `memory` they begin
     cross_start,
-    counts,  # of the step: requests, tokens, tokens to sample
+    counts,  # of the step: requests, tokens
     rows,  # [R] and so on: what the host says of each request
     num_computed,
     query_starts,  # [R + 1]
@@ -181,35 +181,19 @@ def prepare(
     )
 
 
-@triton.jit
-def _append_tokens(  # type: ignore[no-untyped-def]
-    memory, counts, rows, requests, seq_lens, token_ids, bad, results, max_model_len, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count"])
+def _append_tokens(memory, cells, token_ids, bad, results, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_real = places < tl.load(counts + 2)
-    request = tl.load(requests + places, mask=is_real, other=0)
-    row = tl.load(rows + request, mask=is_real, other=0).to(tl.int64)
-    position = tl.load(seq_lens + request, mask=is_real, other=0)
-    token = tl.load(token_ids + places, mask=is_real, other=0).to(tl.int32)
-    is_bad = tl.load(bad + places, mask=is_real, other=0) != 0
-    tl.store(memory + row * max_model_len + position, token, mask=is_real & (position < max_model_len))
-    tl.store(results + places, tl.where(is_bad, -1, token), mask=is_real)
+    inside = places < count
+    cell = tl.load(cells + places, mask=inside, other=-1)
+    token = tl.load(token_ids + places, mask=inside, other=0).to(tl.int32)
+    is_bad = tl.load(bad + places, mask=inside, other=0) != 0
+    tl.store(memory + cell, token, mask=inside & (cell >= 0))
+    tl.store(results + places, tl.where(is_bad, -1, token), mask=inside)
 
 
-def append_tokens(
-    memory: Tensor,
-    counts: Tensor,
-    rows: Tensor,
-    requests: Tensor,  # [padded]: of the step
-    seq_lens: Tensor,
-    token_ids: Tensor,  # [padded]
-    bad: Tensor,
-    results: Tensor,
-    max_model_len: int,
-) -> None:
-    """Write each token behind the last one of its request, and to `results`; -1 there: it has none."""
-    grid = (triton.cdiv(len(token_ids), CELLS_OF_PROGRAM),)
-    launch(
-        _append_tokens, grid, memory, counts, rows, requests, seq_lens, token_ids, bad, results, max_model_len,
-        BLOCK=CELLS_OF_PROGRAM,
-    )  # fmt: skip
+def append_tokens(memory: Tensor, cells: Tensor, token_ids: Tensor, bad: Tensor, results: Tensor) -> None:
+    """Write each token [N] to its cell of `memory`, unless that is -1, and to `results`; -1 there: it is bad."""
+    count = len(token_ids)
+    grid = (triton.cdiv(count, CELLS_OF_PROGRAM),)
+    launch(_append_tokens, grid, memory, cells, token_ids, bad, results, count, BLOCK=CELLS_OF_PROGRAM)

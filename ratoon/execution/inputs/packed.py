@@ -31,6 +31,7 @@ class PackedBuffer:
         self._current = 0
         self._is_noted = True  # that what reads the current side is launched
         self._starts = _starts(layout)
+        self._ends = dict(zip(layout, [*list(self._starts.values())[1:], size // WORD.itemsize]))
 
     def turn(self) -> None:
         """Switch sides for a new step."""
@@ -53,6 +54,10 @@ class PackedBuffer:
     def start_of(self, name: str) -> int:
         """Where an array begins, in words."""
         return self._starts[name]
+
+    def end_of(self, name: str) -> int:
+        """Where the next one begins."""
+        return self._ends[name]
 
     def note_read(self) -> None:
         """What reads the host's side in this step is launched. May be said once the rest of the step is, too: the

@@ -19,7 +19,9 @@ from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.devices import use_device
 from ratoon.execution.kv.block_kernels import FEW_BLOCKS, Pages, copy_blocks
 from ratoon.execution.model_runner import ModelRunner
-from ratoon.execution.passes.graphs import MAX_TOKENS, Captured, GraphKey, graph_sizes
+from ratoon.execution.passes.ends import BeamKeys, Logits
+from ratoon.execution.passes.graphs import MAX_TOKENS, Captured, PaddedEnd, ProgramKey, graph_sizes, sampling_key
+from ratoon.execution.readers.beams import MAX_PADDED_BEAMS
 from ratoon.layers.beams import SearchShape, best_keys_of_shape
 from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import compile_launches, is_marked, mark_of, send_launches
@@ -170,7 +172,7 @@ def launch_later_steps(runner: ModelRunner) -> None:
     _launch_decodes(runner, (32, *sizes, *MANY_ROWS), (Mode.GREEDY,))
     _launch_prompts(runner, [size for size in sizes if size > 1])
     if (size := runner.graphs.size_for(FEW_ROWS)) is not None:  # many requests, some of more than one token
-        _launch_padded(runner, GraphKey(size, size, 1, Mode.GREEDY))
+        _launch_padded(runner, sampling_key(size, size, 1, Mode.GREEDY))
     _launch_beams(runner)
     _launch_candidates(runner)
     _launch_decodes(runner, (1,), (Mode.RANDOM,))
@@ -184,10 +186,10 @@ def _launch_decodes(runner: ModelRunner, nums_seqs: Sequence[int], modes: Sequen
     sizes = [runner.graphs.size_for(num_seqs) for num_seqs in nums_seqs]
     for size in dict.fromkeys(size for size in sizes if size is not None):
         for mode in modes:
-            _launch_padded(runner, GraphKey(size, None, None, mode))
+            _launch_padded(runner, sampling_key(size, None, None, mode))
 
 
-def _launch_padded(runner: ModelRunner, key: GraphKey) -> None:
+def _launch_padded(runner: ModelRunner, key: ProgramKey) -> None:
     assert runner.graphs is not None
     runner.graphs.clear()  # a step that it has seen would be captured
     runner.graphs.run(key)
@@ -212,9 +214,10 @@ def _launch_beams(runner: ModelRunner) -> None:
     """Steps of a search, and the copies of blocks when beams part."""
     assert runner.graphs is not None
     for num_beams in NUMS_BEAMS:
-        size = runner.graphs.size_for(num_beams, has_beams=True)
+        size = runner.graphs.size_for(num_beams, limit=MAX_PADDED_BEAMS)
         if size is not None:
-            _launch_padded(runner, GraphKey(size, None, None, None, SearchShape(1, num_beams, 2 * num_beams)))
+            end = PaddedEnd(BeamKeys(SearchShape(1, num_beams, 2 * num_beams)), None)
+            _launch_padded(runner, ProgramKey(size, None, (end,)))
     pages = Pages([torch.empty(4, 1, dtype=torch.int64, device=runner.device)], runner.device)
     for num_copies in (1, FEW_BLOCKS + 1):
         copy_blocks(pages, pages, [(0, 1)] * num_copies)
@@ -226,24 +229,22 @@ def _launch_candidates(runner: ModelRunner) -> None:
     assert runner.graphs is not None
     inputs = cast("DeviceInputs", runner.inputs)
     runner.graphs.clear()
-    logits = runner.graphs.run(GraphKey(1, None, None))
-    assert logits is not None
+    (logits,) = runner.graphs.run(ProgramKey(1, None, (PaddedEnd(Logits(), None),)))
     for num_stop_tokens in NUMS_STOP_TOKENS:
         for num_beams in NUMS_BEAMS:
             num_wanted = 1 << (num_beams * (1 + num_stop_tokens) - 1).bit_length()
             for num_rows in (num_beams, 1):
                 if num_rows <= len(runner.input_batch.token_ids):
-                    best_keys_of_shape(
-                        logits.new_empty(num_rows, logits.shape[1]), *inputs.beam_numbers(num_rows, 1),
-                        SearchShape(1, num_rows, num_wanted),
-                    )  # fmt: skip
+                    columns = inputs.columns(slice(0, num_rows))
+                    bounds = columns["search_starts"][:1], columns["search_stops"][:1]
+                    rows = logits.new_empty(num_rows, logits.shape[1])
+                    best_keys_of_shape(rows, columns["beam_scores"], bounds, SearchShape(1, num_rows, num_wanted))
 
 
 def _launch_logprobs(runner: ModelRunner) -> None:
     assert runner.graphs is not None
     runner.graphs.clear()
-    logits = runner.graphs.run(GraphKey(1, None, None))
-    assert logits is not None
+    (logits,) = runner.graphs.run(ProgramKey(1, None, (PaddedEnd(Logits(), None),)))
     token_ids = torch.empty(1, dtype=torch.int64, device=runner.device)
     for num_top in NUMS_LOGPROBS:
         token_logprobs(logits, token_ids, num_top)
@@ -270,7 +271,7 @@ def _launch_shared_prefix(runner: ModelRunner) -> None:
     rows, inputs = runner.input_batch, cast("DeviceInputs", runner.inputs)
     longest = rows.max_model_len - 1
     for num_sharing in NUMS_SHARING:
-        length = min(inputs.input_ids.shape[0] - num_sharing, longest)
+        length = min(len(inputs.prepared["input_ids"]) - num_sharing, longest)
         is_padded = runner.graphs.size_for(length + num_sharing, is_decode=False) is not None
         if length > 0 and not is_padded and num_sharing < len(rows.token_ids):
             requests = [(min(SHARED_TOKENS, longest - 1), 1)] * num_sharing + [(0, length)]

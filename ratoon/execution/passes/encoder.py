@@ -14,9 +14,11 @@ from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.plan import EncoderStep
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.kv.kv_tensors import KVTensors, dtype_name, make_rows, view_pages
+from ratoon.execution.passes.ends import LayerRows, ProgramRows
+from ratoon.execution.passes.program import HOST_COLUMNS
 from ratoon.execution.passes.step_context import EncoderPass
-from ratoon.execution.readers.hidden_states import CapturedRows, CaptureReader
-from ratoon.execution.readers.interface import ExecutedPass, rows_of
+from ratoon.execution.readers.hidden_states import CapturedRows, CaptureReader, capture_readers
+from ratoon.execution.readers.interface import ExecutedPass
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
 Tensor = torch.Tensor
@@ -52,11 +54,17 @@ class EncoderRunner:
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
         context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
         readers = self._readers(steps, lengths, len(model.encoder.layers))
-        states = model.encode(self._batch(steps, lengths), context, readers)
+        rows = [indices_on(self._device, reader.wanted.rows.tolist()) for reader in readers]
+        observer = LayerRows([(reader.wanted.end.inner_layers, of_reader) for reader, of_reader in zip(readers, rows)])
+        states = model.encode(self._batch(steps, lengths), context, [observer] if readers else [])
         if any(step.block_ids for step in steps):
             model.store_cross(states.normed, context)
         self.num_runs += len(steps)
-        return ExecutedPass(states.select(indices_on(self._device, rows_of(readers))), readers)
+        results = [
+            reader.wanted.end.run(ProgramRows(states.select(of_reader), None, found, HOST_COLUMNS))
+            for reader, of_reader, found in zip(readers, rows, observer.found)
+        ]
+        return ExecutedPass(readers, results)
 
     def release(self) -> None:
         self._scratch = None
@@ -124,7 +132,7 @@ class EncoderRunner:
             for step, first in zip(steps, first_rows, strict=True)
             if step.captured
         ]
-        return [CaptureReader(captured, num_layers, self._device)] if captured else []
+        return capture_readers(captured, num_layers)
 
 
 def _passes(steps: list[EncoderStep], most: int | None) -> list[list[EncoderStep]]:

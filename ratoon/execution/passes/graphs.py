@@ -1,7 +1,7 @@
-"""Small steps from fixed memory, padded to a few sizes, so that each can be captured once as a CUDA graph and replayed.
+"""The driver of small steps: they run from fixed memory, padded to a few sizes, so that each can be captured once as a
+CUDA graph and replayed.
 
-What is captured (`run_padded`) is an ordinary function: without a graph it does the same. Which steps are small enough,
-and what is read from them, is the runner's.
+What is captured is the program of a key: without a graph it does the same, call by call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.stats import GraphStats
-from ratoon.execution.inputs.device_inputs import DeviceInputs
-from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.inputs.device_inputs import ColumnsOfRows, DeviceInputs
 from ratoon.execution.passes.cuda_driver import load_library
-from ratoon.execution.passes.step_context import PagedStep
-from ratoon.layers.beams import SearchShape, best_keys_of_shape
-from ratoon.layers.sampling import Masks, Mode, sample_plain
-from ratoon.models.base import LanguageModel
+from ratoon.execution.passes.ends import End, MaskedTokens, Tokens
+from ratoon.execution.passes.program import ProgramEnds, ProgramStep, StepProgram
+from ratoon.execution.sampling.mask_column import MaskColumn
+from ratoon.layers.sampling import Mode
 
 Tensor = torch.Tensor
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DECODES = 1024  # sequences of a decode step that is padded
 MAX_TOKENS = 2048  # of another
-MAX_BEAM_ROWS = 256  # with more, reading a prefix once for all its beams, which graphs do not, saves more than they do
 # What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
 LAUNCH_SECONDS_OF_LAYER = 300e-6
 OPERATIONS_PER_SECOND = 600e12
@@ -63,22 +61,37 @@ def max_prefill_tokens(config: ModelConfig) -> int:
     return int(LAUNCH_SECONDS_OF_LAYER * OPERATIONS_PER_SECOND / (2 * weights_of_layer))
 
 
-class GraphKey(NamedTuple):
+class PaddedEnd(NamedTuple):
+    end: End
+    num_rows: int | None  # that are read for it, padded; None: all rows of the step, for its only end
+
+
+class ProgramKey(NamedTuple):
+    """What a graph is captured for."""
+
     size: int  # tokens, padded
     num_reqs: int | None  # padded; None: every request has one token
-    num_read: int | None  # rows whose logits are computed, padded; None: all of them
-    mode: Mode | None = None  # how their tokens are sampled; None: they are not
-    searches: SearchShape | None = None  # whose candidates are chosen from them; without either it ends with the logits
-    is_masked: bool = False  # the step itself ended with the logits; this samples from them, under masks
+    ends: tuple[PaddedEnd, ...]
+    num_layers: int | None = None  # that are run; None: all of them
+    chosen: int | None = None  # the end whose tokens are chosen from its logits, under masks; None: the program itself
 
     @property
     def max_query_len(self) -> int:
         return 1 if self.num_reqs is None else self.size
 
     @property
-    def num_rows(self) -> int:
-        """Rows whose logits are computed."""
-        return self.size if self.num_read is None else self.num_read
+    def reads_all(self) -> bool:
+        return len(self.ends) == 1 and self.ends[0].num_rows is None
+
+    @property
+    def program_ends(self) -> ProgramEnds:
+        counts = [self.size if padded.num_rows is None else padded.num_rows for padded in self.ends]
+        return ProgramEnds.of([padded.end for padded in self.ends], counts)
+
+
+def sampling_key(size: int, num_reqs: int | None, num_rows: int | None, mode: Mode) -> ProgramKey:
+    """The key of steps in which a token is chosen for each row that is read."""
+    return ProgramKey(size, num_reqs, (PaddedEnd(Tokens(mode), num_rows),))
 
 
 def padded_reqs(count: int, num_padding: int, size: int, max_model_len: int) -> int | None:
@@ -98,48 +111,18 @@ def padded_read(count: int, size: int) -> int:
     return min(most, next((number for number in READ_SIZES if number >= count), most))
 
 
-def run_padded(key: GraphKey, inputs: DeviceInputs, kv: KVTensors, model: LanguageModel) -> Tensor | None:
-    """The step that `inputs.send` has brought to the device. Returns the logits [num_read, V] of the rows to read, or
-    the keys of candidates; if tokens are sampled, None: they are in `inputs.sampled` and in the rows."""
-    num_reqs = key.size if key.num_reqs is None else key.num_reqs
-    inputs.compute(key.size, num_reqs, key.max_query_len)
-    step = inputs.padded(key.size, num_reqs, key.max_query_len)
-    metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, step.groups)]
-    cross = None if step.cross is None else kv.cross_backend.build_metadata(step.cross)
-    rows = None if key.num_read is None else inputs.read_rows(key.num_read)
-    states = model.forward(step.input_ids, step.positions, PagedStep(kv, metadata, cross), rows)
-    if key.num_read == 0:
-        return states.normed  # [0, H]
-    logits = model.compute_logits(states.normed)
-    if key.searches is not None:
-        return best_keys_of_shape(logits, *inputs.beam_numbers(key.num_rows, key.searches.num_searches), key.searches)
-    if key.mode is None:
-        return logits
-    sample_padded(key, inputs, logits)
-    return None
-
-
-def sample_padded(key: GraphKey, inputs: DeviceInputs, logits: Tensor, words: Tensor | None = None) -> None:
-    """Sample a token from each row of logits, by the numbers that `inputs.send` has brought, under masks if there are
-    `words` of these. The tokens are in `inputs.sampled` and in the rows."""
-    assert key.mode is not None
-    masks = None if words is None else Masks(inputs.mask_of(key.num_rows), words)
-    chosen = sample_plain(logits, **inputs.sampling_numbers(key.num_rows), mode=key.mode, masks=masks)
-    inputs.append_tokens(chosen.token_ids, chosen.bad)
-
-
 # ---- capturing ----
 
 
 class Captured(Protocol):
     """A function that was captured."""
 
-    def replay(self) -> Tensor | None:
+    def replay(self) -> Any:
         """What the function returned, computed anew in the same memory."""
         ...
 
 
-Capture = Callable[[Callable[[], Tensor | None]], Captured]
+Capture = Callable[[Callable[[], Any]], Captured]
 
 
 class CudaCapture:
@@ -150,7 +133,7 @@ class CudaCapture:
         self._pool: Any = None  # torch's handle
         self._alive: WeakSet[CudaGraph] = WeakSet()
 
-    def __call__(self, function: Callable[[], Tensor | None]) -> Captured:
+    def __call__(self, function: Callable[[], Any]) -> Captured:
         if not self._alive:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         graph = CudaGraph(function, self._pool)
@@ -159,7 +142,7 @@ class CudaCapture:
 
 
 class CudaGraph:
-    def __init__(self, function: Callable[[], Tensor | None], pool: Any) -> None:
+    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # what it would free belongs to other streams
@@ -181,7 +164,7 @@ class CudaGraph:
                 gc.enable()
         upload(self._graph)
 
-    def replay(self) -> Tensor | None:
+    def replay(self) -> Any:
         self._graph.replay()
         return self._result
 
@@ -204,77 +187,75 @@ class StepGraphs:
     def __init__(
         self,
         sizes: list[int],
-        run: Callable[[GraphKey], Tensor | None],
+        run: Callable[[ProgramKey], Any],
         capture: Capture,
         max_prefill_tokens: int = MAX_TOKENS,
         send_padding: Callable[[], None] | None = None,
-        sample: Callable[[GraphKey, Tensor], None] | None = None,
+        choose: Callable[[ProgramKey, Tensor], Any] | None = None,
     ) -> None:
         """`send_padding`: bring a step without requests to the device, so that `run` computes padding alone. Without
-        it, only steps that have run are captured in moments without work. `sample`: from the logits of a step that has
-        run, under masks."""
+        it, only steps that have run are captured in moments without work. `choose`: the tokens of an end, from the
+        logits of a step that has run, under masks."""
         self.stats = GraphStats()
         self._sizes = sizes
         self._max_prefill_tokens = max_prefill_tokens
         self._run = run
         self._capture = capture
         self._send_padding = send_padding
-        self._sample = sample
-        self._logits: Tensor | None = None  # that `sample` was called with
-        self._graphs: dict[GraphKey, Captured] = {}
-        self._seen: dict[GraphKey, None] = {}  # in the order of their first steps
+        self._choose = choose
+        self._logits: Tensor | None = None  # that `choose` was called with
+        self._graphs: dict[ProgramKey, Captured] = {}
+        self._seen: dict[ProgramKey, None] = {}  # in the order of their first steps
         self._modes: set[Mode] = set()  # of steps that have run
-        self._short_keys: list[GraphKey] = []  # to be run ahead, the last first
+        self._short_keys: list[ProgramKey] = []  # to be run ahead, the last first
         self._num_failures = 0
 
-    def size_for(self, num_tokens: int, is_decode: bool = True, has_beams: bool = False) -> int | None:
+    def size_for(self, num_tokens: int, is_decode: bool = True, limit: int = MAX_TOKENS) -> int | None:
         """The size that a step of so many tokens is padded to. None: they are too many."""
-        limit = min(MAX_DECODES if is_decode else self._max_prefill_tokens, MAX_BEAM_ROWS if has_beams else MAX_TOKENS)
-        if num_tokens > limit:
+        if num_tokens > min(MAX_DECODES if is_decode else self._max_prefill_tokens, limit, MAX_TOKENS):
             return None
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def run(self, key: GraphKey) -> Tensor | None:
+    def run(self, key: ProgramKey) -> Any:
         graph = self._graphs.get(key)
         if graph is None and key in self._seen:
             graph = self._try_capture(key)
         if graph is not None:
             return graph.replay()
-        states = self._run(key)
+        results = self._run(key)
         self._note(key)  # not if it raised: what it compiles may be missing
-        return states
+        return results
 
-    def sample(self, key: GraphKey, logits: Tensor) -> None:
-        """Sample under masks from the logits that `run` has returned for the same step. They are captured only if the
-        step is, so that the logits stay where they are."""
-        masked = key._replace(is_masked=True)
+    def choose(self, key: ProgramKey, index: int, logits: Tensor) -> Any:
+        """The tokens of an end, from the logits that `run` has returned for the same step. They are captured only if
+        the step is, so that the logits stay where they are."""
+        chosen = key._replace(chosen=index)
         self._logits = logits
-        graph = self._graphs.get(masked)
-        if graph is None and masked in self._seen and key._replace(mode=None) in self._graphs:
-            graph = self._try_capture(masked)
+        graph = self._graphs.get(chosen)
+        if graph is None and chosen in self._seen and key in self._graphs:
+            graph = self._try_capture(chosen)
         if graph is not None:
-            graph.replay()
-        else:
-            self._run_key(masked)
-            self._seen[masked] = None
+            return graph.replay()
+        results = self._run_key(chosen)
+        self._seen[chosen] = None
+        return results
 
-    def _run_key(self, key: GraphKey) -> Tensor | None:
-        if not key.is_masked:
+    def _run_key(self, key: ProgramKey) -> Any:
+        if key.chosen is None:
             return self._run(key)
-        assert self._sample is not None and self._logits is not None
-        self._sample(key, self._logits)
-        return None
+        assert self._choose is not None and self._logits is not None
+        return self._choose(key, self._logits)
 
     @property
     def can_capture_next(self) -> bool:
-        num_left = sum(not key.is_masked and key not in self._graphs for key in self._seen)
+        num_left = sum(key.chosen is None and key not in self._graphs for key in self._seen)
         return num_left > 0 and len(self._graphs) < MAX_GRAPHS and self._num_failures < MAX_FAILURES
 
     def capture_next(self) -> bool:
         """Capture a step that has run once, the latest first. For moments without work: nothing is executed. False:
         nothing could be captured."""
-        key = next((key for key in reversed(self._seen) if key not in self._graphs and not key.is_masked), None)
+        key = next((key for key in reversed(self._seen) if key not in self._graphs and key.chosen is None), None)
         return key is not None and self._try_capture(key) is not None
 
     @property
@@ -300,13 +281,15 @@ class StepGraphs:
             return True
         return False
 
-    def _note(self, key: GraphKey) -> None:
+    def _note(self, key: ProgramKey) -> None:
         """A step has run. Short continuations will sample their tokens as it did."""
         self._seen[key] = None
-        if self._send_padding is not None and key.mode is not None and key.mode not in self._modes:
-            self._modes.add(key.mode)
+        if self._send_padding is None:
+            return
+        for mode in {padded.end.mode for padded in key.ends if isinstance(padded.end, Tokens)} - self._modes:
+            self._modes.add(mode)
             sizes = [size for size in reversed(SHORT_SIZES) if size in self._sizes and size <= self._max_prefill_tokens]
-            short = [GraphKey(size, REQUEST_SIZES[0], padded_read(1, size), key.mode) for size in sizes]
+            short = [sampling_key(size, REQUEST_SIZES[0], padded_read(1, size), mode) for size in sizes]
             self._short_keys = short + self._short_keys
 
     def clear(self) -> None:
@@ -317,7 +300,7 @@ class StepGraphs:
         self._short_keys.clear()
         self.stats = GraphStats()
 
-    def _try_capture(self, key: GraphKey) -> Captured | None:
+    def _try_capture(self, key: ProgramKey) -> Captured | None:
         if len(self._graphs) >= MAX_GRAPHS or self._num_failures >= MAX_FAILURES:
             return None
         free = free_bytes()
@@ -343,3 +326,86 @@ class StepGraphs:
 def free_bytes() -> int | None:
     """Of the device's memory; None without CUDA."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+class Graphs:
+    """Runs small steps whose inputs are on the device, padded and by their keys."""
+
+    def __init__(
+        self, program: StepProgram, inputs: DeviceInputs, sizes: list[int], capture: Capture, masks: MaskColumn
+    ) -> None:
+        self._program = program
+        self._inputs = inputs
+        self._masks = masks
+        self.steps = StepGraphs(
+            sizes,
+            self._run_padded,
+            capture,
+            max_prefill_tokens(program.model.config),
+            inputs.send_padding,
+            self._choose_padded,
+        )
+
+    def run(self, step: ProgramStep) -> list[Any] | None:
+        key = self._key_of(step)
+        if key is None:
+            return None
+        wanted, ends = step.wanted, key.program_ends
+        of_rows: list[ColumnsOfRows] = []
+        for each, place in zip(wanted, ends.places):
+            columns = each.columns if key.reads_all else {"read_rows": each.rows, **each.columns}
+            of_rows.append((place, columns))
+        self._inputs.send(step.batch_rows, step.num_scheduled, step.unwritten, of_rows)
+        results = self.steps.run(key)
+        found = []
+        for index, (each, result) in enumerate(zip(wanted, results)):
+            count = len(each.rows)
+            if isinstance(each.end, MaskedTokens):
+                found.append(partial(self._choose, key, index, result, count))
+            else:
+                found.append(each.end.cut(result, count))
+        return found
+
+    def _key_of(self, step: ProgramStep) -> ProgramKey | None:
+        """None: the step must run by calls."""
+        num_tokens, count = step.num_tokens, len(step.batch_rows)
+        is_decode = count == num_tokens
+        limit = min((each.max_padded for each in step.wanted), default=MAX_TOKENS)
+        size = self.steps.size_for(num_tokens, is_decode, limit)
+        if size is None:
+            return None
+        num_reqs = None
+        if not is_decode:
+            num_reqs = padded_reqs(count, size - num_tokens, size, self._inputs.rows.max_model_len)
+            if num_reqs is None:
+                return None
+        if is_decode and step.reads_all:
+            return ProgramKey(size, num_reqs, (PaddedEnd(step.wanted[0].end, None),))
+        ends = tuple(PaddedEnd(each.end, padded_read(len(each.rows), size)) for each in step.wanted)
+        if sum(end.num_rows or 0 for end in ends) > self._inputs.max_rows or any(
+            len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
+        ):
+            return None
+        return ProgramKey(size, num_reqs, ends, step.num_layers)
+
+    def _run_padded(self, key: ProgramKey) -> list[Any]:
+        """The program of the step that `inputs.send` has brought to the device."""
+        inputs, ends = self._inputs, key.program_ends
+        num_reqs = key.size if key.num_reqs is None else key.num_reqs
+        inputs.compute(key.size, num_reqs, key.max_query_len)
+        step = inputs.padded(key.size, num_reqs, key.max_query_len)
+        places = ends.places
+        rows = None
+        if not key.reads_all:
+            rows = inputs.columns(slice(0, places[-1].stop if places else 0))["read_rows"]
+        return self._program.run(step, ends, rows, [inputs.columns(place) for place in places], key.num_layers)
+
+    def _choose(self, key: ProgramKey, index: int, logits: Tensor, count: int) -> Any:
+        return self.steps.choose(key, index, logits)[:count]
+
+    def _choose_padded(self, key: ProgramKey, logits: Tensor) -> Any:
+        assert key.chosen is not None
+        ends = key.program_ends
+        end = ends.ends[key.chosen]
+        assert isinstance(end, MaskedTokens)
+        return end.choose(logits, self._inputs.columns(ends.places[key.chosen]), self._masks.words)

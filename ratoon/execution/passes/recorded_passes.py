@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ratoon.execution.inputs.step_inputs import StepInputs
 from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.ends import End, Logits, RowColumns, States, Tokens
+from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, StepProgram
 from ratoon.execution.passes.step_context import PagedStep
-from ratoon.execution.readers.interface import PassEnd
-from ratoon.execution.sampling.sampler import HostTokens
-from ratoon.layers import sampling
 from ratoon.layers.native.recording import Arena, Program, Recording, join_recordings
 from ratoon.models.base import FinalStates, LanguageModel
 
@@ -39,15 +40,14 @@ class PassShape(NamedTuple):
 
     num_tokens: int
     num_reqs: int
-    end: PassEnd
+    end: End  # for all rows
 
 
 class PassResult(NamedTuple):
     """Of all rows; valid until the next pass."""
 
     states: FinalStates
-    logits: torch.Tensor | None = None
-    tokens: HostTokens | None = None
+    result: Any = None  # of the shape's end; None: that was not recorded
 
 
 class RecordedPass(NamedTuple):
@@ -57,6 +57,9 @@ class RecordedPass(NamedTuple):
     result: PassResult
     metadata: list[Any]  # of each KV group
     cross: Any
+
+
+STATES = States()
 
 
 class RecordedPasses:
@@ -79,17 +82,35 @@ class RecordedPasses:
     def __len__(self) -> int:
         return len(self._passes)
 
-    def run(self, model: LanguageModel, inputs: StepInputs, end: PassEnd) -> PassResult | None:
-        """A result may have less than `end` says. None: the step has to run call by call."""
+    def run(
+        self,
+        program: StepProgram,
+        inputs: StepInputs,
+        ends: ProgramEnds,
+        rows: np.ndarray | None,
+        columns: Sequence[RowColumns],
+    ) -> list[Any] | None:
+        """As StepProgram.run, with `rows` on the host. None: the step has to run call by call."""
         num_tokens = len(inputs.input_ids)
-        if not self._is_possible or num_tokens > MAX_TOKENS:
+        if not self._is_possible or num_tokens > MAX_TOKENS or any(end.inner_layers for end in ends.ends):
             return None
-        if num_tokens > MAX_LOGITS_ROWS:
-            end = PassEnd.STATES
-        shape = PassShape(num_tokens, len(inputs.cu_num_tokens), end)
+        end: End = STATES
+        if rows is None and num_tokens <= MAX_LOGITS_ROWS and isinstance(ends.ends[0], Logits | Tokens):
+            end = ends.ends[0]
+        found = self._run_shape(PassShape(num_tokens, len(inputs.cu_num_tokens), end), program, inputs)
+        if found is None:
+            return None
+        if found.result is not None:
+            return [found.result]
+        states = found.states
+        if rows is not None:
+            states = states.select(torch.from_numpy(rows[: ends.num_with_states]))
+        return program.finish(states, ends, columns)
+
+    def _run_shape(self, shape: PassShape, program: StepProgram, inputs: StepInputs) -> PassResult | None:
         recorded = self._passes.pop(shape, None)
         if recorded is not None:
-            result = self._replay(recorded, model, inputs)
+            result = self._replay(recorded, program.model, inputs)
             if result is not None:
                 self._passes[shape] = recorded
             return result
@@ -97,7 +118,7 @@ class RecordedPasses:
         if self._steps[shape] < needed:
             self._steps[shape] += 1
             return None
-        return self._record(shape, model, inputs)
+        return self._record(shape, program, inputs)
 
     def clear(self) -> None:
         """Drop all: memory that they use is about to be freed."""
@@ -119,7 +140,8 @@ class RecordedPasses:
         recorded.program.run()
         return recorded.result
 
-    def _record(self, shape: PassShape, model: LanguageModel, inputs: StepInputs) -> PassResult:
+    def _record(self, shape: PassShape, program: StepProgram, inputs: StepInputs) -> PassResult:
+        model = program.model
         kv = self._kv
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
@@ -134,22 +156,21 @@ class RecordedPasses:
             states = model.forward_stream(stream, inputs.positions, PagedStep(kv, metadata, cross))
         result = PassResult(states)
         recordings = [begin, layers] if begins_with_ids else [layers]
-        if shape.end > PassEnd.STATES:
+        if shape.end != STATES:
             with Recording(self._arena) as end:
-                logits = model.compute_logits(states.normed)
-                chosen = sampling.greedy(logits) if shape.end is PassEnd.TOKENS else None
+                (found,) = program.finish(states, ProgramEnds.of([shape.end], [shape.num_tokens]), [HOST_COLUMNS])
             if not end.obstacles:
                 recordings.append(end)
-                result = PassResult(states, logits, None if chosen is None else HostTokens(chosen))
-        program = join_recordings(*recordings)
-        if program is None:
+                result = PassResult(states, found)
+        joined = join_recordings(*recordings)
+        if joined is None:
             self._is_possible = False
             logger.info("steps run call by call: %s can't be recorded", ", ".join(sorted(set(layers.obstacles))))
             return result
         if len(self._passes) >= MAX_PASSES:
             self._passes.pop(next(iter(self._passes)))
         embedded = None if begins_with_ids else stream
-        self._passes[shape] = RecordedPass(program, embedded, _places(inputs), result, metadata, cross)
+        self._passes[shape] = RecordedPass(joined, embedded, _places(inputs), result, metadata, cross)
         return result
 
 

@@ -5,7 +5,7 @@ The arithmetic is in layers/beams.py; the scheduler chooses among the candidates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,17 +13,19 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.plan import BeamStep
+from ratoon.core.plan import BeamStep, SchedulerOutput
 from ratoon.execution.grammar.interface import SLOW_SECONDS
 from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.cells import to_device
-from ratoon.execution.readers.interface import Finish, StepLayout
+from ratoon.execution.passes.ends import NO_LIMIT, BeamKeys, EndRows, Logits
+from ratoon.execution.readers.interface import Finish, RowReader, StepLayout
 from ratoon.execution.rules.base import LogitsRule, apply_rules
 from ratoon.execution.rules.grammar import Grammar, fill_and_wait
 from ratoon.execution.sampling.beam_rows import BeamRows
 from ratoon.layers.beams import (
     Candidates,
     SearchRows,
+    SearchShape,
     best_candidates_of_searches,
     best_keys_of_searches,
     candidates_of_keys,
@@ -33,19 +35,50 @@ from ratoon.layers.beams import (
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
-class CandidatesReader:
+# Tokens up to which a step with beams is padded: with more, reading a prefix once for all its beams saves more than
+# graphs do, which read it once for each.
+MAX_PADDED_BEAMS = 256
+
+
+class BeamReaders:
     """Reads the rows of all beam searches of a step that need candidates, search by search."""
 
-    def __init__(self, beam_steps: list[BeamStep], layout: StepLayout, beam_rows: BeamRows) -> None:
-        self._steps = [step for step in beam_steps if step.num_candidates]
+    def __init__(self, beam_rows: BeamRows, device: torch.device, vocab_size: int) -> None:
         self._beam_rows = beam_rows
-        self.rows: list[int] = []
-        for step in self._steps:  # one without beams yet reads the trunk's last row
-            self.rows += layout.beam_last_rows.get(step.req_id) or [layout.last_row[step.req_id]]
+        self._device = device
+        self._vocab_size = vocab_size
 
-    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
-        if not self._steps:
-            return None
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[RowReader]:
+        steps = [step for step in plan.beam_steps if step.num_candidates]
+        if not steps:
+            return
+        listed: list[int] = []
+        for step in steps:  # one without beams yet reads the trunk's last row
+            listed += layout.beam_last_rows.get(step.req_id) or [layout.last_row(step.req_id)]
+        rows = np.array(listed, np.int64)
+        # Prompts of searches are padded like others.
+        max_padded = MAX_PADDED_BEAMS if layout.beam_last_rows else NO_LIMIT
+        scores, searches = _lay_out(steps)
+        if not chosen_by_keys(self._device, searches) or any(_active_rules(steps, self._beam_rows)):
+            yield CandidatesReader(steps, EndRows(Logits(), rows, max_padded=max_padded), self._beam_rows)
+            return
+        shape = SearchShape.of(searches)
+        bounds = np.zeros((2, shape.num_searches), np.int64)  # a search of padding has no rows
+        bounds[:, : len(searches)] = [search.start for search in searches], [search.stop for search in searches]
+        columns = {"beam_scores": np.array(scores, np.float32), "search_starts": bounds[0], "search_stops": bounds[1]}
+        wanted = EndRows(BeamKeys(shape), rows, columns, max_padded)
+        yield BeamKeysReader(steps, wanted, searches, self._vocab_size)
+
+
+class CandidatesReader:
+    """Chooses the candidates from logits, under the rules of the searches."""
+
+    def __init__(self, steps: list[BeamStep], wanted: EndRows, beam_rows: BeamRows) -> None:
+        self.wanted = wanted
+        self._steps = steps
+        self._beam_rows = beam_rows
+
+    def read(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
         refused = refuse_slow(self._steps, self._beam_rows, output)
         if refused:
             kept = [
@@ -57,15 +90,18 @@ class CandidatesReader:
             logits = logits[to_device(np.array(kept), logits.device)]
         return choose_candidates(self._steps, logits, output, self._beam_rows)
 
-    def plain_searches(self, device: torch.device) -> tuple[list[float], list[SearchRows]] | None:
-        """The scores of the rows, and the searches, for best_keys_of_shape. None: a rule is active, or keys can't hold
-        the candidates."""
-        scores, searches, rules = _lay_out(self._steps, self._beam_rows)
-        return (scores, searches) if searches and not any(rules) and chosen_by_keys(device, searches) else None
 
-    def read_keys(self, keys: torch.Tensor, searches: list[SearchRows], vocab_size: int) -> Finish:
-        """Of keys [S, W] that were chosen for these searches."""
-        return _finish_keys(keys, searches, vocab_size, self._steps)
+@dataclass(slots=True)
+class BeamKeysReader:
+    """Reads candidates that the program has chosen."""
+
+    steps: list[BeamStep]
+    wanted: EndRows
+    searches: list[SearchRows]
+    vocab_size: int
+
+    def read(self, keys: torch.Tensor, output: ModelRunnerOutput) -> Finish:
+        return _finish_keys(keys[: len(self.searches)], self.searches, self.vocab_size, self.steps)
 
 
 def refuse_slow(steps: list[BeamStep], beam_rows: BeamRows, output: ModelRunnerOutput) -> list[BeamStep]:
@@ -95,7 +131,8 @@ def choose_candidates(
 ) -> Finish | None:
     """From the logits [B, V] of all beams of these searches, which may be changed in place. As in transformers, rules
     apply to log-probabilities, which are not renormalised afterwards; masks have the same effect on logits."""
-    scores, searches, rules = _lay_out(steps, beam_rows)
+    scores, searches = _lay_out(steps)
+    rules = _active_rules(steps, beam_rows)
     edit, weighed = None, []
     if any(rules):
         edit = partial(apply_rules, rules_of_rows=rules)
@@ -110,20 +147,24 @@ def choose_candidates(
     return _finish_keys(keys, searches, logits.shape[1], steps)
 
 
-def _lay_out(
-    steps: list[BeamStep], beam_rows: BeamRows
-) -> tuple[list[float], list[SearchRows], list[Sequence[LogitsRule]]]:
-    """The scores of all beams, the searches that they belong to, and of every beam the rules that are active."""
+def _lay_out(steps: list[BeamStep]) -> tuple[list[float], list[SearchRows]]:
+    """The scores of all beams, and the searches that they belong to."""
     searches: list[SearchRows] = []
     scores: list[float] = []
-    rules: list[Sequence[LogitsRule]] = []
     for step in steps:
         start = len(scores)
         scores += step.scores
         searches.append(SearchRows(start, len(scores), step.num_candidates))
+    return scores, searches
+
+
+def _active_rules(steps: list[BeamStep], beam_rows: BeamRows) -> list[Sequence[LogitsRule]]:
+    """Of every beam."""
+    rules: list[Sequence[LogitsRule]] = []
+    for step in steps:
         of_beams = beam_rows.rules_of(step.req_id)
         rules += [row_rules.active() for row_rules in of_beams] if of_beams else [()] * len(step.scores)
-    return scores, searches, rules
+    return rules
 
 
 def _finish_keys(on_device: torch.Tensor, searches: list[SearchRows], vocab_size: int, steps: list[BeamStep]) -> Finish:
@@ -133,19 +174,6 @@ def _finish_keys(on_device: torch.Tensor, searches: list[SearchRows], vocab_size
         put_candidates(candidates_of_keys(keys.to_numpy(), searches, vocab_size), steps, output)
 
     return finish
-
-
-@dataclass(slots=True)
-class BeamKeysPass:
-    """A forward pass that ended with the keys [S, W] of the best candidates of its searches. As ExecutedPass."""
-
-    keys: torch.Tensor
-    searches: list[SearchRows]
-    vocab_size: int
-    reader: CandidatesReader
-
-    def read(self, output: ModelRunnerOutput) -> Finish | None:
-        return self.reader.read_keys(self.keys, self.searches, self.vocab_size)
 
 
 def put_candidates(found: list[Candidates | None], steps: list[BeamStep], output: ModelRunnerOutput) -> None:

@@ -5,21 +5,24 @@ Rows are selected by index in the ordinary forward pass. A step without captures
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
-from ratoon.core.plan import CaptureStep, EncoderStep
+from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.wire import WireTensor
-from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.input_batch import InputBatch
-from ratoon.execution.readers.interface import StepLayout
-from ratoon.models.base import FinalStates, StreamObserver
+from ratoon.execution.passes.ends import EndRows, InnerLayers, Layers
+from ratoon.execution.readers.interface import Finish, StepLayout
 
 Tensor = torch.Tensor
 
+MAX_PINNED_BYTES = 8 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,9 +38,14 @@ class SpanRows:
     written: list[bool]  # whether their keys and values are
 
 
+NO_SPANS = SpanRows(np.zeros(0, np.int64), [], [])
+
+
 def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     """A row for each span, with its tokens at their positions and the blocks that they read. The caller frees the
     rows."""
+    if not captures:
+        return NO_SPANS
     taken = rows.take(sum(len(capture.spans) for capture in captures))
     free = iter(taken.tolist())
     counts: list[int] = []
@@ -60,59 +68,61 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
 # ---- rows of the residual stream ----
 
 
-@dataclass(slots=True)
-class CapturedRows:
+class CapturedRows(NamedTuple):
     """One extraction of a step."""
 
     step: CaptureStep | EncoderStep
     rows: list[int]  # of the pass, rising
 
 
-def captured_rows(captures: list[CaptureStep], layout: StepLayout) -> list[CapturedRows]:
-    return [
-        CapturedRows(capture, [rows[index] for index in capture.captured])
-        for capture, rows in zip(captures, layout.capture_rows, strict=True)
-        if capture.captured
-    ]
+class CaptureReaders:
+    """Reads out the rows of a step's captures: extractions of the same layers together."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterable[CaptureReader]:
+        if not plan.captures:
+            return ()
+        captured = [
+            CapturedRows(capture, [rows[index] for index in capture.captured])
+            for capture, rows in zip(plan.captures, layout.capture_rows, strict=True)
+            if capture.captured
+        ]
+        return capture_readers(captured, self._num_layers)
 
 
-class CaptureReader(StreamObserver):
-    """Reads rows of the residual stream. Layer l is the stream after l layers: 0 is the embeddings, `num_layers` the
-    end of the stream, and `num_layers` + 1 the output of the final norm. The last two are final states; rows of the
-    other layers are copied while the pass runs."""
+def capture_readers(captured: list[CapturedRows], num_layers: int) -> list[CaptureReader]:
+    by_layers: dict[tuple[int, ...], list[CapturedRows]] = {}
+    for one in captured:
+        by_layers.setdefault(tuple(one.step.layers), []).append(one)
+    return [CaptureReader(of_layers, InnerLayers.of(layers, num_layers)) for layers, of_layers in by_layers.items()]
 
-    def __init__(self, captured: list[CapturedRows], num_layers: int, device: torch.device) -> None:
+
+class CaptureReader:
+    def __init__(self, captured: list[CapturedRows], end: Layers) -> None:
         self._captured = captured
-        self._final_layers = (num_layers, num_layers + 1)
-        layers = {layer for one in captured for layer in one.step.layers}
-        self.num_layers_read = min(max(layers, default=0), num_layers)
-        final = [one for one in captured if max(one.step.layers) >= num_layers]
-        self.rows = _rows_of(final)
-        inner = {layer: [one for one in captured if layer in one.step.layers] for layer in layers if layer < num_layers}
-        self._indices = {layer: indices_on(device, _rows_of(of_layer)) for layer, of_layer in inner.items()}
-        self._of_layer = inner | dict.fromkeys(self._final_layers, final)  # the extractions whose rows are read there
-        self._states: dict[int, Tensor] = {}  # by layer [R, H]: the rows of its extractions, concatenated
+        self.wanted = EndRows(end, np.array([row for one in captured for row in one.rows], np.int64))
 
-    def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
-        rows = self._indices.get(layer)
-        if rows is not None:
-            states = stream[rows]
-            self._states[layer] = states if update is None else states.add_(update[rows])
+    def read(self, states: Tensor, output: ModelRunnerOutput) -> Finish | None:
+        """[layers, rows, H], for each extraction its part."""
+        parts = states.split([len(one.rows) for one in self._captured], dim=1)
+        copies = [(one.step, _start_copy(part.to(_DTYPES[one.step.dtype]))) for one, part in zip(self._captured, parts)]
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
-        """[layers, rows, H] for each extraction."""
-        self._states |= zip(self._final_layers, (states.stream, states.normed), strict=True)
-        parts: dict[tuple[str, int], Tensor] = {}  # by request and layer
-        for layer, of_layer in self._of_layer.items():
-            split = self._states[layer].split([len(one.rows) for one in of_layer])
-            parts |= {(one.step.req_id, layer): part for one, part in zip(of_layer, split, strict=True)}
-        for one in self._captured:
-            own = torch.stack([parts[one.step.req_id, layer] for layer in one.step.layers])
-            output.hidden_states[one.step.req_id] = to_wire(own.to(_DTYPES[one.step.dtype]), one.step.dtype)
+        def put(output: ModelRunnerOutput) -> None:
+            for step, copy in copies:
+                states = copy.to_tensor() if isinstance(copy, HostCopy) else copy
+                output.hidden_states[step.req_id] = to_wire(states, step.dtype)
+
+        if states.device.type == "cuda":
+            return put
+        put(output)
+        return None
 
 
-def _rows_of(captured: list[CapturedRows]) -> list[int]:
-    return [row for one in captured for row in one.rows]
+def _start_copy(states: Tensor) -> Tensor | HostCopy:
+    """To the host. Large ones are waited for: pinned memory for them would cost more."""
+    return HostCopy(states.contiguous()) if states.is_cuda and states.nbytes <= MAX_PINNED_BYTES else states.cpu()
 
 
 def to_wire(states: Tensor, dtype: str) -> WireTensor:

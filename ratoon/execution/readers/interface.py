@@ -1,96 +1,82 @@
-"""Readers of a step: each kind of result names the rows of the batch that it needs, and gets their states.
+"""Readers of a step: each kind of result names the rows of the batch that it needs and what the program ends with for
+them, and gets the result.
 
-The runner concatenates the rows of all readers, computes their final states, and passes each reader its slice. A new
-kind of result is a reader in a new file and a line in the runner's `_readers`. A reader that also needs the stream
-between the layers is a `StreamObserver`, and the forward pass shows it the stream.
+A new kind of result is a file here with a `ReaderSource`, and a line in the runner.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.models.base import FinalStates
+from ratoon.execution.passes.ends import EndRows
 
 Tensor = torch.Tensor
-ComputeLogits = Callable[[Tensor], Tensor]  # [R, H] → [R, V]
 # Puts results into the output that it gets, once the device is done. Called in another thread than readers are, while
 # that one may run the next step.
 Finish = Callable[[ModelRunnerOutput], None]
 
 
-class PassEnd(enum.IntEnum):
-    """What a forward pass computes last, of all rows."""
-
-    STATES = 0
-    LOGITS = 1
-    TOKENS = 2  # those of the largest logits
-
-
 class RowReader(Protocol):
     """Reads some rows of one step; not reused for another."""
 
-    rows: list[int]  # of the step's batch, in the order of `read`'s states
+    wanted: EndRows
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
-        """The final states [len(rows), H] of the rows. Results go into `output`, or later into what `Finish` gets: a
-        reader that returns one has not waited for the device."""
+    def read(self, result: Any, output: ModelRunnerOutput) -> Finish | None:
+        """Gets what the end has computed. Results go into `output`, or later into what `Finish` gets: a reader that
+        returns one has not waited for the device."""
         ...
 
 
-class LogitsReader(Protocol):
-    """The same for rows whose logits are needed, which are computed once for all such readers."""
+class ReaderSource(Protocol):
+    """Makes the readers of one kind of result."""
 
-    rows: list[int]
-
-    def read_logits(self, logits: Tensor, output: ModelRunnerOutput) -> Finish | None:
-        """The logits [len(rows), V] of the rows. They may be changed in place."""
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterable[RowReader]:
+        """Those of a step, often none. What is known without the step goes into `output`."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where in a step's batch the rows of its branches, beams and captures are."""
+    """Where in a step's batch the rows of its branches, beams and captures are. Branches come first, in the plan's
+    order, then beams, then the spans of captures."""
 
-    last_row: dict[str, int]  # of every branch: the row of its last token
-    beam_last_rows: dict[str, list[int]]  # of every search with beams: the same for each beam
-    capture_rows: list[range]  # of every capture: the rows of its tokens
+    def __init__(self, plan: SchedulerOutput, batch_rows: np.ndarray, cu_num_tokens: np.ndarray) -> None:
+        self._plan = plan
+        self.batch_rows = batch_rows  # [R] rows of InputBatch
+        self.last_rows = cu_num_tokens - 1  # [R] of the batch: the row of each request's last token
 
-    @classmethod
-    def of(cls, plan: SchedulerOutput, cu_num_tokens: np.ndarray) -> StepLayout:
-        """Branches come first in the batch, in the plan's order, then beams, then the spans of captures."""
-        last_rows = iter((cu_num_tokens - 1).tolist())
-        last_row = dict(zip(plan.num_scheduled_tokens, last_rows))
-        beams = {step.req_id: list(islice(last_rows, step.num_beams)) for step in plan.beam_steps if step.num_tokens}
-        captures = []
-        for capture in plan.captures:
-            *_, last = islice(last_rows, len(capture.spans))
-            captures.append(range(last + 1 - len(capture.token_ids), last + 1))
-        return cls(last_row, beams, captures)
+    @cached_property
+    def place_of(self) -> dict[str, int]:
+        """Of every branch, its place among the requests of the batch."""
+        return {req_id: place for place, req_id in enumerate(self._plan.num_scheduled_tokens)}
 
+    def last_row(self, req_id: str) -> int:
+        return int(self.last_rows[self.place_of[req_id]])
 
-class NextTokenReader:
-    """Combines readers of logits into one reader of states."""
+    @cached_property
+    def beam_last_rows(self) -> dict[str, list[int]]:
+        """Of every search with beams, the row of each beam's last token."""
+        rest = iter(self.last_rows[len(self._plan.num_scheduled_tokens) :].tolist())
+        return {step.req_id: list(islice(rest, step.num_beams)) for step in self._plan.beam_steps if step.num_tokens}
 
-    def __init__(self, readers: Sequence[LogitsReader], compute_logits: ComputeLogits) -> None:
-        self._readers = [reader for reader in readers if reader.rows]  # tokens of a step may all be known
-        self._compute_logits = compute_logits
-        self.rows = [row for reader in readers for row in reader.rows]
-
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
-        return self.read_logits(self._compute_logits(states.normed), output)
-
-    def read_logits(self, logits: Tensor, output: ModelRunnerOutput) -> Finish | None:
-        parts = logits.split([len(reader.rows) for reader in self._readers])
-        return join([reader.read_logits(part, output) for reader, part in zip(self._readers, parts)])
+    @property
+    def capture_rows(self) -> list[range]:
+        """Of every capture, the rows of its tokens."""
+        num_spans = sum(len(capture.spans) for capture in self._plan.captures)
+        rest = iter(self.last_rows[len(self.last_rows) - num_spans :].tolist())
+        rows = []
+        for capture in self._plan.captures:
+            *_, last = islice(rest, len(capture.spans))
+            rows.append(range(last + 1 - len(capture.token_ids), last + 1))
+        return rows
 
 
 def join(parts: Sequence[Finish | None]) -> Finish | None:
@@ -104,36 +90,16 @@ def join(parts: Sequence[Finish | None]) -> Finish | None:
     return finish_all if len(left) > 1 else left[0] if left else None
 
 
-def rows_of(readers: Sequence[RowReader]) -> list[int]:
-    return [row for reader in readers for row in reader.rows]
-
-
 @dataclass(slots=True)
 class ExecutedPass:
-    """A forward pass and its readers. Tensors are on the device and may still be being computed."""
+    """A forward pass that was launched: its readers, and what the program has computed for each. Tensors are on the
+    device and may still be being computed."""
 
-    states: FinalStates  # of `rows_of(readers)`
     readers: Sequence[RowReader]
+    results: Sequence[Any]
 
     def read(self, output: ModelRunnerOutput) -> Finish | None:
-        start = 0
-        parts = []
-        for reader in self.readers:
-            end = start + len(reader.rows)
-            parts.append(reader.read(self.states.select(slice(start, end)), output))
-            start = end
-        return join(parts)
-
-
-@dataclass(slots=True)
-class LogitsPass:
-    """A forward pass that ended with the logits [R, V] of its reader's rows. As ExecutedPass."""
-
-    logits: Tensor
-    readers: Sequence[NextTokenReader]  # one, or none if nothing is read
-
-    def read(self, output: ModelRunnerOutput) -> Finish | None:
-        return join([reader.read_logits(self.logits, output) for reader in self.readers])
+        return join([reader.read(result, output) for reader, result in zip(self.readers, self.results, strict=True)])
 
 
 class PendingOutput:

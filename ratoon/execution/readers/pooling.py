@@ -6,16 +6,19 @@ vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireTensor
-from ratoon.execution.readers.interface import StepLayout
+from ratoon.execution.inputs.buffers import HostCopy
+from ratoon.execution.passes.ends import EndRows, States
+from ratoon.execution.readers.interface import Finish, StepLayout
 from ratoon.models.base import FinalStates
 
 Tensor = torch.Tensor
@@ -62,10 +65,13 @@ class PoolingBranches:
         for req_id in req_ids:
             self._branches.pop(req_id, None)
 
-    def reader(self, plan: SchedulerOutput, layout: StepLayout) -> PoolingReader:
-        return PoolingReader(self._spans(plan, layout.last_row), self._branches)
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[PoolingReader]:
+        if self._branches:
+            spans = self._spans(plan, layout)
+            if spans:
+                yield PoolingReader(spans, self._branches)
 
-    def _spans(self, plan: SchedulerOutput, last_row: dict[str, int]) -> list[PoolingSpan]:
+    def _spans(self, plan: SchedulerOutput, layout: StepLayout) -> list[PoolingSpan]:
         """The rows of this step that are needed: all for a mean, otherwise one."""
         ends = set(plan.pooled_req_ids)
         spans = []
@@ -76,7 +82,7 @@ class PoolingBranches:
                 continue
             if branch.kind == "first" and scheduled < branch.num_tokens:
                 raise ValueError(f"the first row of branch {req_id!r} is not in the step of its last")
-            first = last_row[req_id] + 1 - (1 if branch.kind in (None, "last") else scheduled)
+            first = layout.last_row(req_id) + 1 - (1 if branch.kind in (None, "last") else scheduled)
             spans.append(PoolingSpan(req_id, first, scheduled if branch.kind == "mean" else 1, is_end))
         return spans
 
@@ -85,12 +91,13 @@ class PoolingReader:
     """Reads the rows of a step that are pooled."""
 
     def __init__(self, spans: list[PoolingSpan], branches: dict[str, PooledBranch]) -> None:
-        self.rows = [row for span in spans for row in range(span.first, span.first + span.count)]
+        rows = [row for span in spans for row in range(span.first, span.first + span.count)]
+        self.wanted = EndRows(States(), np.array(rows, np.int64))
         self._spans = spans
         self._branches = branches
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
-        """Add the rows of the spans, and put the completed vectors into `output`.
+    def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
+        """Add the rows of the spans, and put the completed vectors into the output.
 
         A vector with a NaN or an infinite number fails its branch and no other.
         """
@@ -104,14 +111,25 @@ class PoolingReader:
                 due.append(span.req_id)
                 vectors.append(rows[-1] if branch.total is None else branch.total / branch.num_tokens)
         if not due:
-            return
-        matrix = torch.stack([vector.float() for vector in vectors]).cpu()  # [D, H]
-        usable = torch.isfinite(matrix).all(dim=1).tolist()
-        for req_id, vector, is_usable in zip(due, matrix.numpy(), usable):
-            if is_usable:
-                output.pooled[req_id] = WireTensor("float32", vector.shape, vector.tobytes())
-            else:
-                output.errors[req_id] = "the prompt's vector holds a number that is none (NaN or infinite)"
+            return None
+        matrix = torch.stack([vector.float() for vector in vectors])  # [D, H]
+        if not matrix.is_cuda:
+            put_vectors(due, matrix.numpy(), output)
+            return None
+        copy = HostCopy(matrix)
+
+        def finish(output: ModelRunnerOutput) -> None:
+            put_vectors(due, copy.to_numpy(), output)
+
+        return finish
+
+
+def put_vectors(req_ids: list[str], matrix: np.ndarray, output: ModelRunnerOutput) -> None:
+    for req_id, vector, is_usable in zip(req_ids, matrix, np.isfinite(matrix).all(axis=1).tolist()):
+        if is_usable:
+            output.pooled[req_id] = WireTensor("float32", vector.shape, vector.tobytes())
+        else:
+            output.errors[req_id] = "the prompt's vector holds a number that is none (NaN or infinite)"
 
 
 def add_rows(total: Tensor | None, rows: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from ratoon.core.outputs import ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
-from ratoon.execution.readers.interface import ComputeLogits, Finish, StepLayout
-from ratoon.execution.sampling.sampler import PromptLogprobs
+from ratoon.execution.passes.ends import EndRows, States
+from ratoon.execution.passes.program import StepProgram
+from ratoon.execution.readers.interface import Finish, StepLayout
+from ratoon.execution.sampling.tokens import PromptLogprobs
 from ratoon.layers.sampling import token_logprobs
 from ratoon.models.base import FinalStates
 
@@ -46,22 +48,31 @@ def prompt_spans(plan: SchedulerOutput, branches: InputBatch) -> Iterator[Prompt
             yield PromptSpan(req_id, row, start, count, params.prompt_logprobs)
 
 
-def wants_prompt_logprobs(plan: SchedulerOutput, branches: InputBatch) -> bool:
-    return next(prompt_spans(plan, branches), None) is not None
+class PromptLogprobsReaders:
+    def __init__(self, branches: InputBatch, program: StepProgram) -> None:
+        self._branches = branches
+        self._program = program
+
+    def readers(
+        self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput
+    ) -> Iterator[PromptLogprobsReader]:
+        if not self._branches.num_with_prompt_logprobs:
+            return
+        spans, rows = [], []
+        for span in prompt_spans(plan, self._branches):
+            first = layout.last_row(span.req_id) + 1 - plan.num_scheduled_tokens[span.req_id]
+            spans.append(span)
+            rows.append(np.arange(first, first + span.count))
+        if spans:
+            yield PromptLogprobsReader(spans, np.concatenate(rows), self._branches, self._program)
 
 
 class PromptLogprobsReader:
-    def __init__(
-        self, plan: SchedulerOutput, layout: StepLayout, branches: InputBatch, compute_logits: ComputeLogits
-    ) -> None:
-        self.rows: list[int] = []
-        self._spans: list[PromptSpan] = []
+    def __init__(self, spans: list[PromptSpan], rows: np.ndarray, branches: InputBatch, program: StepProgram) -> None:
+        self.wanted = EndRows(States(), rows)
+        self._spans = spans
         self._branches = branches
-        self._compute_logits = compute_logits
-        for span in prompt_spans(plan, branches):
-            first = layout.last_row[span.req_id] + 1 - plan.num_scheduled_tokens[span.req_id]
-            self._spans.append(span)
-            self.rows += range(first, first + span.count)
+        self._program = program
 
     def read(self, states: FinalStates, output: ModelRunnerOutput) -> Finish | None:
         parts = states.normed.split([span.count for span in self._spans])
@@ -81,7 +92,7 @@ class PromptLogprobsReader:
         parts = []
         for part in states.split(ROWS_AT_ONCE):
             next_ids = self._branches.token_ids[span.row, position : position + len(part)].astype(np.int64)
-            logits = self._compute_logits(part)
+            logits = self._program.model.compute_logits(part)
             parts.append(token_logprobs(logits, to_device(next_ids, logits.device), span.num_logprobs))
             position += len(part)
         return PromptLogprobs(parts)

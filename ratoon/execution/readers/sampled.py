@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,45 +14,114 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
-from ratoon.execution.readers.interface import Finish, StepLayout
+from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
+from ratoon.execution.readers.interface import Finish, RowReader, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler
-from ratoon.execution.sampling.sampling_rows import MasksOfStep, SamplingRows, Tokens
+from ratoon.execution.sampling.sampling_rows import MasksOfStep, Needs, SamplingRows
+from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.layers.sampling import Mode
 
 if TYPE_CHECKING:
-    from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
+    from ratoon.execution.inputs.device_inputs import DeviceRows
 
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
+class SampledReaders:
+    """`resident`: the rows on the device, if they are there: tokens are chosen on the device then, unless a row asks
+    for more than its kernels do, and stay there until the next step is under way. `jumps`: tokens for which a grammar
+    leaves no choice are appended at once."""
+
+    def __init__(
+        self, branches: InputBatch, sampler: Sampler, resident: DeviceRows | None = None, jumps: bool = False
+    ) -> None:
+        self._branches = branches
+        self._sampler = sampler
+        self._resident = resident
+        self._jumps = jumps
+
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[RowReader]:
+        if not plan.sampled_req_ids:
+            return
+        ids = plan.sampled_req_ids
+        num_branches = len(plan.num_scheduled_tokens)
+        if len(ids) == num_branches:  # all of them: in the order of the batch
+            ids = list(plan.num_scheduled_tokens)
+            own, rows = layout.batch_rows[:num_branches], layout.last_rows[:num_branches]
+        else:
+            ids = ids.copy()
+            places = [layout.place_of[req_id] for req_id in ids]
+            own, rows = layout.batch_rows[places], layout.last_rows[places]
+        needs = self._sampler.rows.needs[own]
+        if (needs & Needs.MASK).any():
+            kept = self._leave_out_known(plan, ids, own, output)
+            if kept is not None:
+                ids, own, rows = [ids[place] for place in kept], own[kept], rows[kept]
+        if ids:
+            yield self._reader_of(plan, ids, own, rows, is_plain=not needs.any())
+
+    def _reader_of(
+        self, plan: SchedulerOutput, ids: list[str], own: np.ndarray, rows: np.ndarray, is_plain: bool
+    ) -> RowReader:
+        branches, sampler = self._branches, self._sampler
+        if not plan.fanout and self._resident is not None:
+            seeds = branches.seeds[own]
+            masked = sampler.masked_numbers(own, seeds)
+            found = masked or sampler.plain_numbers(own, seeds)
+            if found is not None:
+                numbers, mode = found
+                columns = {"token_cells": branches.next_cells(own), **numbers}
+                if masked is not None:
+                    wanted = EndRows(MaskedTokens(mode), rows, columns)
+                    return MaskedTokensReader(wanted, ids, own, branches, sampler.rows)
+                return TokensReader(EndRows(Tokens(mode), rows, columns), ids, own, branches, sampler.rows)
+        elif not plan.fanout and is_plain:
+            return HostTokensReader(EndRows(Tokens(Mode.GREEDY), rows), ids, own, branches, sampler.rows)
+        wanted = EndRows(Logits(), rows)
+        return SampledRowsReader(wanted, ids, own, plan.fanout, branches, sampler, self._resident, self._jumps)
+
+    def _leave_out_known(
+        self, plan: SchedulerOutput, ids: list[str], own: np.ndarray, output: ModelRunnerOutput
+    ) -> list[int] | None:
+        """Leave out branches for which the plan was made before the result of a step ahead of it: the next token of
+        one is known already, without an alternative, or the token that the step computes was not found in time.
+        Returns the places of the others; None: there are no such branches."""
+        num_scheduled = plan.num_scheduled_tokens
+        ends = self._branches.num_computed[own] + [num_scheduled[req_id] for req_id in ids]
+        num_tokens = self._branches.num_tokens[own]
+        if (ends == num_tokens).all():
+            return None
+        output.known += [ids[place] for place in np.flatnonzero(ends < num_tokens)]
+        output.late += [ids[place] for place in np.flatnonzero(ends > num_tokens)]
+        return np.flatnonzero(ends == num_tokens).tolist()
+
+
 class SampledRowsReader:
-    """`resident`: the rows on the device, if they are there. Sampled tokens then stay on the device until the next step
-    is under way."""
+    """Samples from logits on the host's side, by all that a request may ask for."""
 
     def __init__(
         self,
-        plan: SchedulerOutput,
-        layout: StepLayout,
+        wanted: EndRows,
+        ids: list[str],
+        own: np.ndarray,  # rows of these branches
+        fanout: Mapping[str, list[tuple[str, int]]],
         branches: InputBatch,
         sampler: Sampler,
         resident: DeviceRows | None = None,
         jumps: bool = False,
     ) -> None:
-        self._plan = plan
+        self.wanted = wanted
+        self._req_ids = ids
+        self._own = own
+        self._fanout = fanout
         self._branches = branches
-        self._req_ids = plan.sampled_req_ids
-        self.known: list[str] = []  # those that get no token: see ModelRunnerOutput
-        self.late: list[str] = []
-        self._leave_out_known()
-        self.rows = [layout.last_row[req_id] for req_id in self._req_ids]
         self._sampler = sampler
         self._resident = resident
-        self._jumps = jumps  # also append tokens without a choice
+        self._jumps = jumps
         self._complete: set[str] = set()  # those whose grammars allow an end alone, which another rule may forbid
 
-    def read_logits(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
-        if not self._req_ids:  # other readers have rows
-            return None
+    def read(self, logits: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
         sampling_rows = self._sampler.rows
         sampling_rows.read_tokens()
         settled = self._settle_without_sampling(output)
@@ -61,7 +130,7 @@ class SampledRowsReader:
             if not places:
                 sampling_rows.fill_ahead()
                 return None
-            self._req_ids = [self._req_ids[place] for place in places]
+            self._req_ids, self._own = [self._req_ids[place] for place in places], self._own[places]
             logits = logits[to_device(np.array(places), logits.device)]
         num_branches = len(self._req_ids)
         ids, rows, seeds, source = self._draws()
@@ -82,12 +151,10 @@ class SampledRowsReader:
     def _settle_without_sampling(self, output: ModelRunnerOutput) -> set[str]:
         """The branches whose grammars leave nothing to sample: their text is complete, nothing matches, it must go on
         with tokens without an alternative, or what may follow is not known in time. Their results go to the output."""
-        branches, sampling_rows = self._branches, self._sampler.rows
-        rows = np.array([branches.row_of[req_id] for req_id in self._req_ids], np.int64)
+        sampling_rows, rows, fanout = self._sampler.rows, self._own, self._fanout
         grammars = sampling_rows.grammars_of(rows)
         if not grammars:
             return set()
-        fanout = self._plan.fanout
         forking = [grammar for place, grammar in grammars.items() if self._req_ids[place] in fanout]
         sampling_rows.wait_for_masks(list(grammars.values()), has_others=len(grammars) < len(rows))
         for grammar in forking:  # choices are created with this result
@@ -138,31 +205,17 @@ class SampledRowsReader:
             self._branches.append_run(row, run)
         return run
 
-    def _leave_out_known(self) -> None:
-        """Leave out branches for which the plan was made before the result of a step ahead of it: the next token of
-        one is known already, without an alternative, or the token that the step computes was not found in time."""
-        branches, num_scheduled = self._branches, self._plan.num_scheduled_tokens
-        rows = np.array([branches.row_of[req_id] for req_id in self._req_ids], np.int64)
-        ends = branches.num_computed[rows] + [num_scheduled[req_id] for req_id in self._req_ids]
-        if (ends == branches.num_tokens[rows]).all():
-            return
-        expected: list[str] = []
-        for req_id, end, num_tokens in zip(self._req_ids, ends.tolist(), branches.num_tokens[rows].tolist()):
-            (expected if end == num_tokens else self.known if end < num_tokens else self.late).append(req_id)
-        self._req_ids = expected
-
     def _draws(self) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
         """The branches that get a token: ids, rows, seeds, and the sampled row that each draws from.
 
         The sampled branches come first, in the plan's order, then the children of fan-outs.
         """
-        plan, branches = self._plan, self._branches
-        ids = list(self._req_ids)
-        rows = [branches.row_of[req_id] for req_id in ids]
-        seeds = [branches.seeds[row] for row in rows]
-        source = list(range(len(ids)))
-        place_of = {req_id: place for place, req_id in enumerate(ids)} if plan.fanout else {}
-        for parent, children in plan.fanout.items():
+        ids, own = list(self._req_ids), self._own
+        if not self._fanout:
+            return ids, own, self._branches.seeds[own], np.arange(len(ids))
+        rows, seeds, source = own.tolist(), list(self._branches.seeds[own]), list(range(len(ids)))
+        place_of = {req_id: place for place, req_id in enumerate(ids)}
+        for parent, children in self._fanout.items():
             if parent not in place_of:
                 continue
             index = place_of[parent]
@@ -175,43 +228,54 @@ class SampledRowsReader:
 
 
 @dataclass(slots=True)
-class SampledPass:
-    """A forward pass in which every branch had one token, and whose next tokens are chosen already. As ExecutedPass."""
+class TokensReader:
+    """Reads tokens that the program has chosen and appended to the rows on the device."""
 
-    tokens: Tokens
+    wanted: EndRows
     ids: list[str]
     rows: np.ndarray
     branches: InputBatch
     sampling_rows: SamplingRows
 
-    def read(self, output: ModelRunnerOutput) -> Finish | None:
-        num_rows = len(self.rows)
-        return append_pending(self.tokens, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
+    def read(self, tokens: torch.Tensor, output: ModelRunnerOutput) -> Finish | None:
+        sampled, num_rows = SampledTokens(tokens), len(self.rows)
+        return append_pending(sampled, self.ids, self.rows, num_rows, self.branches, self.sampling_rows, output)
 
 
 @dataclass(slots=True)
-class MaskedPass:
-    """A forward pass whose next tokens are sampled under the masks of grammars, which are filled while it runs. As
-    ExecutedPass."""
+class MaskedTokensReader:
+    """The same under the masks of grammars, which are filled while the program runs."""
 
-    sample: Callable[[], None]  # from its logits; the tokens go to the device's rows
-    inputs: DeviceInputs
+    wanted: EndRows
     ids: list[str]
     rows: np.ndarray
     branches: InputBatch
     sampling_rows: SamplingRows
 
-    def read(self, output: ModelRunnerOutput) -> Finish:
+    def read(self, choose: Callable[[], torch.Tensor], output: ModelRunnerOutput) -> Finish:
         masks = self.sampling_rows.begin_masks(self.rows)
-        self.sample()
-        tokens = self.inputs.tokens(len(self.rows))
+        tokens = SampledTokens(choose())
         tokens.start_copy()
         self.branches.append_pending(self.rows)
         self.sampling_rows.append_masked(self.rows, tokens, masks)
         return partial(_put_masked, tokens, self.ids, masks)
 
 
-def _put_masked(tokens: Tokens, ids: list[str], masks: MasksOfStep, output: ModelRunnerOutput) -> None:
+@dataclass(slots=True)
+class HostTokensReader:
+    """Reads tokens that the program has chosen, where rows are on the host."""
+
+    wanted: EndRows
+    ids: list[str]
+    rows: np.ndarray
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, tokens: SampledTokens, output: ModelRunnerOutput) -> None:
+        append_known(tokens, self.ids, self.rows, len(self.rows), self.branches, self.sampling_rows, output)
+
+
+def _put_masked(tokens: SampledTokens, ids: list[str], masks: MasksOfStep, output: ModelRunnerOutput) -> None:
     """A row without a token has a grammar that allows none, or one that is complete."""
     assert masks.filling is not None
     masks.filling.result()
@@ -233,7 +297,7 @@ def _put_masked(tokens: Tokens, ids: list[str], masks: MasksOfStep, output: Mode
 class SampledOnHost:
     """The same where the tokens are on the host."""
 
-    tokens: Tokens
+    tokens: SampledTokens
     ids: list[str]
     rows: np.ndarray
     branches: InputBatch
@@ -244,7 +308,7 @@ class SampledOnHost:
 
 
 def append_pending(
-    sampled: Tokens,
+    sampled: SampledTokens,
     ids: list[str],
     rows: np.ndarray,
     num_own: int,
@@ -262,12 +326,14 @@ def append_pending(
     return partial(_put_tokens_later, sampled, ids, complete)
 
 
-def _put_tokens_later(sampled: Tokens, ids: list[str], complete: Collection[str], output: ModelRunnerOutput) -> None:
+def _put_tokens_later(
+    sampled: SampledTokens, ids: list[str], complete: Collection[str], output: ModelRunnerOutput
+) -> None:
     put_tokens(sampled, ids, output, complete)
 
 
 def append_known(
-    sampled: Tokens,
+    sampled: SampledTokens,
     ids: list[str],
     rows: np.ndarray,
     num_own: int,
@@ -288,7 +354,9 @@ def append_known(
     sampling_rows.append_tokens(own, tokens)
 
 
-def put_tokens(sampled: Tokens, ids: list[str], output: ModelRunnerOutput, complete: Collection[str] = ()) -> set[int]:
+def put_tokens(
+    sampled: SampledTokens, ids: list[str], output: ModelRunnerOutput, complete: Collection[str] = ()
+) -> set[int]:
     """Returns the places of those without a token. Of `complete`, these need none."""
     tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
     if not bad:  # always, but for broken models

@@ -65,7 +65,7 @@ class MaskColumn:
     """The table of masks. `max_rows`: the most rows of a step that is sampled with them."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._on_cuda = device.type == "cuda"
         self.words = torch.zeros(0, 0, dtype=torch.int32)  # [max_rows, W] once there is a grammar; its address stays
         self._number = 0  # of the step
@@ -81,7 +81,7 @@ class MaskColumn:
         """Let `fill` write the masks [num_rows, num_words] of a step, once the device has read those of the step
         before: that is its own affair. Kernels of the current stream that are launched from now on see them filled."""
         if not len(self.words):
-            self.words = torch.zeros(self._max_rows, num_words, dtype=torch.int32, pin_memory=self._on_cuda)
+            self.words = torch.zeros(self.max_rows, num_words, dtype=torch.int32, pin_memory=self._on_cuda)
         self._number = (self._number + 1) % 2**32
         self._last = filling = Filling(self._number, self.words.numpy()[:num_rows], fill)
         if self._wait_for_memory is None:

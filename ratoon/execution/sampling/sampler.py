@@ -5,121 +5,16 @@ The arithmetic is in layers/sampling.py. Branches and their ends are unknown her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from ratoon.core.outputs import LogprobsLists
-from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.cells import all_to_device, take, to_device
 from ratoon.execution.sampling.sampling_rows import Needs, SamplingRows
+from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers import sampling
-from ratoon.layers.sampling import Chosen, Mode, TokenLogprobs
+from ratoon.layers.sampling import Chosen, Mode
 
 Tensor = torch.Tensor
-
-
-class SampledTokens:
-    """One token for each row, still on the device, and what else the rows asked for.
-
-    The first access to values (to_numpy, bad_rows, logprobs_lists) copies everything to the host at once.
-    """
-
-    def __init__(
-        self,
-        chosen: Chosen,
-        logprobs: TokenLogprobs | None = None,
-        logprob_rows: np.ndarray | None = None,  # [L] the rows that asked
-        num_logprobs: np.ndarray | None = None,  # [L] how many alternatives each asked for
-    ) -> None:
-        self.token_ids = chosen.token_ids  # [R] int64
-        self.bad = chosen.bad  # [R] bool, on the device
-        self._logprobs = logprobs
-        self._logprob_rows = logprob_rows
-        self._num_logprobs = num_logprobs
-        self._host: np.ndarray | None = None
-        self._copy: HostCopy | None = None
-
-    def start_copy(self) -> None:
-        """Copy everything to the host without waiting. Values are there when the step is done."""
-        if self.token_ids.device.type == "cuda":
-            self._copy = HostCopy(self.packed())
-
-    def wait(self) -> None:
-        if self._copy is not None:
-            self._copy.wait()
-
-    @property
-    def bad_rows(self) -> list[int]:
-        """Rows without a token: NaN or infinite logits, or every token forbidden."""
-        if self.bad.device.type == "cpu":
-            return np.flatnonzero(self.bad.numpy()).tolist()
-        num_rows = len(self.token_ids)
-        return np.flatnonzero(self._on_host()[num_rows : 2 * num_rows]).tolist()
-
-    def to_numpy(self) -> np.ndarray:
-        """The token ids, [R] int64."""
-        if self.token_ids.device.type == "cpu":
-            return self.token_ids.numpy()
-        return self._on_host()[: len(self.token_ids)].astype(np.int64)
-
-    def logprobs_lists(self) -> dict[int, LogprobsLists]:
-        """For each row that asked, by its number: its own token, then as many alternatives as it asked for."""
-        if self._logprobs is None or self._logprob_rows is None or self._num_logprobs is None:
-            return {}
-        rest = self._on_host()[2 * len(self.token_ids) :]
-        lists = _logprobs_from_host(rest, self._logprobs.token_ids.shape)
-        result = {}
-        for place, (row, num_top) in enumerate(zip(self._logprob_rows.tolist(), self._num_logprobs.tolist())):
-            ids, values = lists.token_ids[place][: num_top + 1], lists.logprobs[place][: num_top + 1]
-            result[row] = LogprobsLists([ids], [values], [lists.sampled_ranks[place]])
-        return result
-
-    def packed(self) -> Tensor:
-        """All results as one flat float64 tensor on the device, for one copy to the host."""
-        parts = [self.token_ids.double(), self.bad.double()]
-        if self._logprobs is not None:
-            parts.append(_packed(self._logprobs))
-        return torch.cat(parts)
-
-    def _on_host(self) -> np.ndarray:
-        if self._host is None:
-            self._host = self.packed().cpu().numpy() if self._copy is None else self._copy.to_numpy()
-        return self._host
-
-
-class HostTokens:
-    """The same, of tokens that were chosen in memory of the host, which the next step may overwrite."""
-
-    def __init__(self, chosen: Chosen) -> None:
-        self._token_ids, self._bad = chosen.token_ids.numpy(), chosen.bad.numpy()
-
-    def start_copy(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    @property
-    def bad_rows(self) -> list[int]:
-        return np.flatnonzero(self._bad).tolist() if self._bad.any() else []
-
-    def to_numpy(self) -> np.ndarray:
-        return self._token_ids
-
-    def logprobs_lists(self) -> dict[int, LogprobsLists]:
-        return {}
-
-
-def _packed(logprobs: TokenLogprobs) -> Tensor:
-    """One flat float64 tensor: it holds ids, ranks and float32 values exactly, and needs one copy to the host."""
-    return torch.cat([part.double().flatten() for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)])
-
-
-def _logprobs_from_host(packed: np.ndarray, shape: Sequence[int]) -> LogprobsLists:
-    num_cells = shape[0] * shape[1]
-    token_ids = packed[:num_cells].astype(np.int64).reshape(*shape)
-    logprobs = packed[num_cells : 2 * num_cells].reshape(*shape)
-    return LogprobsLists(token_ids.tolist(), logprobs.tolist(), packed[2 * num_cells :].astype(np.int64).tolist())
 
 
 class Sampler:
@@ -139,16 +34,16 @@ class Sampler:
             logits = logits.float()
         needs = self.rows.needs[slots]
         if not needs.any():
-            return SampledTokens(sampling.greedy(logits))
+            return SampledTokens.of(sampling.greedy(logits))
         choose = self._choose_in_groups if on_cpu else self._choose_together
         chosen = choose(logits, slots, seeds, needs)
         asked = _rows_with(needs, Needs.LOGPROBS)
         if len(asked) == 0:
-            return SampledTokens(chosen)
+            return SampledTokens.of(chosen)
         num_logprobs = self.rows.num_logprobs[slots[asked]]
         asked_tokens = chosen.token_ids[to_device(asked, logits.device)]
         logprobs = sampling.token_logprobs(take(logits, asked), asked_tokens, int(num_logprobs.max()))
-        return SampledTokens(chosen, logprobs, asked, num_logprobs)
+        return SampledTokens(chosen.token_ids, chosen.bad, logprobs, asked, num_logprobs)
 
     def _choose_together(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:
         """All rows in one call, then those with edits again: on a GPU a pass over some more rows costs less than
@@ -203,7 +98,8 @@ class Sampler:
         needs = self.rows.needs[slots]
         needed = _all_of(needs)
         is_more = needed & (Needs.PENALTIES | Needs.LOGPROBS) or not needed & Needs.MASK
-        if self.rows.mask_column is None or is_more or not self.rows.have_fast_masks(slots):
+        column = self.rows.mask_column
+        if column is None or is_more or len(slots) > column.max_rows or not self.rows.have_fast_masks(slots):
             return None
         mode = _mode(needed)
         mask_of = np.where(needs & Needs.MASK, np.arange(len(slots), dtype=np.int32), np.int32(-1))
@@ -278,25 +174,3 @@ def _mode(needed: int) -> Mode:
 
 def _rows_with(needs: np.ndarray, need: int) -> np.ndarray:
     return np.flatnonzero(needs & need)
-
-
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens, on the device until `lists`; a step copies those of a prompt at once."""
-
-    def __init__(self, parts: Sequence[TokenLogprobs]) -> None:
-        """Made of those of consecutive rows. On a GPU their copy to the host begins now, and is not waited for."""
-        self._shapes = [part.token_ids.shape for part in parts]
-        packed = torch.cat([_packed(part) for part in parts])
-        self._packed = HostCopy(packed) if packed.device.type == "cuda" else packed
-
-    def lists(self) -> LogprobsLists:
-        """To be called when the step is done."""
-        packed = self._packed.to_numpy() if isinstance(self._packed, HostCopy) else self._packed.numpy()
-        lists = LogprobsLists([], [], [])
-        for shape in self._shapes:
-            size = shape[0] * (2 * shape[1] + 1)
-            part, packed = _logprobs_from_host(packed[:size], shape), packed[size:]
-            lists.token_ids += part.token_ids
-            lists.logprobs += part.logprobs
-            lists.sampled_ranks += part.sampled_ranks
-        return lists

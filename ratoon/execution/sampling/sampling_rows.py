@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
@@ -31,6 +30,7 @@ from ratoon.execution.rules.grammar_batch import GrammarBatch
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.sampling.mask_column import Filling, MaskColumn
 from ratoon.execution.sampling.penalty_rows import PenaltyRows
+from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers import sampling
 
 Tensor = torch.Tensor
@@ -51,27 +51,8 @@ class Needs:
     ONLY_MASK = 128  # and it is the only one
 
 
-class Tokens(Protocol):
-    """Tokens that were chosen, one for each draw. They may still be on their way to the host."""
-
-    def start_copy(self) -> None:
-        """Copy to the host without waiting. The methods below are called once that is done."""
-        ...
-
-    def wait(self) -> None:
-        """Until it is done."""
-        ...
-
-    def to_numpy(self) -> np.ndarray: ...
-
-    @property
-    def bad_rows(self) -> list[int]: ...
-
-    def logprobs_lists(self) -> dict[int, LogprobsLists]: ...
-
-
 class UnreadTokens(NamedTuple):
-    tokens: Tokens
+    tokens: SampledTokens
     places: np.ndarray  # [N] of those that are read, among the tokens
     slots: np.ndarray  # [N] that they belong to
     incarnations: np.ndarray  # [N] of these slots, when they were sampled
@@ -128,7 +109,7 @@ class SamplingRows:
         self._changed: set[int] = set()  # slots with new rules, for which no mask was begun
         self._unread: list[UnreadTokens] = []  # tokens that the rules of some slots have not read yet
         self.mask_column: MaskColumn | None = None  # of masks that are filled while the device computes
-        self._masked_tokens: Tokens | None = None  # of the last step that has read masks
+        self._masked_tokens: SampledTokens | None = None  # of the last step that has read masks
         self._batch: GrammarBatch | None = None  # the grammars of that step,
         self._batch_slots = np.zeros(0, np.int64)  # and their slots
         self.incarnations = np.zeros(max_slots, dtype=np.int64)  # how many branches a slot has had
@@ -252,7 +233,7 @@ class SamplingRows:
             rules = [self.rules[slot].after(token_id) for slot, token_id in moves]
             self._set_rules(changed, rules)
 
-    def append_unread(self, slots: np.ndarray, tokens: Tokens) -> None:
+    def append_unread(self, slots: np.ndarray, tokens: SampledTokens) -> None:
         """The same for tokens that are on their way to the host. The rules that read them do so with `read_tokens`,
         before the next token is chosen; until then the device has other work."""
         changing = (self.needs[slots] & Needs.TOKENS).nonzero()[0]
@@ -314,7 +295,7 @@ class SamplingRows:
         masks.filling = self.mask_column.begin(len(slots), self._grammars.library.num_words, fill)
         return masks
 
-    def append_masked(self, slots: np.ndarray, tokens: Tokens, masks: MasksOfStep) -> None:
+    def append_masked(self, slots: np.ndarray, tokens: SampledTokens, masks: MasksOfStep) -> None:
         """As `append_unread`, for the step that `begin_masks` was called for."""
         self.num_outputs[slots] += 1
         self._masked_tokens = tokens
@@ -324,7 +305,7 @@ class SamplingRows:
         self,
         masks: MasksOfStep,
         unread: list[UnreadTokens],
-        before: Tokens | None,
+        before: SampledTokens | None,
         library: GrammarLibrary,
         table: np.ndarray,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, CaptureStep, NewRequestData, SchedulerOutput
+from ratoon.execution.passes.ends import EndRows, InnerLayers, LayerRows, Logits, ProgramRows, States
+from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, ProgramStep, StepProgram
 from ratoon.execution.passes.step_context import PagedStep
-from ratoon.execution.readers.hidden_states import CaptureReader, captured_rows, lay_out_spans, to_wire
-from ratoon.execution.readers.interface import ExecutedPass, RowReader, StepLayout, rows_of
+from ratoon.execution.readers.hidden_states import CaptureReader, CaptureReaders, lay_out_spans, to_wire
+from ratoon.execution.readers.interface import ExecutedPass, RowReader, StepLayout
 from ratoon.models.base import FinalStates
 from tests.golden.hidden_oracle import states_by_transformers
 from tests.golden.tiny_models import TinyModel, tiny_gpt2, tiny_qwen3
 from tests.unit.execution.test_model_runner import (
     BACKENDS,
-    CPU,
     LLAMA,
     OTHER,
     PROMPT,
@@ -264,10 +266,13 @@ def test_a_shorter_pass_changes_no_state(backend: str) -> None:
         np.testing.assert_array_equal(found, whole[: highest + 1])
 
 
-@pytest.mark.parametrize(("layers", "expected"), [([0], 0), ([1, 0], 1), ([3], 3), ([4], 3), ([2, 4], 3)])
-def test_so_many_layers_have_to_run(layers: list[int], expected: int) -> None:
+@pytest.mark.parametrize(("layers", "expected"), [([0], 0), ([1, 0], 1), ([3], None), ([4], None), ([2, 4], None)])
+def test_so_many_layers_have_to_run(layers: list[int], expected: int | None) -> None:
     step = CaptureStep("x", [1], [(0, 1, False)], ([1],), [0], layers, "float32")
-    assert reader_of([step]).num_layers_read == expected
+    wanted = [reader.wanted for reader in readers_of([step])]
+    ones = np.ones(1, np.int64)
+    assert ProgramStep(ones, ones, np.array([True]), wanted).num_layers == expected
+    assert ProgramStep(ones, ones, np.array([False]), wanted).num_layers is None, "its keys and values are written"
 
 
 # ---- the parts ----
@@ -289,12 +294,13 @@ def test_spans_become_rows_with_their_positions_and_tables() -> None:
     assert not rows.block_tables[0].any() and not rows.block_tables[1].any()
 
 
-def reader_of(captures: list[CaptureStep], num_tokens_before: int = 0) -> CaptureReader:
+def readers_of(captures: list[CaptureStep], num_tokens_before: int = 0) -> list[CaptureReader]:
     """Of a model with three layers, in a step whose branches have so many tokens."""
     branches = {"branch": num_tokens_before} if num_tokens_before else {}
     plan = SchedulerOutput(num_scheduled_tokens=branches, captures=captures)
     counts = [*branches.values(), *(count for capture in captures for _, count, _ in capture.spans)]
-    return CaptureReader(captured_rows(captures, StepLayout.of(plan, np.cumsum(counts))), 3, CPU)
+    layout = StepLayout(plan, np.arange(len(counts)), np.cumsum(counts))
+    return list(CaptureReaders(3).readers(plan, layout, ModelRunnerOutput()))
 
 
 def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
@@ -305,61 +311,78 @@ def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
     captures = [capture("x", x, [0, 4]), capture("none", none, []), capture("y", y, [1])]
     beams = [BeamStep("s", 2, scores=[0.0] * 2), BeamStep("b", scores=[0.0]), BeamStep("t", 1, scores=[0.0] * 3)]
     plan = SchedulerOutput(num_scheduled_tokens={"a": 4, "b": 1}, beam_steps=beams, captures=captures)
-    layout = StepLayout.of(plan, np.cumsum([4, 1, 2, 2, 1, 1, 1, 2, 3, 3, 2]))
-    assert layout.last_row == {"a": 3, "b": 4}
+    counts = [4, 1, 2, 2, 1, 1, 1, 2, 3, 3, 2]
+    layout = StepLayout(plan, np.arange(len(counts)), np.cumsum(counts))
+    assert [layout.last_row(name) for name in ("a", "b")] == [3, 4]
     assert layout.beam_last_rows == {"s": [6, 8], "t": [9, 10, 11]}
     assert layout.capture_rows == [range(12, 17), range(17, 20), range(20, 22)]
-    found = captured_rows(captures, layout)
-    assert [(one.step.req_id, one.rows) for one in found] == [("x", [12, 16]), ("y", [21])]
+    (reader,) = CaptureReaders(3).readers(plan, layout, ModelRunnerOutput())
+    assert reader.wanted.rows.tolist() == [12, 16, 21]
 
 
 class Collected:
     """A reader of rows of another kind."""
 
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
+    def __init__(self, end: Any, rows: list[int]) -> None:
+        self.wanted = EndRows(end, np.array(rows))
         self.found: list[float] = []
 
-    def read(self, states: FinalStates, output: ModelRunnerOutput) -> None:
-        self.found = states.normed[:, 0].tolist()
+    def read(self, result: Any, output: ModelRunnerOutput) -> None:
+        self.found = (result.normed if isinstance(result, FinalStates) else result)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_is_taken_of_each_layer_goes_to_those_who_asked_for_it(place: int) -> None:
-    """Numbers that name their layer and row, so that a mix-up shows; wherever the reader is among the others."""
+class NumberedRows:
+    """A model of three layers whose numbers name their layer and row, so that a mix-up shows."""
 
+    config = SimpleNamespace(causal=True)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: Any, rows: torch.Tensor, observers: list[Any], _: None
+    ) -> FinalStates:
+        def stream(layer: int, rows: torch.Tensor) -> torch.Tensor:
+            return (100.0 * layer + rows)[:, None]
+
+        every = torch.arange(len(ids))
+        for observer in observers:
+            observer.observe(0, stream(0, every), None)
+            for layer in (1, 2):  # what is still to be added counts
+                observer.observe(layer, stream(layer, every) - 7.0, torch.full((len(ids), 1), 7.0))
+        return FinalStates(stream(3, rows), stream(4, rows))
+
+    def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return normed + 500.0
+
+
+def test_what_is_computed_goes_to_those_who_asked_for_it() -> None:
     def step(name: str, layers: list[int]) -> CaptureStep:
         return CaptureStep(name, [1] * 3, [(0, 3, True)], ([1],), [0, 2], layers, "float32")
 
-    def stream(layer: int, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([[100.0 * layer + row] for row in rows])
-
-    reader = reader_of([step("late", [4, 1]), step("early", [1, 0]), step("end", [3])], num_tokens_before=2)
-    assert reader.rows == [2, 4, 8, 10]  # of those who ask for the end of the stream or the norm
-    reader.observe(0, stream(0, range(11)), None)
-    for layer in (1, 2):  # what is still to be added counts
-        reader.observe(layer, stream(layer, range(11)) - 7.0, torch.full((11, 1), 7.0))
-    others = [Collected([1]), Collected([0, 1])]
-    readers: list[RowReader] = [*others]
-    readers.insert(place, reader)
-    rows, output = rows_of(readers), ModelRunnerOutput()
-    ExecutedPass(FinalStates(stream(3, rows), stream(4, rows)), readers).read(output)
+    captures = readers_of([step("late", [4, 1]), step("early", [1, 0]), step("end", [3])], num_tokens_before=2)
+    others = [Collected(States(), [1]), Collected(Logits(), [0, 1]), Collected(Logits(), [1])]
+    readers: list[RowReader] = sorted([*captures, *others], key=lambda reader: reader.wanted.end.rank)
+    program = StepProgram(NumberedRows(), SimpleNamespace(backends=[]))  # type: ignore[arg-type]
+    inputs: Any = SimpleNamespace(input_ids=torch.zeros(11), positions=None, groups=[], cross=None)
+    ends = ProgramEnds.of([one.wanted.end for one in readers], [len(one.wanted.rows) for one in readers])
+    rows = torch.from_numpy(np.concatenate([one.wanted.rows for one in readers]))
+    assert (ends.num_with_logits, ends.num_with_states, len(rows)) == (3, 8, 10)
+    output = ModelRunnerOutput()
+    ExecutedPass(readers, program.run(inputs, ends, rows, [HOST_COLUMNS] * len(readers))).read(output)
     assert {name: states(output, name)[:, :, 0].tolist() for name in output.hidden_states} == {
         "late": [[402.0, 404.0], [102.0, 104.0]],
         "early": [[105.0, 107.0], [5.0, 7.0]],
         "end": [[308.0, 310.0]],
     }
-    assert [other.found for other in others] == [[401.0], [400.0, 401.0]]
+    assert [other.found for other in others] == [[401.0], [900.0, 901.0], [901.0]]
 
 
 def test_the_stream_is_not_changed_by_taking_rows_out_of_it() -> None:
-    reader = reader_of([CaptureStep("x", [1, 2], [(0, 2, True)], ([1],), [0, 1], [1], "float32")])
+    observer = LayerRows([([1], torch.tensor([0, 1]))])
     stream, update = torch.ones(2, 4), torch.full((2, 4), 2.0)
-    reader.observe(1, stream, update)
+    observer.observe(1, stream, update)
     stream += update  # as the next layer does
-    output = ModelRunnerOutput()
-    reader.read(FinalStates(stream[:0], stream[:0]), output)
-    assert (states(output, "x") == 3.0).all() and (update == 2.0).all()
+    nothing = FinalStates(stream[:0], stream[:0])
+    found = InnerLayers.of((1,), 3).run(ProgramRows(nothing, None, observer.found[0], HOST_COLUMNS))
+    assert (found == 3.0).all() and (update == 2.0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -18,16 +19,19 @@ pytest.importorskip("triton")
 from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BeamStep, BlockCopy
+from ratoon.core.plan import BeamStep, BlockCopy, CaptureStep
 from ratoon.execution.kv.block_kernels import Pages
 from ratoon.execution.passes import graphs
+from ratoon.execution.passes.ends import BeamKeys, End, Layers, Logits, States, Tokens
 from ratoon.execution.passes.graphs import (
-    GraphKey,
+    PaddedEnd,
+    ProgramKey,
     StepGraphs,
     graph_sizes,
     max_prefill_tokens,
     padded_read,
     padded_reqs,
+    sampling_key,
 )
 from ratoon.execution.readers import beams as beam_candidates
 from ratoon.execution.worker import Worker
@@ -50,6 +54,7 @@ from tests.unit.execution.test_model_runner import (
     poisoned,
     token_of,
 )
+from tests.unit.execution.test_pooling import pooled_branch
 
 repair_interpreter()
 
@@ -83,11 +88,11 @@ def test_padding_has_requests_of_its_own_unless_all_have_one_token() -> None:
     assert padded_reqs(1, 60, 512, 50) == 512 and padded_reqs(1, 60, 2048, 50) is None, "too long for a request"
 
 
-KEY, OTHER_KEY = GraphKey(8, None, None, Mode.GREEDY), GraphKey(8, 8, 1)
+KEY, OTHER_KEY = sampling_key(8, None, None, Mode.GREEDY), ProgramKey(8, 8, (PaddedEnd(Logits(), 1),))
 
 
-def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[GraphKey]]:
-    ran: list[GraphKey] = []
+def make_graphs(capture: Callable[..., Any]) -> tuple[StepGraphs, list[ProgramKey]]:
+    ran: list[ProgramKey] = []
     return StepGraphs([1, 2, 8], ran.append, capture), ran  # type: ignore[arg-type]
 
 
@@ -99,7 +104,7 @@ def test_a_step_is_padded_to_the_next_size() -> None:
 def test_prompts_and_beams_are_padded_up_to_fewer_tokens_than_decodes() -> None:
     made = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain, 100)
     assert made.size_for(100, is_decode=False) == 112 and made.size_for(101, is_decode=False) is None
-    assert made.size_for(256, has_beams=True) == 256 and made.size_for(257, has_beams=True) is None
+    assert made.size_for(256, limit=256) == 256 and made.size_for(257, limit=256) is None
     assert made.size_for(1000) == 1024 and made.size_for(1025) is None
     small = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain)
     assert small.size_for(1025, is_decode=False) == 1152 and small.size_for(2049, is_decode=False) is None
@@ -140,11 +145,11 @@ def test_steps_that_ran_once_are_captured_in_advance_the_latest_first() -> None:
 
 
 def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was_used() -> None:
-    ran: list[GraphKey] = []
+    ran: list[ProgramKey] = []
     sent: list[int] = []
     made = StepGraphs(graph_sizes(24), ran.append, RunAgain, send_padding=lambda: sent.append(len(ran)))  # type: ignore
     assert not made.can_run_ahead and not made.run_ahead()
-    short = [GraphKey(size, 8, 1, Mode.GREEDY) for size in (8, 16, 24)]
+    short = [sampling_key(size, 8, 1, Mode.GREEDY) for size in (8, 16, 24)]
     made.run(KEY)
     made.run(short[1])
     while made.can_run_ahead:
@@ -154,14 +159,14 @@ def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was
     while made.can_capture_next:
         assert made.capture_next()
     assert made.stats.num_graphs == 4
-    made.run(GraphKey(1, None, None, Mode.RANDOM))
-    assert made.can_run_ahead and made.run_ahead() and ran[-1] == short[0]._replace(mode=Mode.RANDOM)
+    made.run(sampling_key(1, None, None, Mode.RANDOM))
+    assert made.can_run_ahead and made.run_ahead() and ran[-1] == sampling_key(8, 8, 1, Mode.RANDOM)
     made.clear()
     assert not made.can_run_ahead
 
 
 def test_a_step_that_can_not_be_run_ahead_costs_no_request() -> None:
-    def run(key: GraphKey) -> None:
+    def run(key: ProgramKey) -> None:
         if key.num_reqs is not None:
             raise RuntimeError("out of memory")
 
@@ -204,7 +209,7 @@ def test_what_runs_ahead_does_not_keep_the_next_piece_from_being_done() -> None:
     """The device is busy with it for a while."""
     stream = BusyStream()
 
-    def run(key: GraphKey) -> None:
+    def run(key: ProgramKey) -> None:
         stream.num_pending += 1
 
     made = StepGraphs(graph_sizes(32), run, lambda function: RunAgain(lambda: None), send_padding=lambda: None)
@@ -231,7 +236,7 @@ def test_nothing_is_captured_in_advance_once_captures_fail() -> None:
 def test_a_step_that_raised_is_not_captured_the_next_time() -> None:
     errors = [RuntimeError("out of memory")]
 
-    def run(key: GraphKey) -> None:
+    def run(key: ProgramKey) -> None:
         if errors:
             raise errors.pop()
 
@@ -272,10 +277,10 @@ def test_nothing_is_captured_when_memory_is_short(free: int, captured: int, monk
 # ---- the runner ----
 
 
-def padded_driver(*arguments: Any) -> tuple[Driver, list[GraphKey]]:
+def padded_driver(*arguments: Any) -> tuple[Driver, list[ProgramKey]]:
     """Also the keys of the steps that it runs."""
     driver = Driver(*arguments, inputs_on_device=True, capture=RunAgain)
-    keys: list[GraphKey] = []
+    keys: list[ProgramKey] = []
     assert driver.runner.graphs is not None
     run = driver.runner.graphs.run
     driver.runner.graphs.run = lambda key: (keys.append(key), run(key))[1]  # type: ignore[method-assign]
@@ -299,9 +304,9 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
         found = [token_of(output, name) for output in outputs if name in output.req_ids]
         assert found == oracle_greedy(TWO_GROUPS, tokens, 4 if name == "a" else 7)
     assert keys == [
-        GraphKey(64, 8, 8, Mode.GREEDY),
-        *[GraphKey(4, None, None, Mode.GREEDY)] * 3,
-        *[GraphKey(2, None, None, Mode.GREEDY)] * 3,
+        sampling_key(64, 8, 8, Mode.GREEDY),
+        *[sampling_key(4, None, None, Mode.GREEDY)] * 3,
+        *[sampling_key(2, None, None, Mode.GREEDY)] * 3,
     ]
     assert driver.runner.num_computed_tokens == 63 + 9 + 6
 
@@ -324,7 +329,7 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
     outputs += [driver.step(known={"b": 2 + i, "a": 3 + i}) for i in range(2)]
     for name, tokens in prompts.items():
         assert [token_of(output, name) for output in outputs] == oracle_greedy(LLAMA, tokens, 3)
-    assert keys == [GraphKey(8, 8, 8, Mode.GREEDY), *[GraphKey(2, None, None, Mode.GREEDY)] * 2]
+    assert keys == [sampling_key(8, 8, 8, Mode.GREEDY), *[sampling_key(2, None, None, Mode.GREEDY)] * 2]
 
 
 @interpreted
@@ -345,7 +350,7 @@ def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
         assert [token_of(output, name) for output in (mixed, last)] == oracle_greedy(LLAMA, tokens, 3)[1:]
     assert token_of(last, "long") == oracle_greedy(LLAMA, PROMPT, 1)[0]
     assert keys[1:] == [
-        GraphKey(24, 8, 8, Mode.GREEDY), GraphKey(16, 8, 0), GraphKey(16, 8, 8, Mode.GREEDY)
+        sampling_key(24, 8, 8, Mode.GREEDY), ProgramKey(16, 8, ()), sampling_key(16, 8, 8, Mode.GREEDY)
     ]  # fmt: skip
 
 
@@ -385,7 +390,8 @@ def test_every_way_of_sampling_draws_the_same_tokens_in_padded_steps(names: list
         outputs += [driver.step(known={name: count + step for name, count in known.items()}) for step in range(5)]
         results.append([(output.req_ids, output.sampled_token_ids, sorted(output.logprobs)) for output in outputs])
     assert results[0] == results[1]
-    assert {key.mode for key in keys[1:]} == {mode} and all(key.num_reqs is None for key in keys[1:])
+    end = Logits() if mode is None else Tokens(mode)
+    assert {key.ends for key in keys[1:]} == {(PaddedEnd(end, None),)} and all(key.num_reqs is None for key in keys[1:])
 
 
 @interpreted
@@ -423,7 +429,7 @@ def test_a_branch_whose_logits_are_nan_fails_alone_in_a_padded_step() -> None:
     bad = driver.new("bad", [*OTHER, NAN_TOKEN], 6, computed=0)
     driver.step(new=[driver.new("a", PROMPT, 1), bad], counts={"a": len(PROMPT), "bad": len(OTHER)}, sampled=["a"])
     output = driver.step(known={"a": len(PROMPT), "bad": len(OTHER)})
-    assert keys[-1] == GraphKey(2, None, None, Mode.GREEDY)
+    assert keys[-1] == sampling_key(2, None, None, Mode.GREEDY)
     assert set(output.errors) == {"bad"} and output.req_ids == ["a"]
     assert token_of(output, "a") == oracle_greedy(LLAMA, PROMPT, 2)[1]
 
@@ -452,20 +458,75 @@ def test_copies_of_blocks_travel_with_the_numbers_of_their_step(monkeypatch: pyt
         known = {"a": len(OTHER) + 1} | {child.req_id: len(OTHER) + 1 for child in children}
         outputs.append(driver.step(known=known))
         results.append([(output.req_ids, output.sampled_token_ids) for output in outputs])
-        assert moved == ([0, 0] if by_kernel else []) and keys[-1] == GraphKey(4, None, None, Mode.GREEDY)
+        assert moved == ([0, 0] if by_kernel else []) and keys[-1] == sampling_key(4, None, None, Mode.GREEDY)
         assert len(OTHER) % BLOCK_SIZE, "the last block is shared"
     assert results[0] == results[1]
     assert results[0][0][1][:3] == [[oracle_greedy(LLAMA, [*OTHER, token], 1)[0]] for token in (3, 4, 5)]
 
 
+def ends_of(key: ProgramKey) -> list[End]:
+    return [padded.end for padded in key.ends]
+
+
 @interpreted
-def test_steps_of_other_kinds_run_alone() -> None:
-    driver, keys = padded_driver()
-    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    output = driver.step(new=[driver.new("a", OTHER, 1, params=params)])
-    assert output.prompt_logprobs and keys == []
-    assert [token_of(output, "a"), *driver.decode("a", len(OTHER), 2)] == oracle_greedy(LLAMA, OTHER, 3)
-    assert len(keys) == 2
+def test_log_probabilities_of_a_prompt_are_read_in_a_padded_step() -> None:
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+        output = driver.step(new=[driver.new("a", OTHER, 1, params=params), driver.new("b", OTHER[:5], 9)])
+        tokens = [token_of(output, "a"), *driver.decode("a", len(OTHER), 2)]
+        results.append((tokens, output.prompt_logprobs["a"].rows.token_ids, token_of(output, "b")))
+    assert results[0] == results[1] and results[0][0] == oracle_greedy(LLAMA, OTHER, 3)
+    assert ends_of(keys[0]) == [Tokens(Mode.GREEDY), States()] and len(keys) == 3
+
+
+@interpreted
+@pytest.mark.parametrize("layers", [[0, 2], [1, 3, 4], [4]], ids=str)
+def test_hidden_states_are_read_in_a_padded_step_beside_branches_that_decode(layers: list[int]) -> None:
+    """Of the last token of a running branch, and of rows that are not there yet."""
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        driver.step(new=[driver.new("a", OTHER, 1), driver.new("b", OTHER[:5], 9)])
+        table = driver.new("x", OTHER, 1).block_ids
+        last = len(OTHER) - 1
+        capture = CaptureStep("x", [OTHER[-1]], [(last, 1, False)], table, [0], layers, "float32")
+        output = driver.step(known={"a": len(OTHER), "b": 5}, captures=[capture], total_num_scheduled_tokens=3)
+        found = output.hidden_states["x"]
+        results.append((token_of(output, "a"), token_of(output, "b"), np.frombuffer(found.data, np.float32)))
+    assert results[0][:2] == results[1][:2] and results[0][0] == oracle_greedy(LLAMA, OTHER, 2)[1]
+    np.testing.assert_allclose(results[0][2], results[1][2], rtol=0, atol=1e-5)
+    tokens, captured = ends_of(keys[-1])
+    assert tokens == Tokens(Mode.GREEDY) and isinstance(captured, Layers) and captured.layers == tuple(layers)
+    assert keys[-1].num_reqs is None and keys[-1].num_layers is None
+
+
+@interpreted
+def test_a_padded_step_ends_behind_the_last_layer_that_is_read() -> None:
+    padded, keys = padded_driver()
+    padded.step(new=[padded.new("a", OTHER, 1)])
+    table = padded.new("x", OTHER, 1).block_ids
+    capture = CaptureStep("x", OTHER[:2], [(0, 2, False)], table, [0, 1], [0, 1], "float32")
+    output = padded.step(captures=[capture], total_num_scheduled_tokens=2)
+    assert output.hidden_states["x"].shape[:2] == (2, 2) and keys[-1].num_layers == 1
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_vectors_and_tokens_come_from_one_padded_step(kind: str) -> None:
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        output = driver.step(
+            new=[driver.new("a", OTHER[:7], 1), pooled_branch(driver, "p", OTHER[:5], 9, kind)],
+            sampled=["a"],
+            pooled_req_ids=["p"],
+        )
+        results.append((token_of(output, "a"), np.frombuffer(output.pooled["p"].data, np.float32)))
+    assert results[0][0] == results[1][0]
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=0, atol=1e-5)
+    assert ends_of(keys[0]) == [Tokens(Mode.GREEDY), States()]
 
 
 @interpreted
@@ -484,7 +545,8 @@ def test_the_candidates_of_beams_are_chosen_in_a_padded_step(
         output = driver.step(new=new, sampled=[], beam_steps=steps)
         results.append({name: (found.beams, found.token_ids) for name, found in output.candidates.items()})
     assert results[0] == results[1] and len(results[0]) == len(sizes)
-    assert keys[0].searches == SearchShape(1 if len(sizes) == 1 else 4, 1, 4) and keys[0].mode is None
+    (padded_end,) = keys[0].ends
+    assert padded_end.end == BeamKeys(SearchShape(1 if len(sizes) == 1 else 4, 1, 4))
 
 
 @interpreted
@@ -499,7 +561,7 @@ def test_a_search_without_a_usable_logit_fails_alone_in_a_padded_step(monkeypatc
 
 @interpreted
 def test_the_prompt_of_a_search_is_padded_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_BEAM_ROWS", 8)
+    monkeypatch.setattr(beam_candidates, "MAX_PADDED_BEAMS", 8)
     driver, keys = padded_driver()
     first = BeamStep("s", num_candidates=3, scores=[0.0])
     driver.step(new=[driver.new("s", OTHER, 1)], sampled=[], beam_steps=[first])

@@ -26,7 +26,8 @@ from ratoon.core.kv import KVCacheConfig
 from ratoon.execution.passes import compile_ahead
 from ratoon.execution.passes.compile_ahead import ShapesOnly, capture_nothing
 from ratoon.execution.kv.geometry import geometry_of
-from ratoon.execution.passes.graphs import GraphKey
+from ratoon.execution.passes.ends import BeamKeys, Logits, Tokens
+from ratoon.execution.passes.graphs import PaddedEnd, ProgramKey
 from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.beams import SearchRows, SearchShape, best_keys_of_searches
@@ -84,11 +85,15 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
     compile_ahead.launch_later_steps(make_runner())
     runner = make_runner()
 
+    def key_of(size, num_reqs, num_rows, mode=None, searches=None):
+        end = Tokens(mode) if mode is not None else Logits() if searches is None else BeamKeys(searches)
+        return ProgramKey(size, num_reqs, (PaddedEnd(end, num_rows),))
+
     def run(stage, *keys):
         kernels.stage = stage
         for key in keys:
             runner.graphs.clear()
-            runner.graphs.run(GraphKey(*key))
+            runner.graphs.run(key_of(*key))
 
     def run_requests(*requests):
         compile_ahead._launch_step(runner, compile_ahead.step_of(requests, 1, 16))

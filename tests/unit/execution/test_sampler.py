@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
-from ratoon.execution.sampling.sampler import PromptLogprobs, SampledTokens, Sampler
+from ratoon.execution.sampling.sampler import Sampler
 from ratoon.execution.sampling.sampling_rows import SamplingRows
+from ratoon.execution.sampling.tokens import PromptLogprobs, SampledTokens
 from ratoon.layers import sampling
 
 EVERY_KIND = [
@@ -419,4 +420,4 @@ def test_rows_sampled_together_get_what_they_get_in_groups(vocab_size):
 def test_all_results_are_in_one_tensor():
     harness = Harness([{"temperature": 0.0, "logprobs": 2}, {"temperature": 0.7}])
     sampled = harness.sample(random_logits(2, 40))
-    assert sampled.packed().shape == (2 + 2 + 3 + 3 + 1,)  # tokens, bad, ids, log-probabilities, rank
+    assert sampled._packed().shape == (2 + 3 + 3 + 1,)  # tokens, ids, log-probabilities, rank

@@ -20,6 +20,7 @@ from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import receive
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation, StepInputs
+from ratoon.layers.sampling import Mode
 from tests.unit.execution.test_step_inputs import BLOCKS, COMPUTED, MAX_MODEL_LEN, SCHEDULED, concatenated
 
 pytest.importorskip("triton")
@@ -33,7 +34,7 @@ def make_rows(num_groups: int = 1, max_encoder_len: int = 0) -> InputBatch:
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
     inputs = DeviceInputs(rows, MAX_TOKENS, MAX_REQS, max_padded, max_padded, DEVICE)
-    for tensor in (inputs.input_ids, inputs.positions, inputs.slot_mappings, inputs.block_tables, inputs.seq_lens):
+    for tensor in inputs.prepared.values():
         tensor.fill_(-7)  # what is not written is seen
     return inputs
 
@@ -217,13 +218,13 @@ def test_padding_reads_one_block_of_a_short_encoder_input() -> None:
     new.num_encoder_positions, new.cross_block_ids = 9, [6]
     rows.add(new)
     inputs = make_inputs(rows, max_padded=64)
-    inputs.cross_tables.fill_(-7)
+    inputs.prepared["cross_table"].fill_(-7)
     inputs.send(np.array([0]), np.array([3]))
     inputs.compute(64, 2, 64)
     cross = inputs.padded(64, 2, 64).cross
     assert cross is not None
     assert cross.seq_lens_device.tolist() == [9, 1] and cross.block_table_device.tolist() == [[6], [0]]
-    assert (inputs.cross_tables[2:] == -7).all(), "nothing is written behind the table of the last request"
+    assert (inputs.prepared["cross_table"][2:] == -7).all(), "nothing is written behind the table of the last request"
 
 
 def test_tokens_of_padding_are_not_written() -> None:
@@ -231,16 +232,17 @@ def test_tokens_of_padding_are_not_written() -> None:
     rows.add(new_branch("a", [5, 6], [[3]], computed=1))
     rows.add(new_branch("b", [7], [[4]]))
     inputs = make_inputs(rows, max_padded=4)
-    inputs.send(np.array([1, 0]), np.array([1, 1]), read_requests=np.array([0, 1]))
+    cells = rows.next_cells(np.array([1, 0]))
+    inputs.send(np.array([1, 0]), np.array([1, 1]), of_rows=[(slice(0, 4), {"token_cells": cells})])
     inputs.compute(4, 4, 1)
     before = inputs.resident.memory.clone()
-    inputs.sampled.fill_(-7)
-    bad = torch.tensor([False, True, False, True], device=DEVICE)
-    inputs.append_tokens(torch.tensor([11, 12, 13, 14], device=DEVICE), bad)
-    assert inputs.sampled.tolist() == [11, -1, -7, -7]
+    logits = torch.zeros(4, 50, device=DEVICE)
+    logits[range(4), [11, 12, 13, 14]] = 1.0
+    logits[1] = float("nan")
+    found = inputs.columns(slice(0, 4)).choose_tokens(logits, Mode.GREEDY)
+    assert found[:2].tolist() == [11, -1]
     changed = (inputs.resident.memory != before).nonzero().squeeze(1).tolist()
-    assert changed == [2, MAX_MODEL_LEN + 1]
-    assert inputs.resident.memory[changed].tolist() == [12, 11]
+    assert set(changed) <= {2, MAX_MODEL_LEN + 1} and inputs.resident.memory[MAX_MODEL_LEN + 1] == 11
 
 
 def test_rows_that_no_index_reaches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

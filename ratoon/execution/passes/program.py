@@ -1,0 +1,239 @@
+"""The program of a step: prepare, embed, layers, read, choose. There is one; drivers run it by different means.
+
+`Calls` runs it call by call, with inputs of the step's own size. graphs.py replays it as a CUDA graph,
+recorded_passes.py as one native call. What it ends with is declared by the readers of the step (ends.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows, StepInputs
+from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.ends import (
+    FIRST_WITHOUT_STATES,
+    End,
+    EndRows,
+    LayerRows,
+    MaskedTokens,
+    ProgramRows,
+    RowColumns,
+)
+from ratoon.execution.passes.step_context import PagedStep
+from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.layers import sampling
+from ratoon.layers.sampling import Masks, Mode
+from ratoon.models.base import FinalStates, LanguageModel
+
+if TYPE_CHECKING:
+    from ratoon.execution.inputs.device_inputs import DeviceInputs
+    from ratoon.execution.passes.recorded_passes import RecordedPasses
+    from ratoon.execution.sampling.mask_column import MaskColumn
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class ProgramStep:
+    """What a driver is given: the batch of a step, and the ends that its readers want, in the order of their ranks."""
+
+    batch_rows: np.ndarray  # [R] of the requests
+    num_scheduled: np.ndarray  # [R] tokens of each
+    unwritten: np.ndarray | None  # [R] bool: those whose keys and values are not kept
+    wanted: Sequence[EndRows]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled.sum())
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether one end reads all rows of the batch, in their order."""
+        if len(self.wanted) != 1:
+            return False
+        rows, num_tokens = self.wanted[0].rows, self.num_tokens
+        return len(rows) == num_tokens and (num_tokens == 1 or bool((rows == np.arange(num_tokens)).all()))
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers behind which nothing is needed of the step. None: all are."""
+        if self.unwritten is None or not self.unwritten.all():
+            return None
+        ends = [wanted.end for wanted in self.wanted]
+        return None if any(end.rank < FIRST_WITHOUT_STATES for end in ends) else _last_inner(ends)
+
+
+def _last_inner(ends: Sequence[End]) -> int:
+    return max((max(end.inner_layers) for end in ends), default=0)
+
+
+class ProgramEnds(NamedTuple):
+    """The ends of a program and the places of their rows among those that are read."""
+
+    ends: Sequence[End]
+    places: Sequence[slice]
+
+    @classmethod
+    def of(cls, ends: Sequence[End], counts: Sequence[int]) -> ProgramEnds:
+        bounds = [0, *accumulate(counts)]
+        return cls(ends, [slice(start, stop) for start, stop in pairwise(bounds)])
+
+    @property
+    def num_with_states(self) -> int:
+        """Rows that have final states: they come first."""
+        return max((place.stop for end, place in self.pairs if end.rank < FIRST_WITHOUT_STATES), default=0)
+
+    @property
+    def num_with_logits(self) -> int:
+        return max((place.stop for end, place in self.pairs if end.needs_logits), default=0)
+
+    @property
+    def pairs(self) -> Iterator[tuple[End, slice]]:
+        return zip(self.ends, self.places)
+
+
+class StepProgram:
+    """The program of a model over its paged cache."""
+
+    def __init__(self, model: LanguageModel, kv: KVTensors) -> None:
+        self.model = model
+        self.kv = kv
+
+    def run(
+        self,
+        inputs: StepInputs,
+        ends: ProgramEnds,
+        rows: Tensor | None,
+        columns: Sequence[RowColumns],
+        num_layers: int | None = None,
+        read: ReadRows | None = None,
+    ) -> list[Any]:
+        """`rows`: those that are read, of all ends; None: all rows of the step, for one end. `columns`: of each end.
+        `num_layers`: the program ends after so many, if no row has a final state. Returns what each end computes."""
+        kv = self.kv
+        metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
+        cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
+        step = PagedStep(kv, metadata, cross, read)
+        observer = self._observer(ends, rows, inputs)
+        with_states = None if rows is None else rows[: ends.num_with_states]
+        states = self.model.forward(
+            inputs.input_ids,
+            inputs.positions,
+            step,
+            with_states,
+            [] if observer is None else [observer],
+            num_layers,
+        )
+        return self.finish(states, ends, columns, observer)
+
+    def finish(
+        self, states: FinalStates, ends: ProgramEnds, columns: Sequence[RowColumns], observer: LayerRows | None = None
+    ) -> list[Any]:
+        """The ends of a program whose final states are there."""
+        count = ends.num_with_logits
+        logits = None
+        if count:
+            logits = self.model.compute_logits(states.normed if count == len(states.normed) else states.normed[:count])
+        results = []
+        for index, (end, place) in enumerate(ends.pairs):
+            rows = ProgramRows(
+                states if len(ends.ends) == 1 else states.select(place),
+                logits if logits is None or not end.needs_logits or len(ends.ends) == 1 else logits[place],
+                {} if observer is None else observer.found[index],
+                columns[index],
+            )
+            results.append(end.run(rows))
+        return results
+
+    @staticmethod
+    def _observer(ends: ProgramEnds, rows: Tensor | None, inputs: StepInputs) -> LayerRows | None:
+        if not any(end.inner_layers for end in ends.ends):
+            return None
+        if rows is None:
+            rows = torch.arange(len(inputs.input_ids), device=inputs.input_ids.device)
+        return LayerRows([(end.inner_layers, rows[place]) for end, place in ends.pairs])
+
+
+class Driver(Protocol):
+    """A way to run the program."""
+
+    def run(self, step: ProgramStep) -> list[Any] | None:
+        """What each end of the step computes; for MaskedTokens a function that chooses the tokens, to be called once
+        the masks are on their way. None: it can't run this step, and has done nothing."""
+        ...
+
+
+class HostColumns:
+    """Where branches lie on the host: their tokens are appended by the reader."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+    def choose_tokens(self, logits: Tensor, mode: Mode, masks: Masks | None = None) -> SampledTokens:
+        assert mode is Mode.GREEDY and masks is None, "what else a request asks for is the sampler's"
+        return SampledTokens.of(sampling.greedy(logits.float()))
+
+
+HOST_COLUMNS = HostColumns()
+
+
+class Calls:
+    """Runs any step, from inputs of its own size. `recorded`: replays the program where it can."""
+
+    def __init__(
+        self,
+        program: StepProgram,
+        inputs: InputPreparation | DeviceInputs,
+        device: torch.device,
+        recorded: RecordedPasses | None = None,
+        masks: MaskColumn | None = None,
+    ) -> None:
+        self._program = program
+        self._inputs = inputs
+        self._device = device
+        self._recorded = recorded
+        self._masks = masks
+
+    def run(self, step: ProgramStep) -> list[Any]:
+        inputs = self._inputs.prepare(step.batch_rows, step.num_scheduled, step.unwritten)
+        reads_all = step.reads_all
+        ends = ProgramEnds.of([wanted.end for wanted in step.wanted], [len(wanted.rows) for wanted in step.wanted])
+        columns = [self._columns(wanted.columns, len(wanted.rows)) for wanted in step.wanted]
+        rows = np.zeros(0, np.int64)
+        if step.wanted and not reads_all:
+            rows = np.concatenate([wanted.rows for wanted in step.wanted])
+        if self._recorded is not None:
+            results = self._recorded.run(self._program, inputs, ends, None if reads_all else rows, columns)
+            if results is not None:
+                return results
+        read = None
+        model, num_states = self._program.model, ends.num_with_states
+        if not reads_all and inputs.cross is None and model.config.causal:
+            read = ReadRows.of(rows[:num_states].tolist(), inputs)
+        on_device = None if reads_all else indices_on(self._device, rows.tolist())
+        results = self._program.run(inputs, ends, on_device, columns, step.num_layers, read)
+        return [self._choose_later(*three) for three in zip(ends.ends, results, columns)]
+
+    def _columns(self, columns: Mapping[str, np.ndarray], num_rows: int) -> RowColumns:
+        if isinstance(self._inputs, InputPreparation):
+            return HOST_COLUMNS
+        return self._inputs.uploaded(columns, num_rows)
+
+    def _choose_later(self, end: End, result: Any, columns: RowColumns) -> Any:
+        if not isinstance(end, MaskedTokens):
+            return result
+        masks = self._masks
+        assert masks is not None
+        return partial(_choose, end, result, columns, masks)
+
+
+def _choose(end: MaskedTokens, logits: Tensor, columns: RowColumns, masks: MaskColumn) -> Any:
+    return end.choose(logits, columns, masks.words)  # whose memory is there once the first masks were begun
