@@ -33,6 +33,7 @@ from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
 from ratoon.execution.inputs.device_inputs import DeviceInputs
+from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
@@ -297,7 +298,8 @@ def inputs(compilation: Compilation) -> None:
             compilation.part = f"inputs: {num_groups} groups, at most {longest} tokens"
             made.compute(num_requests * longest, num_requests, longest)
         compilation.part = f"inputs: sampled tokens, {num_groups} groups"
-        made.append_tokens(torch.zeros(32, dtype=torch.int64), torch.zeros(32, dtype=torch.bool))
+        numbers = [torch.zeros(32, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool, torch.int32)]
+        append_tokens(made.resident.memory, *numbers)
     compilation.part = "blocks"
     pages = Pages([torch.zeros(4, 4096, dtype=torch.int64)] * 28, device)
     copy_blocks(pages, pages, [(1, 2)])

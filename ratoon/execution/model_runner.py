@@ -22,11 +22,12 @@ from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation
 from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.passes.calls import Calls
 from ratoon.execution.passes.encoder import EncoderRunner
-from ratoon.execution.passes.program import Calls, Driver, ProgramStep, StepProgram
+from ratoon.execution.passes.program import Driver, ProgramStep, StepProgram
 from ratoon.execution.readers.beams import BeamReaders
 from ratoon.execution.readers.hidden_states import CaptureReaders, SpanRows, lay_out_spans
-from ratoon.execution.readers.interface import ExecutedPass, PendingOutput, ReaderSource, StepLayout, join
+from ratoon.execution.readers.interface import ExecutedPass, PendingOutput, ReaderSource, RowReader, StepLayout, join
 from ratoon.execution.readers.pooling import PoolingBranches
 from ratoon.execution.readers.prompt_logprobs import PromptLogprobsReaders
 from ratoon.execution.readers.sampled import SampledReaders
@@ -155,10 +156,13 @@ class ModelRunner:
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
         batch_rows, num_scheduled, unwritten = self._batch(plan, spans)
         layout = StepLayout(plan, batch_rows, num_scheduled.cumsum())
-        readers = [reader for source in self._sources for reader in source.readers(plan, layout, self._output)]
+        readers: list[RowReader] = []
+        for source in self._sources:
+            readers += source.readers(plan, layout, self._output)
         if len(readers) > 1:
             readers.sort(key=lambda reader: reader.wanted.end.rank)
-        step = ProgramStep(batch_rows, num_scheduled, unwritten, [reader.wanted for reader in readers])
+        wanted = [reader.wanted for reader in readers]
+        step = ProgramStep(batch_rows, num_scheduled, unwritten, wanted, plan.total_num_scheduled_tokens)
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:

@@ -207,7 +207,7 @@ def test_the_sampler_gives_the_same_on_both_devices_and_does_not_wait(dtype):
     with without_waiting():
         found = Sampler(kept).sample(on_device, slots, seeds)
         kept.append_on_device(slots, found.token_ids)
-        found.packed()
+        found._packed()
     assert found.to_numpy().tolist() == expected.to_numpy().tolist()
     assert found.bad_rows == []
     for row, lists in expected.logprobs_lists().items():

@@ -1,29 +1,25 @@
 """The program of a step: prepare, embed, layers, read, choose. There is one; drivers run it by different means.
 
-`Calls` runs it call by call, with inputs of the step's own size. graphs.py replays it as a CUDA graph,
+calls.py runs it call by call, with inputs of the step's own size, graphs.py replays it as a CUDA graph,
 recorded_passes.py as one native call. What it ends with is declared by the readers of the step (ends.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from ratoon.execution.inputs.buffers import indices_on
-from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows, StepInputs
+from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.ends import (
     FIRST_WITHOUT_STATES,
     End,
     EndRows,
     LayerRows,
-    MaskedTokens,
     ProgramRows,
     RowColumns,
 )
@@ -32,11 +28,6 @@ from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers import sampling
 from ratoon.layers.sampling import Masks, Mode
 from ratoon.models.base import FinalStates, LanguageModel
-
-if TYPE_CHECKING:
-    from ratoon.execution.inputs.device_inputs import DeviceInputs
-    from ratoon.execution.passes.recorded_passes import RecordedPasses
-    from ratoon.execution.sampling.mask_column import MaskColumn
 
 Tensor = torch.Tensor
 
@@ -49,10 +40,7 @@ class ProgramStep:
     num_scheduled: np.ndarray  # [R] tokens of each
     unwritten: np.ndarray | None  # [R] bool: those whose keys and values are not kept
     wanted: Sequence[EndRows]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.num_scheduled.sum())
+    num_tokens: int
 
     @property
     def reads_all(self) -> bool:
@@ -60,14 +48,16 @@ class ProgramStep:
         if len(self.wanted) != 1:
             return False
         rows, num_tokens = self.wanted[0].rows, self.num_tokens
-        return len(rows) == num_tokens and (num_tokens == 1 or bool((rows == np.arange(num_tokens)).all()))
+        if len(rows) != num_tokens:
+            return False
+        return num_tokens == 1 or bool((rows == np.arange(num_tokens)).all())
 
     @property
     def num_layers(self) -> int | None:
         """Layers behind which nothing is needed of the step. None: all are."""
         if self.unwritten is None or not self.unwritten.all():
             return None
-        ends = [wanted.end for wanted in self.wanted]
+        ends = [each.end for each in self.wanted]
         return None if any(end.rank < FIRST_WITHOUT_STATES for end in ends) else _last_inner(ends)
 
 
@@ -83,8 +73,11 @@ class ProgramEnds(NamedTuple):
 
     @classmethod
     def of(cls, ends: Sequence[End], counts: Sequence[int]) -> ProgramEnds:
-        bounds = [0, *accumulate(counts)]
-        return cls(ends, [slice(start, stop) for start, stop in pairwise(bounds)])
+        places, stop = [], 0
+        for count in counts:
+            start, stop = stop, stop + count
+            places.append(slice(start, stop))
+        return cls(ends, places)
 
     @property
     def num_with_states(self) -> int:
@@ -179,61 +172,8 @@ class HostColumns:
 
     def choose_tokens(self, logits: Tensor, mode: Mode, masks: Masks | None = None) -> SampledTokens:
         assert mode is Mode.GREEDY and masks is None, "what else a request asks for is the sampler's"
-        return SampledTokens.of(sampling.greedy(logits.float()))
+        # A call that does nothing would keep a pass from being recorded.
+        return SampledTokens.of(sampling.greedy(logits if logits.dtype is torch.float32 else logits.float()))
 
 
 HOST_COLUMNS = HostColumns()
-
-
-class Calls:
-    """Runs any step, from inputs of its own size. `recorded`: replays the program where it can."""
-
-    def __init__(
-        self,
-        program: StepProgram,
-        inputs: InputPreparation | DeviceInputs,
-        device: torch.device,
-        recorded: RecordedPasses | None = None,
-        masks: MaskColumn | None = None,
-    ) -> None:
-        self._program = program
-        self._inputs = inputs
-        self._device = device
-        self._recorded = recorded
-        self._masks = masks
-
-    def run(self, step: ProgramStep) -> list[Any]:
-        inputs = self._inputs.prepare(step.batch_rows, step.num_scheduled, step.unwritten)
-        reads_all = step.reads_all
-        ends = ProgramEnds.of([wanted.end for wanted in step.wanted], [len(wanted.rows) for wanted in step.wanted])
-        columns = [self._columns(wanted.columns, len(wanted.rows)) for wanted in step.wanted]
-        rows = np.zeros(0, np.int64)
-        if step.wanted and not reads_all:
-            rows = np.concatenate([wanted.rows for wanted in step.wanted])
-        if self._recorded is not None:
-            results = self._recorded.run(self._program, inputs, ends, None if reads_all else rows, columns)
-            if results is not None:
-                return results
-        read = None
-        model, num_states = self._program.model, ends.num_with_states
-        if not reads_all and inputs.cross is None and model.config.causal:
-            read = ReadRows.of(rows[:num_states].tolist(), inputs)
-        on_device = None if reads_all else indices_on(self._device, rows.tolist())
-        results = self._program.run(inputs, ends, on_device, columns, step.num_layers, read)
-        return [self._choose_later(*three) for three in zip(ends.ends, results, columns)]
-
-    def _columns(self, columns: Mapping[str, np.ndarray], num_rows: int) -> RowColumns:
-        if isinstance(self._inputs, InputPreparation):
-            return HOST_COLUMNS
-        return self._inputs.uploaded(columns, num_rows)
-
-    def _choose_later(self, end: End, result: Any, columns: RowColumns) -> Any:
-        if not isinstance(end, MaskedTokens):
-            return result
-        masks = self._masks
-        assert masks is not None
-        return partial(_choose, end, result, columns, masks)
-
-
-def _choose(end: MaskedTokens, logits: Tensor, columns: RowColumns, masks: MaskColumn) -> Any:
-    return end.choose(logits, columns, masks.words)  # whose memory is there once the first masks were begun

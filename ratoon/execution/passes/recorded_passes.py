@@ -95,7 +95,7 @@ class RecordedPasses:
         if not self._is_possible or num_tokens > MAX_TOKENS or any(end.inner_layers for end in ends.ends):
             return None
         end: End = STATES
-        if rows is None and num_tokens <= MAX_LOGITS_ROWS and isinstance(ends.ends[0], Logits | Tokens):
+        if rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
         found = self._run_shape(PassShape(num_tokens, len(inputs.cu_num_tokens), end), program, inputs)
         if found is None:
@@ -172,6 +172,11 @@ class RecordedPasses:
         embedded = None if begins_with_ids else stream
         self._passes[shape] = RecordedPass(joined, embedded, _places(inputs), result, metadata, cross)
         return result
+
+
+def _can_be_recorded(end: End, columns: RowColumns) -> bool:
+    """Whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns."""
+    return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
 
 
 def _places(inputs: StepInputs) -> tuple[int, int]:

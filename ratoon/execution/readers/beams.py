@@ -5,7 +5,7 @@ The arithmetic is in layers/beams.py; the scheduler chooses among the candidates
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,10 +48,10 @@ class BeamReaders:
         self._device = device
         self._vocab_size = vocab_size
 
-    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[RowReader]:
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         steps = [step for step in plan.beam_steps if step.num_candidates]
         if not steps:
-            return
+            return ()
         listed: list[int] = []
         for step in steps:  # one without beams yet reads the trunk's last row
             listed += layout.beam_last_rows.get(step.req_id) or [layout.last_row(step.req_id)]
@@ -60,14 +60,14 @@ class BeamReaders:
         max_padded = MAX_PADDED_BEAMS if layout.beam_last_rows else NO_LIMIT
         scores, searches = _lay_out(steps)
         if not chosen_by_keys(self._device, searches) or any(_active_rules(steps, self._beam_rows)):
-            yield CandidatesReader(steps, EndRows(Logits(), rows, max_padded=max_padded), self._beam_rows)
-            return
+            wanted = EndRows(Logits(), rows, max_padded=max_padded)
+            return (CandidatesReader(steps, wanted, self._beam_rows),)
         shape = SearchShape.of(searches)
         bounds = np.zeros((2, shape.num_searches), np.int64)  # a search of padding has no rows
         bounds[:, : len(searches)] = [search.start for search in searches], [search.stop for search in searches]
         columns = {"beam_scores": np.array(scores, np.float32), "search_starts": bounds[0], "search_stops": bounds[1]}
         wanted = EndRows(BeamKeys(shape), rows, columns, max_padded)
-        yield BeamKeysReader(steps, wanted, searches, self._vocab_size)
+        return (BeamKeysReader(steps, wanted, searches, self._vocab_size),)
 
 
 class CandidatesReader:

@@ -5,7 +5,7 @@ Rows are selected by index in the ordinary forward pass. A step without captures
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ class CaptureReaders:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
 
-    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterable[CaptureReader]:
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[CaptureReader]:
         if not plan.captures:
             return ()
         captured = [

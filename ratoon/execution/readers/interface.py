@@ -6,7 +6,7 @@ A new kind of result is a file here with a `ReaderSource`, and a line in the run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -39,7 +39,7 @@ class RowReader(Protocol):
 class ReaderSource(Protocol):
     """Makes the readers of one kind of result."""
 
-    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterable[RowReader]:
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         """Those of a step, often none. What is known without the step goes into `output`."""
         ...
 
@@ -82,12 +82,14 @@ class StepLayout:
 def join(parts: Sequence[Finish | None]) -> Finish | None:
     """All of them in one. None: nothing is left to do."""
     left = [finish for finish in parts if finish is not None]
+    if len(left) <= 1:
+        return left[0] if left else None
 
     def finish_all(output: ModelRunnerOutput) -> None:
         for finish in left:
             finish(output)
 
-    return finish_all if len(left) > 1 else left[0] if left else None
+    return finish_all
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +65,9 @@ class PoolingBranches:
         for req_id in req_ids:
             self._branches.pop(req_id, None)
 
-    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[PoolingReader]:
-        if self._branches:
-            spans = self._spans(plan, layout)
-            if spans:
-                yield PoolingReader(spans, self._branches)
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[PoolingReader]:
+        spans = self._spans(plan, layout) if self._branches else []
+        return (PoolingReader(spans, self._branches),) if spans else ()
 
     def _spans(self, plan: SchedulerOutput, layout: StepLayout) -> list[PoolingSpan]:
         """The rows of this step that are needed: all for a mean, otherwise one."""

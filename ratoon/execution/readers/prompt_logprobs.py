@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,16 +55,17 @@ class PromptLogprobsReaders:
 
     def readers(
         self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput
-    ) -> Iterator[PromptLogprobsReader]:
+    ) -> Sequence[PromptLogprobsReader]:
         if not self._branches.num_with_prompt_logprobs:
-            return
+            return ()
         spans, rows = [], []
         for span in prompt_spans(plan, self._branches):
             first = layout.last_row(span.req_id) + 1 - plan.num_scheduled_tokens[span.req_id]
             spans.append(span)
             rows.append(np.arange(first, first + span.count))
-        if spans:
-            yield PromptLogprobsReader(spans, np.concatenate(rows), self._branches, self._program)
+        if not spans:
+            return ()
+        return (PromptLogprobsReader(spans, np.concatenate(rows), self._branches, self._program),)
 
 
 class PromptLogprobsReader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
 from ratoon.execution.readers.interface import Finish, RowReader, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
-from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampler import Sampler, all_of
 from ratoon.execution.sampling.sampling_rows import MasksOfStep, Needs, SamplingRows
 from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers.sampling import Mode
@@ -41,9 +41,9 @@ class SampledReaders:
         self._resident = resident
         self._jumps = jumps
 
-    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Iterator[RowReader]:
+    def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         if not plan.sampled_req_ids:
-            return
+            return ()
         ids = plan.sampled_req_ids
         num_branches = len(plan.num_scheduled_tokens)
         if len(ids) == num_branches:  # all of them: in the order of the batch
@@ -53,13 +53,12 @@ class SampledReaders:
             ids = ids.copy()
             places = [layout.place_of[req_id] for req_id in ids]
             own, rows = layout.batch_rows[places], layout.last_rows[places]
-        needs = self._sampler.rows.needs[own]
-        if (needs & Needs.MASK).any():
+        needed = all_of(self._sampler.rows.needs[own])
+        if needed & Needs.MASK:
             kept = self._leave_out_known(plan, ids, own, output)
             if kept is not None:
                 ids, own, rows = [ids[place] for place in kept], own[kept], rows[kept]
-        if ids:
-            yield self._reader_of(plan, ids, own, rows, is_plain=not needs.any())
+        return (self._reader_of(plan, ids, own, rows, is_plain=not needed),) if ids else ()
 
     def _reader_of(
         self, plan: SchedulerOutput, ids: list[str], own: np.ndarray, rows: np.ndarray, is_plain: bool

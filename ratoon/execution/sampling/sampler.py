@@ -78,15 +78,15 @@ class Sampler:
         """Without edits but masks, by params whose arrays travel to the device together."""
         numbers = self._plain_numbers(slots, seeds, needs)
         on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
-        return sampling.sample_plain(logits, **on_device, mode=_mode(_all_of(needs)), masks=masks)
+        return sampling.sample_plain(logits, **on_device, mode=_mode(all_of(needs)), masks=masks)
 
     def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
-        if self.rows.has_unread and not _all_of(needs) & Needs.EDITS:
+        if self.rows.has_unread and not all_of(needs) & Needs.EDITS:
             self.rows.read_tokens()
             needs = self.rows.needs[slots]
-        needed = _all_of(needs)
+        needed = all_of(needs)
         if needed & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
             return None
         mode = _mode(needed)
@@ -96,7 +96,7 @@ class Sampler:
         """The same for rows of which some have a grammar, whose masks are filled while the device computes. None: they
         need more than that, or none of them has one."""
         needs = self.rows.needs[slots]
-        needed = _all_of(needs)
+        needed = all_of(needs)
         is_more = needed & (Needs.PENALTIES | Needs.LOGPROBS) or not needed & Needs.MASK
         column = self.rows.mask_column
         if column is None or is_more or len(slots) > column.max_rows or not self.rows.have_fast_masks(slots):
@@ -163,7 +163,7 @@ class Sampler:
         return sampling.draw_filtered(logits, temperature, filters, numbers)
 
 
-def _all_of(needs: np.ndarray) -> int:
+def all_of(needs: np.ndarray) -> int:
     return int(needs[0] if len(needs) == 1 else np.bitwise_or.reduce(needs))
 
 

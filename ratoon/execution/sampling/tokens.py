@@ -36,6 +36,10 @@ class SampledTokens:
         self._num_logprobs = num_logprobs
         self._copy: HostCopy | None = None
         self._values: np.ndarray | None = None  # all of it on the host, once it is there
+        # Where they are in memory of the host that is still that of this step: tokens, and which are bad
+        self._here: tuple[np.ndarray, np.ndarray | None] | None = None
+        if token_ids.device.type == "cpu":
+            self._here = token_ids.numpy(), None if bad is None else bad.numpy()
 
     @classmethod
     def of(cls, chosen: Chosen) -> SampledTokens:
@@ -44,6 +48,7 @@ class SampledTokens:
     def start_copy(self) -> None:
         """Copy everything to the host without waiting. Values are there when the step is done."""
         self._copy = HostCopy(self._packed())
+        self._here = None
 
     def wait(self) -> None:
         """Until the copy is there."""
@@ -53,15 +58,16 @@ class SampledTokens:
     @property
     def bad_rows(self) -> list[int]:
         """Rows without a token: NaN or infinite logits, or every token forbidden."""
-        if self._is_here:
-            bad = self.token_ids.numpy() < 0 if self._bad is None else self._bad.numpy()
+        if self._here is not None:
+            token_ids, bad = self._here
+            bad = token_ids < 0 if bad is None else bad
             return np.flatnonzero(bad).tolist() if bad.any() else []
         return np.flatnonzero(self._on_host()[: len(self.token_ids)] < 0).tolist()
 
     def to_numpy(self) -> np.ndarray:
         """The token ids, [R]. Those of bad rows are any number."""
-        if self._is_here:
-            return self.token_ids.numpy()
+        if self._here is not None:
+            return self._here[0]
         return self._on_host()[: len(self.token_ids)].astype(np.int64)
 
     def logprobs_lists(self) -> dict[int, LogprobsLists]:
@@ -74,11 +80,6 @@ class SampledTokens:
             ids, values = lists.token_ids[place][: num_top + 1], lists.logprobs[place][: num_top + 1]
             result[row] = LogprobsLists([ids], [values], [lists.sampled_ranks[place]])
         return result
-
-    @property
-    def _is_here(self) -> bool:
-        """In memory of the host that is still that of this step."""
-        return self._copy is None and self.token_ids.device.type == "cpu"
 
     def _packed(self) -> Tensor:
         """All results as one flat tensor on the device, for one copy to the host."""

@@ -22,7 +22,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BeamStep, BlockCopy, CaptureStep
 from ratoon.execution.kv.block_kernels import Pages
 from ratoon.execution.passes import graphs
-from ratoon.execution.passes.ends import BeamKeys, End, Layers, Logits, States, Tokens
+from ratoon.execution.passes.ends import BeamKeys, End, InnerLayers, Layers, Logits, States, Tokens
 from ratoon.execution.passes.graphs import (
     PaddedEnd,
     ProgramKey,
@@ -527,6 +527,46 @@ def test_vectors_and_tokens_come_from_one_padded_step(kind: str) -> None:
     assert results[0][0] == results[1][0]
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=0, atol=1e-5)
     assert ends_of(keys[0]) == [Tokens(Mode.GREEDY), States()]
+
+
+@interpreted
+def test_all_kinds_of_results_come_from_one_padded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches that decode, a prompt with log-probabilities, a search, a vector and hidden states of two extractions."""
+    results = []
+    padded, keys = padded_driver()
+    for driver in (Driver(), padded):
+        if driver is padded:
+            monkeypatch.setattr(beam_candidates, "chosen_by_keys", lambda device, searches: True)
+        driver.step(new=[driver.new("a", OTHER, 1), driver.new("b", OTHER[:5], 5, params=PARAMS["top_k"], seed=7)])
+        table = driver.new("x", OTHER, 1).block_ids
+        spans = [(3, 2, False)]
+        captures = [
+            CaptureStep("x", OTHER[3:5], spans, table, [0, 1], [1], "float32"),
+            CaptureStep("y", OTHER[3:5], spans, table, [1], [0, 4], "float32"),
+        ]
+        prompt = driver.new("c", OTHER[2:9], 9, params=SamplingParams(temperature=0.0, prompt_logprobs=1))
+        output = driver.step(
+            known={"a": len(OTHER), "b": 5},
+            new=[prompt, driver.new("s", OTHER[:4], 13), pooled_branch(driver, "p", OTHER[:6], 17, "mean")],
+            sampled=["c", "a", "b"],
+            beam_steps=[BeamStep("s", num_candidates=3, scores=[-0.5])],
+            pooled_req_ids=["p"],
+            captures=captures,
+            total_num_scheduled_tokens=2 + 7 + 4 + 6 + 4,
+        )
+        assert not output.errors
+        exact = (
+            {name: token_of(output, name) for name in "abc"},
+            output.candidates["s"].token_ids,
+            output.prompt_logprobs["c"].rows.token_ids,
+        )
+        tensors = [output.hidden_states["x"], output.hidden_states["y"], output.pooled["p"]]
+        results.append((exact, [np.frombuffer(tensor.data, np.float32) for tensor in tensors]))
+    assert results[0][0] == results[1][0]
+    for ours, theirs in zip(results[0][1], results[1][1]):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    kinds = [type(end) for end in ends_of(keys[-1])]
+    assert kinds == [Tokens, BeamKeys, States, States, Layers, InnerLayers]
 
 
 @interpreted
