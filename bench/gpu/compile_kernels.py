@@ -33,8 +33,8 @@ from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
 from ratoon.execution.inputs.device_inputs import DeviceInputs
-from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
