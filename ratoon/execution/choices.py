@@ -26,10 +26,11 @@ from ratoon.layers.native import kernel_set_name, library
 from ratoon.layers.native_choices import KernelChoices, choices_file, this_machine
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import Ops
+from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import LanguageModel
-from ratoon.models.build import META, build_model, declare_model, outline_model
+from ratoon.models.build import META, build_model, count_weights, declare_model, outline_model
 
 if TYPE_CHECKING:
     from ratoon.execution.passes.graphs import Capture
@@ -65,10 +66,11 @@ class WorkerParts:
     kv_dtype: torch.dtype | None  # None: `dtype`
     declaration: LanguageModel  # without weights
     geometry: Geometry
+    part: ModelPart  # of the model, which this worker has
 
     @cached_property
     def num_weights(self) -> int:
-        return sum(math.prod(shape) for shape in self.tensors.shapes().values())
+        return count_weights(self.model_config, self.tensors, self.part)
 
     @property
     def name_of_ops(self) -> str:
@@ -102,7 +104,9 @@ class WorkerParts:
     # ---- what is built ----
 
     def build_model(self) -> LanguageModel:
-        return build_model(self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len)
+        return build_model(
+            self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len, self.part
+        )
 
     def make_runner(
         self,
@@ -115,7 +119,9 @@ class WorkerParts:
 
     def make_outline(self, geometry: Geometry, kv_config: KVCacheConfig, capture: Capture) -> ModelRunner:
         """A runner of the same kind on the meta device. `geometry`: with backends of its own."""
-        outline = outline_model(self.model_config, self.tensors, self.ops, self.dtype, self.max_model_len)
+        outline = outline_model(
+            self.model_config, self.tensors, self.ops, self.dtype, self.max_model_len, self.part.shard
+        )
         return self._runner(outline, geometry, kv_config, META, capture)
 
     def _runner(
@@ -146,7 +152,9 @@ class WorkerParts:
         )
 
 
-def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: TensorSource) -> WorkerParts:
+def choose_parts(
+    config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, part: ModelPart = WHOLE_MODEL
+) -> WorkerParts:
     """Also sets the device and the threads of this process. Raises ConfigError."""
     device = resolve_device(config.device)
     use_device(device)
@@ -160,7 +168,7 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
         torch.set_num_threads(threads)
     kernels = open_kernel_choices(config.measure_kernels, threads)
     ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels)
-    declaration = declare_model(model_config, max_model_len)
+    declaration = declare_model(model_config, max_model_len, part)
     kv_dtype = choose_kv_dtype(config, ops, tensors)
     geometry = choose_geometry(config, declaration, device, dtype, kv_dtype)
     for choice in geometry.all_choices:
@@ -180,6 +188,7 @@ def choose_parts(config: EngineConfig, model_config: ModelConfig, tensors: Tenso
         kv_dtype,
         declaration,
         geometry,
+        part,
     )
 
 

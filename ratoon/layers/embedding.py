@@ -46,6 +46,11 @@ class VocabParallelEmbedding:
         self.lookup = partial(weights.ops.embedding, table) if kept is None else kept.make_embedding(self.weight)
         self.reduce = weights.shard.all_reduce
 
+    @property
+    def communicates(self) -> bool:
+        """Whether a call holds a collective of all ranks."""
+        return self.reduce is not None
+
     def __call__(self, ids: Tensor) -> Tensor:
         if self.reduce is None:
             return self.lookup(ids)
@@ -100,6 +105,11 @@ class LMHead:
             bias = bias[rows.start : rows.stop]
         self.multiply = make_product(weights.ops, [weight], bias)
         self.target = weights.add_target((self.vocab_size, size), range(size), [rows], 0)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a call holds a collective of all ranks."""
+        return self.shard.collective is not None
 
     def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         logits = self.multiply(hidden)

@@ -57,6 +57,11 @@ class Linear:
         self.fused = weights.ops.fuse(self.multiply)
         self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
 
+    @property
+    def communicates(self) -> bool:
+        """Whether a call holds a collective of all ranks."""
+        return self.reduce is not None
+
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
         if isinstance(x, Normed):
             if self.fused is not None and self.reduce is None and adapters is None:

@@ -1,7 +1,8 @@
-"""Which part of every weight one of several ranks takes, and the interface for combining results.
+"""Which part of a model one of several workers has, and the interface for combining results.
 
-Column-parallel layers are cut by outputs, row-parallel ones by inputs, tables and heads by vocabulary. Processes and
-the transport between them belong to `distributed`; layers only cut and call.
+Ranks have a part of every weight: column-parallel layers are cut by outputs, row-parallel ones by inputs, tables and
+heads by vocabulary. Stages have some of the layers; the first has the embeddings too, the last the final norm and the
+head. Processes and the transport between them belong to `distributed`; layers only cut and call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ Tensor = torch.Tensor
 
 
 class Collective(Protocol):
-    """Called by all ranks in the same order."""
+    """Called by all ranks in the same order. Layers whose `communicates` is true call it."""
+
+    # Whether a CUDA graph may hold a call: it runs on the current stream and does not wait for the host.
+    can_be_captured: bool
+    # Whether a recorded pass (layers/native/recording.py) may hold a call: the same memory, in every repetition.
+    can_be_recorded: bool
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, on every rank. It may overwrite x."""
@@ -72,3 +78,48 @@ class Shard:
         if (self.world_size - 1) * count >= size:
             raise ModelError("tensor parallel", f"{self.world_size} ranks have a vocabulary of {size}", "fewer ranks")
         return range(self.rank * count, min((self.rank + 1) * count, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline; by default the only one, which has all layers."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"stage {self.index} of {self.count}")
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def cut(self, num_layers: int) -> range:
+        """This stage's layers. Where they can't be shared out equally the first stages have one more: the last one
+        also has the head."""
+        if num_layers < self.count:
+            problem = f"{num_layers} layers can't be cut into {self.count} stages"
+            raise ModelError("pipeline parallel", problem, f"at most {num_layers} stages")
+        size, num_larger = divmod(num_layers, self.count)
+        start = self.index * size + min(self.index, num_larger)
+        return range(start, start + size + (self.index < num_larger))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """The part of a model that one worker has: a rank of a stage."""
+
+    shard: Shard = Shard()
+    stage: Stage = Stage()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shard.world_size == self.stage.count == 1
+
+
+WHOLE_MODEL = ModelPart()

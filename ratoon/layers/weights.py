@@ -19,8 +19,9 @@ import torch
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterTarget
 from ratoon.layers.ops import Ops, WeightUse
-from ratoon.layers.shard import Shard
+from ratoon.layers.shard import Shard, Stage
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
+from ratoon.layers.torch_ops import TorchOps
 
 
 class Destination(Protocol):
@@ -107,13 +108,16 @@ class Weights:
         dtype: torch.dtype,
         shard: Shard | None = None,
         fetch: Callable[[TensorRequest], StoredTensor] | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """`shard`: this rank among several. `fetch` replaces `read_tensor`, for example to read ahead."""
+        """`shard` and `stage`: this worker's among several. `fetch` replaces `read_tensor`, for example to read
+        ahead."""
         self.source = source
         self.ops = ops
         self.device = device
         self.dtype = dtype
         self.shard = shard or Shard()
+        self.stage = stage or Stage()
         self.prefix = ""
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
@@ -125,6 +129,16 @@ class Weights:
         below = copy(self)
         below.prefix = f"{self.prefix}{name}."
         return below
+
+    def on_stages(self, first: bool = False, last: bool = False) -> Weights:
+        """The same view on the first and on the last stage, as asked for. On another stage it is one whose tensors have
+        shapes and no memory: what is built from it is never called there."""
+        if (first and self.stage.is_first) or (last and self.stage.is_last):
+            return self
+        elsewhere = copy(self)
+        elsewhere.device, elsewhere.ops = torch.device("meta"), TorchOps()
+        elsewhere.adapter_targets, elsewhere.requests = {}, []
+        return elsewhere
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.source.shapes()

@@ -33,13 +33,14 @@ class BartForConditionalGeneration(EncoderDecoderLM):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config, weights)
         model = weights / "model" if weights.has("model.decoder.layers.0.fc1.weight") else weights
-        self.embed = self.build_embedding(model)
-        self.encoder = self.build_encoder(model / "encoder")
+        self.embed = self.build_embedding(model.on_stages(first=True, last=config.tie_word_embeddings))
+        self.encoder = self.build_encoder(model.on_stages(first=True) / "encoder")
         decoder = model / "decoder"
-        self.input = self.build_input(decoder, config.max_position)
-        self.layers = [self.build_layer(decoder / "layers" / index, index) for index in range(config.num_layers)]
-        self.final_norm = self.build_norm(decoder / "layer_norm") if self.pre_norm else None
-        self.lm_head = self.build_head(weights)
+        self.input = self.build_input(decoder.on_stages(first=True), config.max_position)
+        layers = decoder / "layers"
+        self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
+        self.final_norm = self.build_norm(decoder.on_stages(last=True) / "layer_norm") if self.pre_norm else None
+        self.lm_head = self.build_head(weights.on_stages(last=True))
 
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.input(input_ids, positions)

@@ -1,6 +1,7 @@
 """The interface of a model for the runner: its config, its attention layers, a forward pass and logits.
 
-A family subclasses LanguageModel and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. Models with an
+A family subclasses LanguageModel and builds four parts: `embed`, `layers`, `final_norm` and `lm_head`. Of a pipeline it
+builds the layers of its stage (`layer_range`), and both ends where they are (`Weights.on_stages`). Models with an
 encoder are in encoder_decoder.py. Where keys and values are stored, and which rows are sampled, is the runner's.
 """
 
@@ -18,6 +19,7 @@ from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.norm import LayerNorm, RMSNorm
+from ratoon.layers.shard import Shard
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -51,6 +53,14 @@ class StreamObserver(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class StreamStates:
+    """The residual stream between two layers: what a stage of a pipeline hands to the next one."""
+
+    stream: Tensor  # [T, H]
+    update: Tensor | None = None  # [T, H] that is yet to be added to it
+
+
+@dataclass(frozen=True, slots=True)
 class FinalStates:
     """Rows at the end of the residual stream, and the same rows after the final norm."""
 
@@ -78,6 +88,8 @@ class LanguageModel:
     """
 
     config: ModelConfig
+    shard: Shard
+    layer_range: range  # those of the config's layers that this stage has: all, unless it is one of several stages
     attention_layers: Sequence[AttentionLayer]
     cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder with an encoder: one per layer
     encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
@@ -90,14 +102,25 @@ class LanguageModel:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.adapter_targets = weights.adapter_targets
+        self.shard = weights.shard
+        self.layer_range = weights.stage.cut(config.num_layers)
         heads, kv_heads = map(len, weights.shard.cut_heads(config.num_heads, config.num_kv_heads))  # this rank's
         head_dim = config.head_dim
         self.attention_layers = [
             AttentionLayer(
-                index, heads, kv_heads, head_dim, head_dim**-0.5, config.window_of_layer(index), config.causal
+                place, heads, kv_heads, head_dim, head_dim**-0.5, config.window_of_layer(index), config.causal
             )
-            for index in range(config.num_layers)
+            for place, index in enumerate(self.layer_range)
         ]
+
+    @property
+    def communicating_parts(self) -> frozenset[str]:
+        """The parts whose calls hold collectives of all ranks: of "embed", "layers" and "head". What repeats them
+        without calling them, as CUDA graphs and recorded passes do, needs a Collective that allows it."""
+        if self.shard.collective is None:
+            return frozenset()
+        has_head = hasattr(self, "lm_head") and self.lm_head.communicates
+        return frozenset(["layers", *(["embed"] if self.embed.communicates else []), *(["head"] if has_head else [])])
 
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """[T], [T] → [T, H], in new memory."""
@@ -130,17 +153,35 @@ class LanguageModel:
         rows: Tensor | None = None,
         observers: Sequence[StreamObserver] = (),
         num_layers: int | None = None,
+        update: Tensor | None = None,
     ) -> FinalStates:
-        """Runs the layers behind the embeddings [T, H], which are added to in place."""
-        update: Tensor | None = None
+        """Runs the layers behind the embeddings [T, H], which are added to in place. Of the last of several stages:
+        those behind the stream and the update that `forward_stage` of the stage before returned."""
+        first = self.layer_range.start
         for index, layer in enumerate(self.layers):
             for observer in observers:
-                observer.observe(index, stream, update)
-            if index == num_layers:
+                observer.observe(first + index, stream, update)
+            if first + index == num_layers:
                 return FinalStates(stream[:0], stream[:0])
             if index < len(self.layers) - 1:
                 update = layer(stream, update, positions, step)
         return self._finish(stream, update, positions, step, rows)
+
+    def forward_stage(
+        self,
+        states: StreamStates,
+        positions: Tensor,
+        step: StepContext,
+        observers: Sequence[StreamObserver] = (),
+    ) -> StreamStates:
+        """Runs the layers of a stage that is not the last, over all rows. The stream is added to in place; that of the
+        first stage is `embed_tokens`."""
+        stream, update = states.stream, states.update
+        for index, layer in zip(self.layer_range, self.layers, strict=True):
+            for observer in observers:
+                observer.observe(index, stream, update)
+            update = layer(stream, update, positions, step)
+        return StreamStates(stream, update)
 
     def _finish(
         self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext, rows: Tensor | None

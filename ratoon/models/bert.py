@@ -33,10 +33,10 @@ class BertModel(LanguageModel):
         weights.ignore(*HEADS)
         model = weights / "bert" if weights.has("bert.embeddings.word_embeddings.weight") else weights
         model.ignore("pooler.dense.weight", "pooler.dense.bias")
-        self.input = self.build_input(model / "embeddings")
+        self.input = self.build_input(model.on_stages(first=True) / "embeddings")
         self.embed = self.input.tokens
         layers = model / "encoder" / "layer"
-        self.layers = [self.build_layer(layers / index, index) for index in range(config.num_layers)]
+        self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = None
 
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Reading files, and choosing device and dtype, are done elsewhere.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.ops import Ops, Product
-from ratoon.layers.shard import Shard
+from ratoon.layers.shard import WHOLE_MODEL, ModelPart, Shard
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorRequest, TensorSource, WeightNotes, Weights, read_tensor
@@ -41,23 +42,26 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     max_position: int | None = None,
-    shard: Shard | None = None,
+    part: ModelPart = WHOLE_MODEL,
 ) -> LanguageModel:
-    """The model with its weights. A source that does not match raises ModelError before any tensor is read.
+    """The model with its weights, or a part of it, of which only the weights are read. A source that does not match the
+    whole model raises ModelError before any tensor is read.
 
-    `max_position` is the longest sequence that will be run, where it is less than the model's limit. `shard`: this rank
-    among several, which takes its part of the weights.
+    `max_position` is the longest sequence that will be run, where it is less than the model's limit.
     """
     length = config.max_position if max_position is None else max_position
     model_class = find_model_class(config.architecture)
-    comparison = Weights(source, TorchOps(), META, dtype, shard)
+    comparison = Weights(source, TorchOps(), META, dtype, part.shard)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
+    if part.stage.count > 1:
+        comparison = Weights(source, TorchOps(), META, dtype, part.shard, stage=part.stage)
+        model_class(config, comparison, length)
     with open_destination(device) as destination:
         notes = WeightNotes()
         read = partial(read_tensor, source, ops, destination=destination, notes=notes)
         with ReadAhead(read, comparison.requests, 1 if destination is None else READERS_OF_DEVICE) as ahead:
-            model = model_class(config, Weights(source, ops, device, dtype, shard, ahead), length)
+            model = model_class(config, Weights(source, ops, device, dtype, part.shard, ahead, part.stage), length)
     for line in notes.lines():
         logger.warning("%s: %s", source.name, line)
     return model
@@ -70,18 +74,35 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return weights.recorded
 
 
-def declare_model(config: ModelConfig, max_position: int) -> LanguageModel:
-    """The model on the meta device, for any checkpoint: what its layers need, before memory is allocated."""
-    return find_model_class(config.architecture)(config, _RecordingWeights(), max_position)
+def declare_model(config: ModelConfig, max_position: int, part: ModelPart = WHOLE_MODEL) -> LanguageModel:
+    """The model, or a part of it, on the meta device, for any checkpoint: what its layers need, before memory is
+    allocated."""
+    return find_model_class(config.architecture)(config, _RecordingWeights(part=part), max_position)
+
+
+def count_weights(config: ModelConfig, source: TensorSource, part: ModelPart) -> int:
+    """The numbers in the tensors of a checkpoint, or in those that a part of the model takes of them."""
+    shapes = source.shapes()
+    if part.is_whole:
+        return sum(math.prod(shape) for shape in shapes.values())
+    weights = Weights(source, TorchOps(), META, torch.float32, part.shard, stage=part.stage)
+    find_model_class(config.architecture)(config, weights, config.max_position)
+    taken = (one.part.shape(shapes[one.name]) if one.part else shapes[one.name] for one in weights.requests)
+    return sum(map(math.prod, taken))
 
 
 def outline_model(
-    config: ModelConfig, source: TensorSource, ops: Ops, dtype: torch.dtype, max_position: int
+    config: ModelConfig,
+    source: TensorSource,
+    ops: Ops,
+    dtype: torch.dtype,
+    max_position: int,
+    shard: Shard | None = None,
 ) -> LanguageModel:
-    """The model that `build_model` would make, with its first layers alone, on the meta device: weights have shapes and
-    no memory."""
+    """The model that `build_model` would make for a rank, with its first layers alone and both ends, on the meta
+    device: weights have shapes and no memory."""
     fewer = replace(config, num_layers=count_first_layers(config))
-    return find_model_class(config.architecture)(fewer, Weights(source, ops, META, dtype), max_position)
+    return find_model_class(config.architecture)(fewer, Weights(source, ops, META, dtype, shard), max_position)
 
 
 def shorten(model: LanguageModel) -> LanguageModel:
@@ -89,6 +110,7 @@ def shorten(model: LanguageModel) -> LanguageModel:
     layers run one after the other."""
     short = copy(model)
     short.layers = model.layers[: count_first_layers(model.config)]
+    short.layer_range = model.layer_range[: len(short.layers)]
     return short
 
 
@@ -157,8 +179,8 @@ class _RecordingOps(TorchOps):
 class _RecordingWeights(Weights):
     """Provides every requested tensor in the requested shape, and records it."""
 
-    def __init__(self, ops: Ops | None = None) -> None:
-        super().__init__(DummySource({}), ops or TorchOps(), META, torch.float32)
+    def __init__(self, ops: Ops | None = None, part: ModelPart = WHOLE_MODEL) -> None:
+        super().__init__(DummySource({}), ops or TorchOps(), META, torch.float32, part.shard, stage=part.stage)
         self.recorded: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:

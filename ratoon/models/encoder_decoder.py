@@ -65,7 +65,8 @@ class CrossLayer(StreamLayer, Protocol):
 
 
 class EncoderDecoderLM(LanguageModel):
-    """A family builds `encoder` besides what a LanguageModel has. `forward` and the rest are the decoder's."""
+    """A family builds `encoder` besides what a LanguageModel has. `forward` and the rest are the decoder's. Of a
+    pipeline, the first stage has the encoder, and every stage stores keys and values of its states for its layers."""
 
     encoder: Encoder
     layers: Sequence[CrossLayer]
@@ -74,7 +75,7 @@ class EncoderDecoderLM(LanguageModel):
         super().__init__(config, weights)
         heads, head_dim = len(weights.shard.cut("attention heads", config.num_heads)), config.head_dim
         self.cross_layers = [
-            CrossAttentionLayer(index, heads, head_dim, head_dim**-0.5) for index in range(config.num_layers)
+            CrossAttentionLayer(place, heads, head_dim, head_dim**-0.5) for place in range(len(self.layer_range))
         ]
         encoder = self.encoder_config
         heads, head_dim = len(weights.shard.cut("attention heads", encoder.num_heads)), encoder.head_dim

@@ -21,11 +21,13 @@ class GPT2LMHeadModel(LanguageModel):
         super().__init__(config, weights)
         # Files saved from the model without its head have no prefix; the first GPT-2 of the hub is one.
         model = weights / "transformer" if weights.has("transformer.wte.weight") else weights
-        self.embed = VocabParallelEmbedding(model / "wte", config.vocab_size, config.hidden_size)
-        self.embed_positions = Embedding(model / "wpe", config.max_position, config.hidden_size)
-        self.layers = [self.build_layer(model / "h" / index, index) for index in range(config.num_layers)]
-        self.final_norm = LayerNorm(model / "ln_f", config.hidden_size, config.norm_eps)
-        self.lm_head = LMHead(weights / "lm_head", self.embed, config.tie_word_embeddings)
+        self.embed = VocabParallelEmbedding(
+            model.on_stages(first=True, last=config.tie_word_embeddings) / "wte", config.vocab_size, config.hidden_size
+        )
+        self.embed_positions = Embedding(model.on_stages(first=True) / "wpe", config.max_position, config.hidden_size)
+        self.layers = [self.build_layer(model / "h" / index, place) for place, index in enumerate(self.layer_range)]
+        self.final_norm = LayerNorm(model.on_stages(last=True) / "ln_f", config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings)
 
     def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed(input_ids).add_(self.embed_positions(positions))

@@ -22,10 +22,15 @@ class LlamaForCausalLM(LanguageModel):
         model = weights / "model"
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
-        self.embed = VocabParallelEmbedding(model / "embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [self.build_layer(model / "layers" / index, index) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(model / "norm", config.hidden_size, config.norm_eps)
-        self.lm_head = LMHead(weights / "lm_head", self.embed, config.tie_word_embeddings)
+        self.embed = VocabParallelEmbedding(
+            model.on_stages(first=True, last=config.tie_word_embeddings) / "embed_tokens",
+            config.vocab_size,
+            config.hidden_size,
+        )
+        layers = model / "layers"
+        self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
+        self.final_norm = RMSNorm(model.on_stages(last=True) / "norm", config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings)
 
     def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config = self.config

@@ -33,21 +33,23 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config, weights)
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
-        self.embed = shared_embedding(weights, names, config.vocab_size, config.hidden_size)
-        self.encoder = self.build_encoder(weights / "encoder")
+        tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
+        ends = weights.on_stages(first=True, last=tied)
+        self.embed = shared_embedding(ends, names, config.vocab_size, config.hidden_size)
+        self.encoder = self.build_encoder(weights.on_stages(first=True) / "encoder")
         decoder = weights / "decoder"
         # Some files have a second table, which is unused.
         decoder.ignore("block.0.layer.1.EncDecAttention.relative_attention_bias.weight")
         bias = self.build_bias(decoder, config.num_heads, max_position, both_ways=False)
         self.attention_layers = [replace(layer, scale=1.0, bias=bias) for layer in self.attention_layers]
         self.cross_layers = [replace(layer, scale=1.0) for layer in self.cross_layers]
+        blocks = decoder / "block"
         self.layers = [
-            self.build_layer(decoder / "block" / index / "layer", index) for index in range(config.num_layers)
+            self.build_layer(blocks / index / "layer", place) for place, index in enumerate(self.layer_range)
         ]
-        self.final_norm = self.build_norm(decoder / "final_layer_norm")
+        self.final_norm = self.build_norm(decoder.on_stages(last=True) / "final_layer_norm")
         self.logits_scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
-        tied = config.tie_word_embeddings or not weights.has("lm_head.weight")
-        self.lm_head = LMHead(weights / "lm_head", self.embed, tied)
+        self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, tied)
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         return self.lm_head(hidden * self.logits_scale, adapters)

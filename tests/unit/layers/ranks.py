@@ -34,6 +34,8 @@ class Meeting:
 
 
 class Rank:
+    can_be_captured = can_be_recorded = False
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting = meeting
         self.rank = rank
