@@ -14,8 +14,8 @@ from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.distributed.executor import ThreadedExecutor
-from ratoon.execution.worker import WorkerFacts
+from ratoon.core.worker import WorkerFacts
+from ratoon.distributed.uniproc import ThreadedExecutor
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
 

@@ -27,7 +27,7 @@ from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
-from ratoon.distributed.executor import StepOutput, UniProcExecutor
+from ratoon.distributed.uniproc import StepOutput, UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.models.build import collect_shapes
 from ratoon.models.dummy_source import DummySource

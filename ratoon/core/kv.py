@@ -9,8 +9,8 @@ of block, and no memory is reserved for one group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -31,8 +31,9 @@ class PageTensor(msgspec.Struct, frozen=True):
         return -(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
-class KVCacheSpec(msgspec.Struct, frozen=True):
-    """The memory of one layer. Each kind of layer is a subclass; no other code refers to subclasses by name."""
+class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
+    """The memory of one layer. Each kind of layer is a subclass; no other code refers to subclasses by name. Encoded, a
+    spec has the name of its class in `type`."""
 
     content: ClassVar[str]  # what is kept per token; attention backends declare which contents they read
     growth: ClassVar[str]  # the rule of memory/growth.py for allocation, freeing and prefix cache hits
@@ -124,6 +125,25 @@ class SwapCosts(msgspec.Struct, frozen=True):
 
     block: float  # to fetch one from the host; the copy to the host runs beside steps and delays none
     token: float  # to compute one again
+
+
+def kv_config_of(data: Mapping[str, Any]) -> KVCacheConfig:
+    """The config that was encoded. Specs are of any class that this process has defined; ValueError for another one."""
+    kinds = {kind.__name__: kind for kind in _subclasses(KVCacheSpec)}
+
+    def group_of(group: Mapping[str, Any]) -> KVCacheGroup:
+        spec = group["spec"]
+        if spec["type"] not in kinds:
+            raise ValueError(f"a KV cache spec of the unknown kind {spec['type']!r}; known: {', '.join(kinds)}")
+        return KVCacheGroup(msgspec.convert(spec, kinds[spec["type"]]), tuple(group["layers"]))
+
+    cross = data["cross"]
+    fields = {"groups": tuple(map(group_of, data["groups"])), "cross": None if cross is None else group_of(cross)}
+    return KVCacheConfig(**{**data, **fields})
+
+
+def _subclasses(kind: type[KVCacheSpec]) -> list[type[KVCacheSpec]]:
+    return [found for below in kind.__subclasses__() for found in (below, *_subclasses(below))]
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:

@@ -67,7 +67,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
     """Resolved settings and memory figures, for display."""
     facts = core.executor.facts
     kv = facts.kv_config
-    graphs = core.executor.graph_stats
+    graphs = core.executor.stats.graphs
     return {
         "device": facts.device,
         "dtype": facts.dtype,

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Unfinished requests up to which this thread launches a step that no other is ahead of. With more, planning the next
-# one takes so long that it is done beside the launch.
-MAX_REQUESTS_OF_LENT_THREAD = 8
-
 MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
 
 
@@ -64,7 +60,7 @@ class EngineCore:
         its grammar first, and may fail then."""
         params = request.generation_params
         if params is not None and params.structured_output is not None:
-            future = self.executor.prepare(params.structured_output, request.owner)
+            future = self.executor.collective_rpc("prepare_grammar", params.structured_output, request.owner)
             if not future.done():
                 self.preparing.add(request, future, self._clock())
                 return
@@ -152,14 +148,8 @@ class EngineCore:
         self._pending += self.preparing.take_ready(self._add_prepared)
 
     def _fill_queue(self) -> None:
-        # The device has nothing to do: until it has, this thread does nothing but launch the step
-        lends_thread = not self._in_flight and self.scheduler.num_requests <= MAX_REQUESTS_OF_LENT_THREAD
         while (plan := self._plan(num_ahead=len(self._in_flight))) is not None:
-            handle = self.executor.submit(plan, lends_thread)
-            self._in_flight.append((plan, handle))
-            if lends_thread:
-                handle.start()
-                lends_thread = False
+            self._in_flight.append((plan, self.executor.submit(plan)))
 
     def _plan(self, num_ahead: int) -> SchedulerOutput | None:
         """The next plan behind so many. None: there is none now."""
@@ -193,13 +183,13 @@ class EngineCore:
         """Does what makes the next requests faster; a caller in this process whose requests have ended, and which
         waits, calls this."""
         if not self._in_flight and not self.scheduler.has_unfinished_requests() and self._may_plan:
-            self.executor.work_between_calls()
+            self.executor.collective_rpc("work_between_calls").result()
 
     def _isolate(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step raised. Those after it were skipped: their requests are planned anew. Those in it give their memory
         back, and each is tried alone; one that was alone already is at fault."""
         self._drain()
-        self.executor.recover()
+        self.executor.collective_rpc("recover").result()
         return self.scheduler.step_failed(plan, f"{type(error).__name__}: {error}")
 
     def _drain(self) -> None:
@@ -233,7 +223,7 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
         stats.num_waiting += len(self.preparing)
-        graphs = self.executor.graph_stats
+        graphs = self.executor.stats.graphs
         if graphs is not None:
             stats.graphs = graphs
         return stats
@@ -269,14 +259,14 @@ class EngineCore:
             self._pending += self._finish_oldest()
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
-        self.executor.sleep(level)
+        self.executor.collective_rpc("sleep", level).result()
         self.asleep = True
 
     def wake_up(self) -> None:
         """Allocate the memory again; requests that arrived in the meantime are answered."""
         if self.asleep:
-            self.executor.wake_up()
+            self.executor.collective_rpc("wake_up").result()
             self.asleep = False
 
     def shutdown(self) -> None:
-        self.executor.shutdown()
+        self.executor.close()

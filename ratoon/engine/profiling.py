@@ -10,10 +10,13 @@ import itertools
 import os
 import pstats
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratoon.core.errors import RequestError
+from ratoon.core.worker import FunctionTimings
 
 if TYPE_CHECKING:
     from ratoon.distributed.executor import Executor
@@ -23,72 +26,58 @@ PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
 
 
-class FunctionProfile:
-    """Function timings of the caller's thread, which plans steps, and of the one that carries them out."""
+class Timings:
+    """Timings of functions in the form that pstats.Stats reads."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._profiles = [cProfile.Profile()]
+    def __init__(self, timings: FunctionTimings) -> None:
+        self.stats = timings.functions
 
-    def start(self) -> None:
-        self._profiles[0].enable()
-        steps = cProfile.Profile()
-        try:
-            self._executor.call(steps.enable)
-            self._profiles.append(steps)
-        except ValueError:  # from Python 3.12 on there is one profile for all threads
-            pass
-
-    def stop(self) -> None:
-        for profile in self._profiles[1:]:
-            self._executor.call(profile.disable)
-        self._profiles[0].disable()
-
-    def write(self, path: Path) -> None:
-        pstats.Stats(*self._profiles).dump_stats(path)
+    def create_stats(self) -> None: ...
 
 
-class KernelTrace:
-    """A trace of everything that the process has the GPU do."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._profile = torch.profiler.profile(with_stack=True)
-
-    def start(self) -> None:
-        self._profile.start()
-
-    def stop(self) -> None:
-        self._profile.stop()
-
-    def write(self, path: Path) -> None:
-        self._profile.export_chrome_trace(str(path))
+def write_timings(profiles: Sequence[cProfile.Profile | Timings], path: Path) -> None:
+    stats = pstats.Stats()
+    for profile in profiles:
+        profile.create_stats()
+        if profile.stats:
+            stats.add(profile)  # type: ignore[arg-type]
+    stats.dump_stats(path)
 
 
 class StepProfiler:
+    """Profiles of this thread, which plans steps, and of the workers, which carry them out."""
+
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._on_gpu = executor.facts.device.startswith("cuda")
-        self._active: FunctionProfile | KernelTrace | None = None
+        self._of_kernels = executor.facts.device.startswith("cuda")
+        self._planning: cProfile.Profile | None = None  # while a profile is under way
         self._numbers = itertools.count(1)
         self._folder: Path | None = None  # of our own, where the environment names none
 
     def start(self) -> None:
-        if self._active is not None:
+        if self._planning is not None:
             raise RequestError("profile", "is under way", "stop it first")
-        self._active = KernelTrace() if self._on_gpu else FunctionProfile(self._executor)
-        self._active.start()
+        self._executor.collective_rpc("start_profile", self._of_kernels).result()
+        self._planning = cProfile.Profile()
+        if not self._of_kernels:
+            with suppress(ValueError):  # from Python 3.12 on there is one profile for all threads of a process
+                self._planning.enable()
 
     def stop(self) -> str:
         """Ends the profile, and returns where it was written: a Chrome trace (.json) or function timings for pstats
         (.prof)."""
-        if self._active is None:
+        if self._planning is None:
             raise RequestError("profile", "is not under way", "start it first")
-        profile, self._active = self._active, None
-        profile.stop()
-        path = self._make_file(".json" if self._on_gpu else ".prof")
-        profile.write(path)
+        planning, self._planning = self._planning, None
+        planning.disable()
+        try:
+            path = self._make_file(".json" if self._of_kernels else ".prof")
+        except RequestError:
+            self._executor.collective_rpc("stop_profile", os.devnull).result()
+            raise
+        timings = self._executor.collective_rpc("stop_profile", str(path)).result()
+        if not self._of_kernels:
+            write_timings([planning, *map(Timings, timings)], path)
         path.chmod(PRIVATE_FILE)  # a writer may have put another file in its place
         return str(path)
 

@@ -1,4 +1,7 @@
-"""The worker: one device. Has its parts chosen (choices.py), loads the model, sizes the KV cache, owns the runner."""
+"""The worker: one device. Has its parts chosen (choices.py), loads the model, sizes the KV cache, owns the runner.
+
+What it returns to its executor is data (core/worker.py): the executor may be in another process.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ import logging
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.structured import StructuredOutput
+from ratoon.core.worker import Measurements, PoolSize, WeightFacts, WorkerChoices, WorkerFacts, WorkerStats
 from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
@@ -35,6 +41,7 @@ from ratoon.execution.kv.kv_memory import (
 from ratoon.execution.kv.kv_tensors import dtype_name
 from ratoon.layers.native_measurement import measure_kernels
 from ratoon.layers.ops import Ops
+from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import shorten
@@ -52,51 +59,77 @@ SMALL_WEIGHTS = 4 * 2**30
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What the worker resolved, for the scheduler and for startup logs."""
-
-    kv_config: KVCacheConfig
-    max_model_len: int
-    device: str
-    dtype: str
-    ops: str
-    attention: list[dict[str, Any]]  # for each KV group, and for an encoder: BackendChoice.facts
-    num_threads: int
-    weight_bytes: int
-    kv_bytes: int
-    # What the weights are in memory: format, num_weights, num_bytes, product
-    weight_formats: list[dict[str, Any]] = field(default_factory=list)
-    # How products with quantised weights are made on a CPU: KernelChoices.facts
-    kernel_choices: list[dict[str, Any]] = field(default_factory=list)
-    step_bytes: int = 0  # what the largest step needs beside both; measured on a GPU, unless the pool's size is set
-    swap_costs: SwapCosts | None = None  # measured on a GPU, where preempted sequences may be swapped out
-
-
 class Worker:
+    """Comes up in phases, each a method that returns plain data: `choose`, `load`, `measure`, `allocate`, `warm_up`.
+    The size of the pool is an argument: workers of one engine agree on it, from what each has measured."""
+
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, timer: StartupTimer
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tensors: TensorSource,
+        timer: StartupTimer,
+        part: ModelPart = WHOLE_MODEL,
     ) -> None:
-        self._choices = choices = choose_parts(config, model_config, tensors)
-        self._device = choices.device
+        """`part`: of the model, which this worker has; the others are those of other workers."""
+        self._config = config
+        self._model_config = model_config
+        self._tensors = tensors
+        self._timer = timer
+        self._part = part
         self._stream: torch.cuda.Stream | None = None  # of all steps
+
+    # ---- phases ----
+
+    def choose(self) -> WorkerChoices:
+        """Choose device, dtype, kernels and attention backends, and begin to compile the kernels of the first steps.
+        What can't work is refused here, before memory is allocated."""
+        self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
+        self._device = choices.device
         self._kernels = compile_ahead(choices)
-        model = self._load_model(timer)
+        return WorkerChoices(
+            max_model_len=choices.max_model_len,
+            device=str(choices.device),
+            dtype=dtype_name(choices.dtype),
+            ops=choices.name_of_ops,
+            attention=[choice.facts() for choice in choices.geometry.all_choices],
+            num_threads=choices.num_threads,
+        )
+
+    def load(self) -> WeightFacts:
+        """Build the model with its weights."""
+        self._model = self._load_model()
+        formats = describe_weights(self._choices.ops, self._choices.num_weights, self._choices.dtype)
+        return WeightFacts(sum(one["num_bytes"] for one in formats))
+
+    def measure(self) -> Measurements:
+        """Find out how many blocks there is room for. Nothing is allocated for them."""
+        choices, timer = self._choices, self._timer
         measure_products(choices, timer)
-        capture = choose_capture(config, choices.device, choices.geometry)
+        self._capture = choose_capture(self._config, choices.device, choices.geometry)
         if self._kernels is not None:
             with timer.phase("compile kernels"):
                 self._kernels.wait()
-        step_bytes, token_seconds = measure(choices, model, capture, timer)
-        with timer.phase("allocate the KV cache"):
-            kv_config = cut_kv_memory(config.cache, choices.geometry, choices.device, step_bytes)
+        step_bytes, token_seconds = measure(choices, self._model, self._capture, timer)
+        self._pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes)
+        size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
+        self._measurements = Measurements(size, step_bytes, token_seconds)
+        return self._measurements
+
+    def allocate(self, pool: PoolSize) -> WorkerFacts:
+        """Allocate the KV cache, and make the runner. `pool` is no larger than what was measured."""
+        config, choices = self._config, self._choices
+        with self._timer.phase("allocate the KV cache"):
+            kv_config = replace(self._pool, num_blocks=pool.num_blocks, num_host_blocks=pool.num_host_blocks)
             if choices.device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, choices.max_model_len)
             by_c = choices.device.type == "cuda"  # elsewhere steps need the threads of the kernels
-            self.grammars = GrammarCompiler(partial(open_grammar_library, config, model_config.vocab_size, by_c))
-            self.runner = choices.make_runner(model, kv_config, capture, self.grammars)
-        weight_formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
-        self.facts = WorkerFacts(
+            vocab_size = self._model_config.vocab_size
+            self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, by_c))
+            self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars)
+        del self._model  # the runner's, which may put it to sleep
+        formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
+        return WorkerFacts(
             kv_config=kv_config,
             max_model_len=choices.max_model_len,
             device=str(choices.device),
@@ -104,16 +137,24 @@ class Worker:
             ops=choices.name_of_ops,
             attention=[choice.facts() for choice in choices.geometry.all_choices],
             num_threads=choices.num_threads,
-            weight_bytes=sum(one["num_bytes"] for one in weight_formats),
-            weight_formats=weight_formats,
+            weight_bytes=sum(one["num_bytes"] for one in formats),
+            weight_formats=formats,
             kernel_choices=choices.kernels.facts(),
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
-            step_bytes=step_bytes,
-            swap_costs=None if token_seconds is None else self._measure_swaps(kv_config, token_seconds),
+            step_bytes=self._measurements.step_bytes,
+            swap_costs=self._measure_swaps(kv_config, self._measurements.token_seconds),
         )
 
-    def _load_model(self, timer: StartupTimer) -> LanguageModel:
-        choices = self._choices
+    def warm_up(self) -> None:
+        """Note what the first requests will need. It is done in moments without work, and only as far as kernels are in
+        the cache: no start waits for it."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.expect_first_steps()
+
+    # ---- parts of phases ----
+
+    def _load_model(self) -> LanguageModel:
+        choices, timer = self._choices, self._timer
         num_bytes = choices.num_weights * choices.dtype.itemsize
         if self._kernels is not None and num_bytes < SMALL_WEIGHTS:
             with timer.phase("find kernels"):
@@ -122,8 +163,10 @@ class Worker:
         with timer.phase("load weights"), torch.inference_mode(), fitting:
             return choices.build_model()
 
-    def _measure_swaps(self, kv_config: KVCacheConfig, token_seconds: float) -> SwapCosts | None:
+    def _measure_swaps(self, kv_config: KVCacheConfig, token_seconds: float | None) -> SwapCosts | None:
         """`token_seconds`: that a token of a prompt takes. None: nothing is swapped."""
+        if token_seconds is None:
+            return None
         block_seconds = self.runner.kv.measure_swaps()
         if block_seconds is None:
             return None
@@ -134,6 +177,8 @@ class Worker:
             1 / token_seconds,
         )
         return SwapCosts(block_seconds, token_seconds)
+
+    # ---- steps ----
 
     def enter_thread(self) -> None:
         """Called once, on the thread that will execute all steps. On CUDA it gets a stream of its own: graphs can't be
@@ -150,6 +195,18 @@ class Worker:
         if self._stream is None or has_modes_of_its_own():
             return None
         return on_stream(self._stream)
+
+    @property
+    def stats(self) -> WorkerStats:
+        graphs = self.runner.graphs
+        return WorkerStats(self.runner.num_computed_tokens, None if graphs is None else graphs.stats)
+
+    def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
+        """Compile the grammar of a request in another thread. The future raises RequestError if it can't be."""
+        return self.grammars.prepare(asked, owner)
+
+    def close(self) -> None:
+        self.grammars.shutdown()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ratoon.core.plan import SchedulerOutput
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 
 NAME = f"{__name__}:LosingExecutor"
 MARK_VARIABLE = "RATOON_TEST_LOST_ONCE"  # a file that says that it has happened

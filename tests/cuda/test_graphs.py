@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from ratoon import BeamSearchParams, SamplingParams
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.request import EngineCoreRequest
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.passes import graphs
@@ -148,10 +148,10 @@ def test_a_capture_that_fails_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of short continuations once their kernels are compiled."""
+    """And once kernels are compiled, those of short continuations, and of a first request in each way to choose."""
     monkeypatch.setattr(Worker, "_has_kernels", True)
     core = core_of(tiny_models.tiny_llama(), "cuda", 2, True)
-    core.executor.works_when_idle = True
+    core.executor.collective_rpc("allow_idle_work").result()
     made = runner_of(core).graphs
     assert made is not None
     results = []
@@ -160,7 +160,8 @@ def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do(monkeypatc
         core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         results.append(run_to_the_end(core)[name, 0])
         short = {sampling_key(size, 8, 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
-        expected = {sampling_key(1, None, None, Mode.GREEDY), *short}
+        first = {sampling_key(1, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)}
+        expected = {*first, *short}
         deadline = time.monotonic() + 30
         while made._graphs.keys() != expected and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ratoon.core.plan import SchedulerOutput
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 
 KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN = 91, 92, 93
 NAME = f"{__name__}:MisbehavingExecutor"

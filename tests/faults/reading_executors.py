@@ -6,7 +6,7 @@ import os
 import signal
 
 from ratoon.core.plan import SchedulerOutput
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 from tests.faults.executors import KILL_TOKEN
 
 DEADLY = f"{__name__}:DeadlyReadingExecutor"

@@ -35,7 +35,7 @@ def overwrite(core: EngineCore, blocks: list[int]) -> None:
         for tensor in core.executor._worker.runner.kv._tensors:  # type: ignore[attr-defined]
             tensor[blocks] = GARBAGE
 
-    core.executor.call(write)
+    core.executor.run_on_thread(write)
 
 
 class Driver:

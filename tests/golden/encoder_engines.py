@@ -27,7 +27,7 @@ from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.observe.startup import StartupTimer
 from tests.depths import depth_settings
@@ -305,7 +305,7 @@ class Driver(CoreDriver):
             self._overwrite(self.runner.kv._tensors, unheld, self._overwritten)
             self._overwrite(self.runner.kv._host_tensors, free_on_host, self._overwritten_on_host)
 
-        self.core.executor.call(write)  # behind the steps in flight, which may still read or write them
+        self.core.executor.run_on_thread(write)  # behind the steps in flight, which may still read or write them
 
     def _overwrite(self, tensors: list[Tensor], unheld: set[int], overwritten: set[int]) -> None:
         new = sorted(unheld - overwritten)

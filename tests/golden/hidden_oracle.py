@@ -121,7 +121,7 @@ class CoreDriver:
     @property
     def num_computed_tokens(self) -> int:
         """The runner's own count."""
-        return self.core.executor.num_computed_tokens
+        return self.core.executor.stats.num_computed_tokens
 
     def add(self, request: EngineCoreRequest) -> None:
         self.core.add_request(request)

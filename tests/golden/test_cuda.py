@@ -8,7 +8,7 @@ from ratoon import LLM, BeamSearchParams, SamplingParams
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.errors import ModelError
 from ratoon.core.request import EngineCoreRequest, Extraction
-from ratoon.distributed.executor import UniProcExecutor
+from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models

@@ -51,9 +51,7 @@ class SpanRecorder:
             self._wrap(llm.engine, "process_outputs", CORE, "outputs"),
             self._wrap(executor, "execute_model", STEPS, "launch"),
             self._wrap(executor, "sample_tokens", STEPS, "sample"),
-            self._replace(
-                executor, "submit", lambda submit: lambda *plan, **how: TimedHandle(submit(*plan, **how), self)
-            ),
+            self._replace(executor, "submit", lambda submit: lambda plan: TimedHandle(submit(plan), self)),
         ]
         worker = getattr(executor, "_worker", None)  # an executor of another kind may have none in this process
         if worker is not None:
@@ -132,9 +130,6 @@ class TimedHandle:
     def __init__(self, handle: Any, recorder: SpanRecorder) -> None:
         self._handle = handle
         self._recorder = recorder
-
-    def start(self) -> None:
-        self._handle.start()
 
     def launch(self) -> None:
         self._handle.launch()

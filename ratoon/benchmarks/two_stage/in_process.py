@@ -100,8 +100,7 @@ class EngineTransport:
 
     def _num_runner_tokens(self) -> int | None:
         core = getattr(self._llm.engine.client, "core", None)  # an engine in this process
-        count: int | None = getattr(getattr(core, "executor", None), "num_computed_tokens", None)
-        return count
+        return None if core is None else core.executor.stats.num_computed_tokens
 
 
 def _trip(index: int, parent: TimedAnswer, child: TimedAnswer, stage1_seconds: float) -> Trip:

@@ -129,7 +129,7 @@ class EngineCoreProcess:
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
         core = build_core(config, source, timer)
-        core.executor.works_when_idle = True  # this process has no other user of the device
+        core.executor.collective_rpc("allow_idle_work").result()  # this process has no other user of the device
         core.preparing.when_ready = lambda: self._inputs.put(Wake())
         return core
 

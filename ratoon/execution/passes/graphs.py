@@ -258,13 +258,20 @@ class StepGraphs:
         key = next((key for key in reversed(self._seen) if key not in self._graphs and key.chosen is None), None)
         return key is not None and self._try_capture(key) is not None
 
+    def expect_first_steps(self) -> None:
+        """Have one request's decode step run ahead in each way to choose its token."""
+        size = self.size_for(1)
+        if self._send_padding is not None and size is not None:
+            first = (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)
+            self._short_keys += [sampling_key(size, None, None, mode) for mode in reversed(first)]
+
     @property
     def can_run_ahead(self) -> bool:
         return bool(self._short_keys) and self._num_failures < MAX_FAILURES
 
     def run_ahead(self) -> bool:
-        """Run a step of a short continuation with padding alone, so that it is captured next, before there is such a
-        request. For moments without work. False: there is none left, or it can't be run."""
+        """Run a first step, or one of a short continuation, with padding alone, so that it is captured next, before
+        there is such a request. For moments without work. False: there is none left, or it can't be run."""
         while self._short_keys:
             key = self._short_keys.pop()
             if key in self._seen:
@@ -277,7 +284,7 @@ class StepGraphs:
                 self._num_failures += 1
                 logger.warning("a step of %d tokens could not be run in advance", key.size, exc_info=True)
                 return False
-            self._note(key)
+            self._seen[key] = None
             return True
         return False
 

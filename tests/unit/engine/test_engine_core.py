@@ -18,9 +18,9 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
-from ratoon.distributed.executor import ThreadedExecutor
+from ratoon.core.worker import WorkerFacts
+from ratoon.distributed.uniproc import ThreadedExecutor
 from ratoon.engine.core import EngineCore
-from ratoon.execution.worker import WorkerFacts
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -65,8 +65,8 @@ class FakeExecutor(ThreadedExecutor):
         self.change_result(result)
         return result
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def close(self) -> None:
+        super().close()
         self.closed = True
 
 

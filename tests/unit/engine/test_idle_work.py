@@ -10,8 +10,8 @@ import pytest
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.distributed import executor as module
-from ratoon.distributed.executor import ThreadedExecutor
+from ratoon.distributed import uniproc as module
+from ratoon.distributed.uniproc import ThreadedExecutor
 
 LONG = 60.0  # a test that waited for it would be seen
 
@@ -53,13 +53,13 @@ def made() -> Iterator[list[Idler]]:
     executors: list[Idler] = []
     yield executors
     for executor in executors:
-        executor.shutdown()
+        executor.close()
 
 
 def make(made: list[Idler], monkeypatch: pytest.MonkeyPatch, seconds: float, pieces: int) -> Idler:
     monkeypatch.setattr(module, "IDLE_SECONDS", seconds)
     made.append(Idler(pieces))
-    made[-1].works_when_idle = True
+    made[-1].allow_idle_work()
     return made[-1]
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_done_in_advance_where_others_may_use_the_device(monkeypatch:
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
     executor = Idler(3)
     executor.submit(SchedulerOutput()).result()
-    executor.shutdown()
+    executor.close()
     assert executor.log == ["step"]
 
 
@@ -84,7 +84,7 @@ def test_a_step_ends_the_wait_for_idleness(made: Any, monkeypatch: pytest.Monkey
     executor = make(made, monkeypatch, LONG, 3)
     for _ in range(3):
         executor.submit(SchedulerOutput()).result()
-    executor.call(lambda: executor.log.append("call"))
+    executor.run_on_thread(lambda: executor.log.append("call"))
     assert executor.log == ["step"] * 3 + ["call"]
 
 
@@ -121,23 +121,23 @@ def test_a_device_that_is_still_busy_with_the_last_step_is_waited_for(
 def test_shutdown_ends_the_wait_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make([], monkeypatch, LONG, 1)
     executor.submit(SchedulerOutput()).result()
-    executor.shutdown()
+    executor.close()
     assert executor.log == ["step"]
 
 
 def test_a_caller_with_its_results_waits_for_the_work_that_its_steps_have_left() -> None:
     executor = Idler(3)
     executor.submit(SchedulerOutput()).result()
-    executor.work_between_calls()
-    executor.shutdown()
+    executor.collective_rpc("work_between_calls").result()
+    executor.close()
     assert executor.log == ["step", "piece", "piece"]
 
 
 def test_a_caller_waits_no_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SECONDS_BETWEEN_CALLS", 0.0)
     executor = Idler(9)
-    executor.work_between_calls()
-    executor.shutdown()
+    executor.collective_rpc("work_between_calls").result()
+    executor.close()
     assert executor.log == ["piece"]
 
 
@@ -145,5 +145,5 @@ def test_a_caller_waits_for_nothing_where_the_work_is_done_when_idle(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = make(made, monkeypatch, LONG, 3)
-    executor.work_between_calls()
+    executor.collective_rpc("work_between_calls").result()
     assert executor.log == []

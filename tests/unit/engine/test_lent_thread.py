@@ -10,8 +10,8 @@ import pytest
 
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import FinishReason
-from ratoon.distributed import executor as module
-from ratoon.engine.core import MAX_REQUESTS_OF_LENT_THREAD
+from ratoon.distributed import uniproc as module
+from ratoon.distributed.uniproc import MAX_REQUESTS_OF_LENT_THREAD
 from ratoon.memory import kv_cache_manager
 from tests.unit.engine.test_engine_core import (
     FakeExecutor,
@@ -117,8 +117,8 @@ def test_a_lent_thread_waits_for_a_call_that_runs_and_for_one_piece_of_idle_work
         executor.work_when_idle = work  # type: ignore[method-assign]
         executor.before_everything = lambda plan: log.append("step")
         monkeypatch.setattr(FakeExecutor, "has_idle_work", property(lambda executor: len(log) < 2))
-        monkeypatch.setattr(executor, "works_when_idle", True, raising=False)
-        executor.call(lambda: log.append("call"))
+        executor.allow_idle_work()
+        executor.run_on_thread(lambda: log.append("call"))
         assert begun.wait(LONG)
         threading.Timer(0.05, may_end.set).start()
         core.add_request(request("a", max_tokens=1))

@@ -25,7 +25,7 @@ class Desk:
         self.core = core
         self.grammar: Future[Any] = Future()
         self.now = 0.0
-        executor.prepare = lambda asked, owner: self.grammar
+        executor.prepare_grammar = lambda asked, owner: self.grammar
         core._clock = lambda: self.now
 
     def step(self) -> list[EngineCoreOutput]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ratoon.core.errors import RequestError
-from ratoon.distributed.executor import ThreadedExecutor
+from ratoon.distributed.uniproc import ThreadedExecutor
 from ratoon.engine.profiling import VARIABLE, StepProfiler
 
 
@@ -29,7 +29,7 @@ def executor() -> Iterator[Any]:
     made: Any = ThreadedExecutor()
     made.facts = SimpleNamespace(device="cpu")
     yield made
-    made.shutdown()
+    made.close()
 
 
 def record(profiler: StepProfiler) -> Path:
@@ -89,7 +89,7 @@ def test_what_runs_beside_the_planning_thread_is_in_the_profile(monkeypatch, tmp
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     profiler = StepProfiler(executor)
     profiler.start()
-    executor.call(work_of_a_step)
+    executor.run_on_thread(work_of_a_step)
     stats = pstats.Stats(profiler.stop()).stats  # type: ignore[attr-defined]
     assert "work_of_a_step" in {function for _, _, function in stats}
 

@@ -15,7 +15,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
-from ratoon.distributed.executor import ThreadedExecutor
+from ratoon.distributed.uniproc import ThreadedExecutor
 from ratoon.engine.core import EngineCore
 from tests.unit.engine.test_engine_core import (
     BLOCK_SIZE,
@@ -201,10 +201,10 @@ def test_steps_behind_a_failed_one_are_not_carried_out() -> None:
         handles[2].result()
     with pytest.raises(StepSkippedError):
         executor.submit(SchedulerOutput(4)).result()
-    executor.recover()
+    executor.collective_rpc("recover").result()
     assert executor.submit(SchedulerOutput(5)).result() == ModelRunnerOutput()
     assert executor.ran == [1, 2, 5]
-    executor.shutdown()
+    executor.close()
 
 
 @pytest.mark.parametrize("phase", ["before_everything", "before_forward", "before_sampling"])
@@ -314,27 +314,27 @@ class DeviceOfItsOwn(ThreadedExecutor):
 def test_the_thread_of_steps_goes_on_while_results_are_pending() -> None:
     executor = DeviceOfItsOwn()
     handles = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
-    executor.call(lambda: None)  # after them
+    executor.run_on_thread(lambda: None)  # after them
     assert executor.launched == [1, 2, 3] and not executor.done.is_set()
     executor.done.set()
     assert [handle.result().req_ids for handle in handles] == [["step 1"], ["step 2"], ["step 3"]]
-    executor.shutdown()
+    executor.close()
 
 
 def test_a_failure_that_is_found_while_waiting_is_a_failed_step() -> None:
     executor = DeviceOfItsOwn(RuntimeError("unreadable"))
     executor.done.set()
     handles = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
-    executor.call(lambda: None)
+    executor.run_on_thread(lambda: None)
     assert handles[0].result().req_ids == ["step 1"]
     with pytest.raises(RuntimeError, match="unreadable"):
         handles[1].result()
     with pytest.raises(StepSkippedError):
         executor.submit(SchedulerOutput(4)).result()
-    executor.recover()
+    executor.collective_rpc("recover").result()
     assert executor.submit(SchedulerOutput(5)).result().req_ids == ["step 5"]
     assert executor.launched == [1, 2, 3, 5]
-    executor.shutdown()
+    executor.close()
 
 
 def test_a_lost_device_is_told_as_such() -> None:
@@ -344,7 +344,7 @@ def test_a_lost_device_is_told_as_such() -> None:
     assert handles[0].result().req_ids == ["step 1"]
     with pytest.raises(DeviceLostError, match="gone"):
         handles[1].result()
-    executor.shutdown()
+    executor.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,0 +1,69 @@
+"""A worker comes up in phases, with plain data between them. The pool is allocated when its size is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ratoon.core.config import CacheConfig, EngineConfig
+from ratoon.core.errors import ConfigError
+from ratoon.core.worker import PoolSize, agree_on_pool
+from ratoon.execution.worker import Worker
+from ratoon.layers.shard import ModelPart, Shard
+from ratoon.models.build import collect_shapes
+from ratoon.models.dummy_source import DummySource
+from ratoon.observe.startup import StartupTimer
+from tests.unit.layers.ranks import Meeting, Rank
+from tests.unit.models.test_build_model import LLAMA
+
+MODEL = replace(LLAMA, num_kv_heads=2)
+
+
+def worker(part: ModelPart | None = None, **cache: object) -> Worker:
+    config = EngineConfig("x", device="cpu", num_threads=1, cache=CacheConfig(block_size=4, **cache))  # type: ignore
+    tensors = DummySource(collect_shapes(MODEL))
+    return Worker(config, MODEL, tensors, StartupTimer(), part or ModelPart())
+
+
+def test_each_phase_tells_what_it_found() -> None:
+    made = worker(num_blocks=9)
+    choices = made.choose()
+    assert (choices.device, choices.dtype, choices.max_model_len) == ("cpu", "float32", MODEL.max_position)
+    num_weights = sum(torch.Size(shape).numel() for shape in collect_shapes(MODEL).values())
+    assert made.load().num_bytes == 4 * num_weights
+    measured = made.measure()
+    assert measured.pool == PoolSize(9) and measured.token_seconds is None
+    assert not hasattr(made, "runner")
+    facts = made.allocate(measured.pool)
+    assert facts.kv_config.num_blocks == 9 and facts.weight_bytes == 4 * num_weights
+    made.warm_up()
+    assert made.stats.num_computed_tokens == 0 and made.stats.graphs is None
+    made.close()
+
+
+def test_ranks_with_different_memory_allocate_the_smaller_pool() -> None:
+    meeting = Meeting(2)
+    bytes_per_block = 2 * 4 * 1 * 4 * 4 * 2  # keys and values, tokens, a head, numbers, their bytes, layers
+    ranks = [
+        worker(ModelPart(Shard(rank, 2, Rank(meeting, rank))), memory_bytes=count * bytes_per_block)
+        for rank, count in enumerate((9, 6))
+    ]
+    for made in ranks:
+        made.choose()
+        made.load()
+    measured = [made.measure() for made in ranks]
+    assert [one.pool.num_blocks for one in measured] == [9, 6]
+    facts = [made.allocate(agree_on_pool(measured)) for made in ranks]
+    assert [one.kv_config.num_blocks for one in facts] == [6, 6]
+    assert {one.kv_config.bytes_per_block for one in facts} == {bytes_per_block}
+    assert all(made.runner.kv._tensors[0].shape[0] == 6 for made in ranks)
+
+
+def test_what_can_not_work_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = worker(num_blocks=9)
+    made._config = replace(made._config, attention_backend="triton", quantization="none")
+    monkeypatch.setattr(DummySource, "read", lambda *args: pytest.fail("a tensor was read"))
+    with pytest.raises(ConfigError, match="attention_backend"):
+        made.choose()
