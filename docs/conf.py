@@ -50,6 +50,8 @@ NAVIGATION = {
     },
     "Change it": {
         "Architecture": "docs/architecture",
+        "Add parts from other packages": "docs/plugins",
+        "An example of such a package": "examples/plugin/README",
         "Contributing": "CONTRIBUTING",
         "Changelog": "CHANGELOG",
     },

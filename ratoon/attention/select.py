@@ -11,6 +11,7 @@ from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
+from ratoon.core.plugins import ATTENTION_BACKENDS, PluginError, find_plugin, plugin_names
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
@@ -34,11 +35,27 @@ class BackendChoice:
         return f"{self.layers}: {self.backend.name} ({against})"
 
 
+def find_registered(name: str) -> list[type[AttentionBackend]]:
+    """The backend that a package registers under this name (an entry point of the group `ratoon.attention_backends`),
+    or none. Raises ConfigError if it is broken."""
+    try:
+        found = find_plugin(ATTENTION_BACKENDS, name, lambda found: _is_backend(found, name), f"backend named {name!r}")
+    except PluginError as error:
+        raise ConfigError("attention_backend", f"{name!r} {error.problem}", "another version of it") from error
+    return [] if found is None else [found]
+
+
+def _is_backend(found: object, name: str) -> bool:
+    return isinstance(found, type) and issubclass(found, AttentionBackend) and found.name == name
+
+
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
     candidates = [*BACKENDS, *(backend for backend in ON_REQUEST if backend.name == name)]
+    if name != "auto" and name not in {backend.name for backend in candidates}:
+        candidates += find_registered(name)
     reasons = {backend.name: backend.reasons_against(needs) for backend in candidates}
     if name != "auto" and name not in reasons:
-        known = [*reasons, *(backend.name for backend in ON_REQUEST)]
+        known = [*reasons, *(backend.name for backend in ON_REQUEST), *plugin_names(ATTENTION_BACKENDS)]
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(known)}")
     fitting = [backend for backend in candidates if not reasons[backend.name] and name in ("auto", backend.name)]
     if not fitting:

@@ -210,7 +210,7 @@ class EngineConfig:
     """All settings of one engine. Those left at None or auto are resolved from the model and the machine."""
 
     model: str
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N; or the name of a device of a plugin")
     dtype: str = setting(
         "auto",
         "auto, float32, bfloat16 or float16; auto: float32 on a CPU, the checkpoint's on CUDA",

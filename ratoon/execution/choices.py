@@ -17,17 +17,17 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.machine import usable_cores
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_device, resolve_dtype, use_device
+from ratoon.execution.device_kinds import BITS_OF_FLOATS, BUILT_IN, DeviceKind, OpsSettings, open_device
+from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_dtype, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.kv.geometry import Geometry, geometry_of
 from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of, one_prompt
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native import kernel_set_name, library
 from ratoon.layers.native_choices import KernelChoices, choices_file, this_machine
-from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
+from ratoon.layers.native_ops import NativeOps, set_native_threads
 from ratoon.layers.ops import Ops
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart
-from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import META, build_model, count_weights, declare_model, outline_model
@@ -37,12 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BITS_OF_FLOATS = {"int8": 8, "int4": 4}  # by the setting `quantization`
 MATRICES_TO_LOOK_AT = 4
 MATCHING_THREADS = 6  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
-# Compute capabilities
-OLDEST_FOR_DEPENDENT_LAUNCH = (9, 0)
-OLDEST_WITH_FP8 = (8, 9)
+OLDEST_WITH_FP8 = (8, 9)  # compute capability
 KV_DTYPES = {  # by the setting `kv_cache_dtype`, which may also be "auto"
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -146,7 +143,7 @@ class WorkerParts:
             encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
             inputs_on_device=device.type != "cpu",
             capture=capture,
-            record=self.ops.name == "native",
+            record=self.ops.name == "native" and may_repeat(model, "can_be_recorded"),
             grammars=grammars,
             jump_forward=scheduler.jump_forward,
         )
@@ -156,7 +153,7 @@ def choose_parts(
     config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, part: ModelPart = WHOLE_MODEL
 ) -> WorkerParts:
     """Also sets the device and the threads of this process. Raises ConfigError."""
-    device = resolve_device(config.device)
+    kind, device = open_device(config.device)
     use_device(device)
     dtype = resolve_dtype(config.dtype, device, model_config)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
@@ -167,7 +164,7 @@ def choose_parts(
     if config.num_threads is not None:  # otherwise torch's default stays: this process may use torch elsewhere
         torch.set_num_threads(threads)
     kernels = open_kernel_choices(config.measure_kernels, threads)
-    ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels)
+    ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels, kind)
     declaration = declare_model(model_config, max_model_len, part)
     kv_dtype = choose_kv_dtype(config, ops, tensors)
     geometry = choose_geometry(config, declaration, device, dtype, kv_dtype)
@@ -243,11 +240,14 @@ def choose_ops(
     batch_invariant: bool = False,
     quantization: str = "auto",
     kernels: KernelChoices | None = None,
+    kind: DeviceKind | None = None,
 ) -> Ops:
-    """The fastest that serve this device and dtype. Raises ConfigError if they can't do what is asked for."""
+    """The fastest that serve this device and dtype, on a device of this kind; None: of the built-in one of its type.
+    Raises ConfigError if they can't do what is asked for."""
     if batch_invariant and quantization == "fp8":
         raise ConfigError("batch_invariant", "sums depend on the batch with quantization fp8", "one of the two")
-    ops = _choose_ops(device, dtype, batch_invariant, quantization, kernels)
+    settings = OpsSettings(batch_invariant, quantization, kernels)
+    ops = (kind or BUILT_IN[device.type]).make_ops(device, dtype, settings)
     if batch_invariant and ops.name == "torch":
         problem = f"sums depend on the batch with the kernels 'torch', which are those for {dtype} on {device}"
         raise ConfigError("batch_invariant", problem, "float32 on a CPU, or a GPU")
@@ -263,30 +263,18 @@ def choose_ops(
     return ops
 
 
-def _choose_ops(
-    device: torch.device, dtype: torch.dtype, batch_invariant: bool, quantization: str, kernels: KernelChoices | None
-) -> Ops:
-    if device.type != "cuda":
-        if reasons := native_ops_reasons(device, dtype):
-            if library() is None:
-                logger.warning("operations run by torch, which is slower than the CPU kernels: %s", "; ".join(reasons))
-            return TorchOps()
-        return NativeOps(quantization != "none", BITS_OF_FLOATS.get(quantization), kernels)
-    from ratoon.layers.cuda_ops import CudaOps  # imports triton
-    from ratoon.layers.gpu import has_wgmma
-    from ratoon.layers.product_choices import choices_file, read_choices
-
-    choices = read_choices(choices_file(device))
-    choices.has_wgmma = has_wgmma()
-    logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
-    early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
-    kept = quantization if quantization == "fp8" else None
-    return CudaOps(choices, dependent_launch=early, batch_invariant=batch_invariant, quantization=kept)
+def may_repeat(model: LanguageModel, allowed: str) -> bool:
+    """Whether steps may be repeated without calling the model: it holds no collective, or one with this property."""
+    return not model.communicating_parts or bool(getattr(model.shard.collective, allowed))
 
 
-def choose_capture(config: EngineConfig, device: torch.device, geometry: Geometry) -> Capture | None:
+def choose_capture(parts: WorkerParts, model: LanguageModel) -> Capture | None:
     """What makes CUDA graphs of small steps. None: every step is launched kernel by kernel."""
-    if device.type != "cuda" or not config.cuda_graphs:
+    geometry = parts.geometry
+    if parts.device.type != "cuda" or not parts.config.cuda_graphs:
+        return None
+    if not may_repeat(model, "can_be_captured"):
+        logger.warning("steps are not captured as CUDA graphs: the collective of the ranks can't be")
         return None
     slow = dict.fromkeys(choice.backend.name for choice in geometry.choices if not choice.backend.supports_graphs)
     if slow:

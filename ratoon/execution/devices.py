@@ -144,8 +144,8 @@ def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
 
 
 def gpu_bytes(name: str) -> int:
-    """The memory of the GPU that a setting means; 0: it means a CPU."""
-    if not torch.cuda.is_available():
+    """The memory of the GPU that a setting means; 0: it means a CPU, or a device of another package."""
+    if name.partition(":")[0] not in ("auto", "cuda") or not torch.cuda.is_available():
         return 0
     device = resolve_device(name)
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

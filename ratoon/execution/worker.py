@@ -106,7 +106,7 @@ class Worker:
         """Find out how many blocks there is room for. Nothing is allocated for them."""
         choices, timer = self._choices, self._timer
         measure_products(choices, timer)
-        self._capture = choose_capture(self._config, choices.device, choices.geometry)
+        self._capture = choose_capture(choices, self._model)
         if self._kernels is not None:
             with timer.phase("compile kernels"):
                 self._kernels.wait()

@@ -7,6 +7,7 @@ default is the one that transformers has for the same family. A field that is wr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
@@ -14,6 +15,7 @@ from ratoon.core.errors import ModelError
 from ratoon.models import hf_encoder_config
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
+from ratoon.models.family import ModelFamily, find_family, known_architectures
 
 MOST = {
     "vocab_size": 2**24,
@@ -42,10 +44,22 @@ def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """`source` is for messages: the file or folder that the config came from."""
     architecture = _architecture(raw, source)
     fields = ConfigFields(raw, source)
+    family = None if architecture in _PARSERS else find_family(architecture)
     with reading(source, "a config.json as transformers writes it"):
-        config = _PARSERS[architecture](fields, architecture)
+        config = _parse(fields, architecture, family)
     _check_sizes(config, source)
-    return config
+    return config if family is None else replace(config, architecture=architecture)
+
+
+def _parse(fields: ConfigFields, architecture: str, family: ModelFamily | None) -> ModelConfig:
+    if family is None:
+        return _PARSERS[architecture](fields, architecture)
+    if not isinstance(family.config, str):
+        return family.config(fields, architecture)
+    if family.config not in _PARSERS:
+        problem = f"its package reads it as one of {family.config!r}, which is not built in"
+        raise ModelError(architecture, problem, f"one of {', '.join(sorted(_PARSERS))}")
+    return _PARSERS[family.config](fields, family.config)
 
 
 def _check_sizes(config: ModelConfig, source: str) -> None:
@@ -73,9 +87,9 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and names else MODEL_TYPES.get(str(model_type), model_type)
     name = hf_encoder_config.ALIASES.get(str(name), name)
-    if isinstance(name, str) and name in _PARSERS:
+    if isinstance(name, str) and (name in _PARSERS or find_family(name) is not None):
         return name
-    known = f"known: {', '.join(sorted(_PARSERS))}"
+    known = known_architectures(list(_PARSERS))
     if name is None:
         raise ModelError(source, "config has neither architectures nor model_type", known)
     raise ModelError(source, f"architecture {show(name)} is not supported", known)

@@ -58,11 +58,9 @@ class Scheme(NamedTuple):
     needs_zeros: bool = False  # of compressed-tensors, where a layer may lack zero points if it is symmetric
 
 
-def read_scheme(raw_config: Mapping[str, Any], source: str) -> Scheme | None:
-    """None for a checkpoint of floats. `source` is for messages."""
-    if not raw_config.get("quantization_config"):
-        return None
-    fields = ConfigFields(raw_config, source).below("quantization_config")
+def read_scheme(fields: ConfigFields) -> Scheme:
+    """`fields`: those of `quantization_config`."""
+    source = fields.source
     method = fields.text("quant_method", "an unknown method")
     if method == COMPRESSED:
         return _read_compressed_scheme(fields, source)

@@ -6,6 +6,7 @@ import importlib
 
 from ratoon.core.errors import ModelError
 from ratoon.models.base import ModelClass
+from ratoon.models.family import find_family, known_architectures
 
 MODEL_CLASSES = {
     "LlamaForCausalLM": "ratoon.models.llama:LlamaForCausalLM",
@@ -23,9 +24,21 @@ MODEL_CLASSES = {
 
 
 def find_model_class(architecture: str) -> ModelClass:
-    if architecture not in MODEL_CLASSES:
-        known = ", ".join(sorted(MODEL_CLASSES))
-        raise ModelError(architecture, "this architecture is not supported", f"known: {known}")
-    module_name, class_name = MODEL_CLASSES[architecture].split(":")
+    """The class of an architecture that is built in, or that a package registers."""
+    if architecture in MODEL_CLASSES:
+        return _import_class(MODEL_CLASSES[architecture])
+    family = find_family(architecture)
+    if family is None:
+        known = known_architectures(list(MODEL_CLASSES))
+        raise ModelError(architecture, "this architecture is not supported", known)
+    try:
+        return _import_class(family.model_class)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"its class {family.model_class} can't be imported ({error})"
+        raise ModelError(architecture, problem, "another version of the package that registers it") from error
+
+
+def _import_class(name: str) -> ModelClass:
+    module_name, class_name = name.split(":")
     model_class: ModelClass = getattr(importlib.import_module(module_name), class_name)
     return model_class

@@ -24,7 +24,6 @@ from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
 from ratoon.models.hub import HUB_ID, download
 from ratoon.models.overrides import verify_overrides, with_overrides
-from ratoon.models.packed_source import PackedSource, read_scheme
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -33,6 +32,7 @@ from ratoon.models.tokenizer import (
     read_chat_templates,
     read_json,
 )
+from ratoon.models.weight_formats import read_weight_format
 
 if TYPE_CHECKING:
     from ratoon.layers.weights import TensorSource
@@ -155,10 +155,10 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
             tensors.append(SafetensorsSource(folder))
         return tensors[0]
 
-    scheme = read_scheme(raw_config, str(folder))
+    wrap = read_weight_format(raw_config, str(folder))
 
     def open_tensors() -> TensorSource:
-        return open_files() if scheme is None else PackedSource(open_files(), scheme)
+        return open_files() if wrap is None else wrap(open_files())
 
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
         raw_config["dtype"] = open_files().most_common_dtype()

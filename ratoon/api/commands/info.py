@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
+from ratoon.core.plugins import plugin_facts
 from ratoon.core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     facts["attention"] = {choice["layers"]: _show_choice(choice) for choice in facts["attention"]}
     facts["weights"] = {one["format"]: _show_weights(one) for one in facts["weights"]}
     facts["products"] = {one["weights"]: _show_products(one) for one in facts["products"]}
-    for section in ("model", "engine", "attention", "weights", "products", "memory", "scheduler"):
+    facts["plugins"] = {f"{one['group']} {one['name']}": _show_plugin(one) for one in facts["plugins"]}
+    for section in ("model", "engine", "attention", "weights", "products", "memory", "scheduler", "plugins"):
         if facts[section]:
             print_section(section, facts[section])
     print("start-up")
@@ -88,6 +90,7 @@ def collect(llm: LLM) -> dict[str, Any]:
         "products": products,
         "memory": memory,
         "scheduler": {**asdict(config.scheduler), "prefix_caching": config.cache.enable_prefix_caching},
+        "plugins": plugin_facts(),
         "startup_seconds": llm.startup_timer.as_dict(),
     }
 
@@ -97,7 +100,7 @@ def print_section(title: str, values: dict[str, Any]) -> None:
     width = max(len(LABELS.get(name, name)) for name in values)
     for name, value in values.items():
         shown = format_size(value) if "bytes" in name else _show(value)
-        label = LABELS.get(name, name.replace("_", " ") if name.islower() else name)  # Q4_1 is a name
+        label = LABELS.get(name, name.replace("_", " ") if name.isidentifier() and name.islower() else name)
         print(f"  {label:<{width}}  {shown}")
     print()
 
@@ -105,6 +108,10 @@ def print_section(title: str, values: dict[str, Any]) -> None:
 def _show_choice(choice: dict[str, Any]) -> str:
     against = [f"not {name}: {', '.join(reasons)}" for name, reasons in choice["reasons_against"].items()]
     return "; ".join([choice["backend"], *against])
+
+
+def _show_plugin(one: dict[str, Any]) -> str:
+    return f"{one['value']} of {one['package']}" if one["problem"] is None else one["problem"]
 
 
 def _show_weights(one: dict[str, Any]) -> str:

@@ -356,7 +356,17 @@ def test_chat_without_a_template_is_refused(client, source, capsys):
 def test_info_has_all_sections_as_json(client, capsys):
     assert main(["info", "fake", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    sections = {"model", "engine", "attention", "weights", "products", "memory", "scheduler", "startup_seconds"}
+    sections = {
+        "model",
+        "engine",
+        "attention",
+        "weights",
+        "products",
+        "memory",
+        "scheduler",
+        "plugins",
+        "startup_seconds",
+    }
     assert set(facts) == sections
     (choice,) = facts["attention"]
     assert choice == {"layers": "layers 0-1 (full)", "backend": "slow", "reasons_against": {"fast": ["is lazy"]}}

@@ -20,9 +20,11 @@ from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Weights
+from ratoon.models.config_fields import ConfigFields
 from ratoon.models.packed_source import PackedSource, read_scheme
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.source import resolve_model
+from ratoon.models.weight_formats import read_weight_format
 from tests.golden import tiny_models
 
 Tensor = torch.Tensor
@@ -124,7 +126,7 @@ def compressed(stored: str, bits: int, symmetric: bool = True, **more: Any) -> d
 def open_layer(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> PackedSource:
     other = {"norm.weight": torch.ones(IN), "layer.bias": torch.zeros(OUT)}
     save_file({f"layer.{name}": part for name, part in tensors.items()} | other, folder / "model.safetensors")
-    scheme = read_scheme(config, "a folder")
+    scheme = read_scheme(ConfigFields(config, "a folder").below("quantization_config"))
     assert scheme is not None
     return PackedSource(SafetensorsSource(folder), scheme)
 
@@ -307,7 +309,7 @@ def mixed(stored: str, own: str) -> dict[str, Any]:
 )
 def test_other_ways_are_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        read_scheme({"quantization_config": config or {"x": 1}}, "a folder")
+        read_weight_format({"quantization_config": config or {"x": 1}}, "a folder")
 
 
 @pytest.mark.parametrize(
