@@ -63,14 +63,14 @@ class TimedExecutor(UniProcExecutor):
         self.launch_seconds.append(time.perf_counter() - self._began)
         return output
 
-    def submit(self, plan: SchedulerOutput, lends_thread: bool = False) -> Any:
-        return TimedHandle(self, super().submit(plan, lends_thread))
+    def submit(self, plan: SchedulerOutput) -> Any:
+        return TimedHandle(self, super().submit(plan))
 
 
 class TimedHandle:
     def __init__(self, executor: TimedExecutor, handle: Any) -> None:
         self._executor, self._handle = executor, handle
-        self.start, self.launch = handle.start, handle.launch
+        self.launch = handle.launch
 
     def result(self) -> ModelRunnerOutput:
         begin = time.perf_counter()

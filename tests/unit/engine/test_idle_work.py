@@ -118,6 +118,18 @@ def test_a_device_that_is_still_busy_with_the_last_step_is_waited_for(
     assert executor.log == ["step", "piece", "piece"] and answers == []
 
 
+def test_work_is_done_in_advance_of_the_first_step_after_a_longer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first request is likely to come as soon as the port is open."""
+    for at_start, expected in ((LONG, []), (0.001, ["piece"] * 3)):
+        monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(module, "IDLE_SECONDS_AT_START", at_start)
+        executor = Idler(3)
+        executor.collective_rpc("allow_idle_work").result()
+        assert executor.done.wait(0.05 if at_start == LONG else LONG) == bool(expected)
+        executor.close()
+        assert executor.log == expected
+
+
 def test_shutdown_ends_the_wait_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make([], monkeypatch, LONG, 1)
     executor.submit(SchedulerOutput()).result()

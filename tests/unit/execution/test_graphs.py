@@ -165,6 +165,20 @@ def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was
     assert not made.can_run_ahead
 
 
+def test_a_warm_up_has_the_first_steps_run_ahead_and_captured_in_each_way_to_choose() -> None:
+    ran: list[ProgramKey] = []
+    made = StepGraphs(graph_sizes(24), ran.append, RunAgain, send_padding=lambda: None)  # type: ignore[arg-type]
+    made.expect_first_steps()
+    assert ran == [], "a start does not wait for it"
+    while made.can_run_ahead:
+        assert made.run_ahead()
+    first = [sampling_key(1, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)]
+    assert ran == first, "short continuations follow the first request of their kind"
+    while made.can_capture_next:
+        assert made.capture_next()
+    assert set(made._graphs) == set(first)
+
+
 def test_a_step_that_can_not_be_run_ahead_costs_no_request() -> None:
     def run(key: ProgramKey) -> None:
         if key.num_reqs is not None:
@@ -413,6 +427,7 @@ def test_steps_that_run_ahead_change_no_token(params: SamplingParams) -> None:
         driver, _ = padded_driver()
         made = driver.runner.graphs
         assert made is not None
+        made.expect_first_steps()
         pending = [launch(driver, [driver.new("a", PROMPT, 1, params=params, seed=3)])]
         for i in range(3):
             while ahead and made.can_run_ahead:
