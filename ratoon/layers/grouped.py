@@ -44,6 +44,21 @@ def take_rows(stored: StoredTensor, start: int, stop: int) -> StoredTensor:
     return StoredTensor(shape, stored.format, stored.data[rows], partial(_decode, extras), extras=extras)
 
 
+def take_inputs(stored: StoredTensor, start: int, stop: int) -> StoredTensor | None:
+    """Some of the inputs of a grouped tensor: whole blocks, and whole groups or a part of one. None: it can't be cut
+    there, or its inputs are in another order."""
+    scales = stored.extras["scales"]
+    group = stored.shape[1] // scales.shape[1]
+    is_whole = start % group == stop % group == 0 or start // group == (stop - 1) // group
+    if "order" in stored.extras or start % BLOCK or stop % BLOCK or not is_whole:
+        return None
+    groups = slice(start // group, -(-stop // group))
+    extras = {name: part[:, groups] for name, part in stored.extras.items()}
+    blocks = stored.data[:, start // BLOCK : stop // BLOCK]
+    shape = (stored.shape[0], stop - start)
+    return StoredTensor(shape, stored.format, blocks, partial(_decode, extras), extras=extras)
+
+
 def _decode(extras: Mapping[str, Tensor], blocks: Tensor) -> Tensor:
     scales, zeros = (extras[name].to(blocks.device, torch.float32) for name in ("scales", "zeros"))
     codes = blocks

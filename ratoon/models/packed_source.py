@@ -231,14 +231,15 @@ def _find_layers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> set[s
 
 
 def _take_part(stored: StoredTensor, part: TensorSlice | None) -> StoredTensor:
-    """Rows stay in codes; a rank that needs some of the inputs has floats."""
-    from ratoon.layers.grouped import FORMATS, take_rows
+    """Rows stay in codes, and so do inputs that are cut between groups; of others a rank has floats."""
+    from ratoon.layers.grouped import FORMATS, take_inputs, take_rows
 
     if part is None:
         return stored
-    if part.dim == 0 and stored.format in FORMATS.values():
-        return take_rows(stored, part.start, part.stop)
-    return StoredTensor.of_floats(stored.floats(), part)
+    cut = None
+    if stored.format in FORMATS.values():
+        cut = (take_inputs if part.dim else take_rows)(stored, part.start, part.stop)
+    return StoredTensor.of_floats(stored.floats(), part) if cut is None else cut
 
 
 def _make_grouped(

@@ -185,7 +185,7 @@ FAMILIES = {
 
 
 def with_four_heads(config: ModelConfig) -> ModelConfig:
-    """Key-value heads stay as they are: two for four ranks, of which each has one."""
+    """Where there are fewer key-value heads than heads, they stay as they are, and ranks have the same ones."""
     encoder = config.encoder and replace(config.encoder, num_heads=4, head_dim=2, intermediate_size=12)
     num_kv_heads = config.num_kv_heads if config.num_kv_heads < config.num_heads else 4
     return replace(config, num_heads=4, head_dim=2, num_kv_heads=num_kv_heads, encoder=encoder)

@@ -185,8 +185,13 @@ def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     assert torch.equal(stored.floats(), expected)
     rows = source.read("layer.weight", TensorSlice(0, 16, 40))
     assert rows.format == stored.format and torch.equal(rows.floats(), expected[16:40])
-    columns = source.read("layer.weight", TensorSlice(1, 32, 96))
-    assert torch.equal(columns.floats(), expected[:, 32:96])
+    for start, stop in ((32, 96), (64, 128), (64, 96), (48, 80)):
+        columns = source.read("layer.weight", TensorSlice(1, start, stop))
+        assert torch.equal(columns.floats(), expected[:, start:stop])
+        between = start % layer.group == stop % layer.group == 0 or start // layer.group == (stop - 1) // layer.group
+        is_ordered = bool((layer.group_of != np.arange(IN) // layer.group).any())
+        stays = start % 32 == 0 and between and not is_ordered
+        assert (columns.format == stored.format) == stays, "codes that are cut between groups stay codes"
     assert torch.equal(source.read("norm.weight").floats(), torch.ones(IN))
 
 
