@@ -15,7 +15,7 @@ from threading import Condition, Lock
 from typing import Any, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.core.errors import RequestError, StepSkippedError
+from ratoon.core.errors import EngineError, RequestError, StepSkippedError
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.structured import StructuredOutput
@@ -132,7 +132,10 @@ class ThreadedExecutor:
 
     def run_method(self, name: str, arguments: Sequence[Any]) -> Any:
         """Carry out a call of the table: its result, or a future of it if it is one that runs beside steps."""
-        return getattr(self, name)(*arguments)
+        method = getattr(self, name, None)
+        if method is None:  # a phase of a worker, which is over
+            raise EngineError(f"this executor does not serve {name!r}")
+        return method(*arguments)
 
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any] | None:
         raise RequestError("structured_output", "this executor has no grammars", "leave it out")

@@ -75,8 +75,10 @@ class WorkerParts:
 
     @property
     def can_run_without_weights(self) -> bool:
-        """Whether steps can be run before the engine is complete, to compile their kernels and to measure them."""
-        return self.device.type == "cuda" and self.model_config.causal and not self.model_config.encoder
+        """Whether steps can be run before the engine is complete, to compile their kernels and to measure them. A stage
+        of a pipeline can't run a step without the others."""
+        is_decoder = self.model_config.causal and not self.model_config.encoder
+        return self.device.type == "cuda" and is_decoder and self.part.stage.count == 1
 
     # ---- steps that are run at start-up ----
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import DeviceLostError, ModelError
@@ -71,7 +71,7 @@ class Worker:
         timer: StartupTimer,
         part: ModelPart = WHOLE_MODEL,
     ) -> None:
-        """`part`: of the model, which this worker has; the others are those of other workers."""
+        """`part` is what this worker has of the model; other workers have the rest."""
         self._config = config
         self._model_config = model_config
         self._tensors = tensors
@@ -87,7 +87,7 @@ class Worker:
         self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
         self._device = choices.device
         self._kernels = compile_ahead(choices)
-        return WorkerChoices(
+        self._chosen = WorkerChoices(
             max_model_len=choices.max_model_len,
             device=str(choices.device),
             dtype=dtype_name(choices.dtype),
@@ -95,6 +95,7 @@ class Worker:
             attention=[choice.facts() for choice in choices.geometry.all_choices],
             num_threads=choices.num_threads,
         )
+        return self._chosen
 
     def load(self) -> WeightFacts:
         """Build the model with its weights."""
@@ -131,12 +132,7 @@ class Worker:
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
             kv_config=kv_config,
-            max_model_len=choices.max_model_len,
-            device=str(choices.device),
-            dtype=dtype_name(choices.dtype),
-            ops=choices.name_of_ops,
-            attention=[choice.facts() for choice in choices.geometry.all_choices],
-            num_threads=choices.num_threads,
+            **asdict(self._chosen),
             weight_bytes=sum(one["num_bytes"] for one in formats),
             weight_formats=formats,
             kernel_choices=choices.kernels.facts(),

@@ -80,6 +80,8 @@ def test_names_and_arguments_that_are_not_in_the_table_are_refused(executor: Thr
             executor.collective_rpc(name)
         with pytest.raises(EngineError, match="no method"):
             encode_call(name, [])
+    with pytest.raises(EngineError, match="does not serve 'load'"):
+        executor.collective_rpc("load").result()
     with pytest.raises(EngineError, match="sleep was called with 0 arguments; it has 1"):
         executor.collective_rpc("sleep")
     with pytest.raises(WireError, match="Expected `int`, got `str`"):

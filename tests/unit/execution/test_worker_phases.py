@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ratoon.core.config import CacheConfig, EngineConfig
+from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError
 from ratoon.core.worker import PoolSize, agree_on_pool
 from ratoon.execution.worker import Worker
+from ratoon.layers.native_ops import native_ops_reasons
 from ratoon.layers.shard import ModelPart, Shard
 from ratoon.models.build import collect_shapes
 from ratoon.models.dummy_source import DummySource
@@ -19,12 +20,15 @@ from tests.unit.layers.ranks import Meeting, Rank
 from tests.unit.models.test_build_model import LLAMA
 
 MODEL = replace(LLAMA, num_kv_heads=2)
+BLOCK_SIZE = 4
 
 
-def worker(part: ModelPart | None = None, **cache: object) -> Worker:
-    config = EngineConfig("x", device="cpu", num_threads=1, cache=CacheConfig(block_size=4, **cache))  # type: ignore
-    tensors = DummySource(collect_shapes(MODEL))
-    return Worker(config, MODEL, tensors, StartupTimer(), part or ModelPart())
+def worker(
+    part: ModelPart | None = None, model: ModelConfig = MODEL, block_size: int = BLOCK_SIZE, **cache: object
+) -> Worker:
+    cache_config = CacheConfig(block_size=block_size, **cache)  # type: ignore[arg-type]
+    config = EngineConfig("x", device="cpu", num_threads=1, cache=cache_config)
+    return Worker(config, model, DummySource(collect_shapes(model)), StartupTimer(), part or ModelPart())
 
 
 def test_each_phase_tells_what_it_found() -> None:
@@ -67,3 +71,17 @@ def test_what_can_not_work_is_refused_before_anything_is_read(monkeypatch: pytes
     monkeypatch.setattr(DummySource, "read", lambda *args: pytest.fail("a tensor was read"))
     with pytest.raises(ConfigError, match="attention_backend"):
         made.choose()
+
+
+@pytest.mark.skipif(bool(native_ops_reasons(torch.device("cpu"), torch.float32)), reason="no kernels here")
+@pytest.mark.parametrize("can_be_recorded", [False, True])
+def test_passes_are_recorded_only_with_a_collective_that_allows_it(can_be_recorded: bool) -> None:
+    collective = Rank(Meeting(2), 0)
+    collective.can_be_recorded = can_be_recorded
+    for part, expected in ((ModelPart(), True), (ModelPart(Shard(0, 2, collective)), can_be_recorded)):
+        made = worker(part, replace(MODEL, head_dim=16), block_size=16, num_blocks=9)  # what kernels take
+        made.choose()
+        made.load()
+        made.allocate(made.measure().pool)
+        assert (made.runner.recorded is not None) == expected
+        made.close()
