@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.golden.engines import write_word_tokenizer
 from tests.golden.tiny_models import TinyModel, tiny_llama
 
+pytestmark = pytest.mark.slow  # each test starts a process as users do
+
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 9, 2, 40, 7]
 NUM_TOKENS = 6
