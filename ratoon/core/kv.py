@@ -137,9 +137,9 @@ def kv_config_of(data: Mapping[str, Any]) -> KVCacheConfig:
             raise ValueError(f"a KV cache spec of the unknown kind {spec['type']!r}; known: {', '.join(kinds)}")
         return KVCacheGroup(msgspec.convert(spec, kinds[spec["type"]]), tuple(group["layers"]))
 
-    cross = data["cross"]
-    fields = {"groups": tuple(map(group_of, data["groups"])), "cross": None if cross is None else group_of(cross)}
-    return KVCacheConfig(**{**data, **fields})
+    groups, cross = tuple(map(group_of, data["groups"])), data["cross"]
+    others = msgspec.convert({**data, "groups": (), "cross": None}, KVCacheConfig)
+    return msgspec.structs.replace(others, groups=groups, cross=None if cross is None else group_of(cross))
 
 
 def _subclasses(kind: type[KVCacheSpec]) -> list[type[KVCacheSpec]]:
