@@ -1,0 +1,82 @@
+"""Two tensor-parallel ranks behind one executor answer as one worker does, requests of every kind.
+
+The ranks are threads, and their operations torch's own: the CPU kernels serve one thread at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon.core.params import HiddenStatesParams
+from ratoon.execution.device_kinds import CpuDevice
+from ratoon.layers.torch_ops import TorchOps
+from tests.golden.engines import engine_of_folder, model_folder
+from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
+from tests.rank_executor import NAME, WORLD_SIZE, RankExecutor
+
+PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
+
+
+@pytest.fixture(autouse=True)
+def plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "make_ops", lambda *arguments: TorchOps())
+
+
+def open_engine(folder: Any, **settings: Any) -> LLM:
+    common = {
+        "device": "cpu",
+        "num_threads": 1,
+        "skip_tokenizer": True,
+        "max_num_seqs": 8,
+        "attention_backend": "torch",
+    }
+    return LLM(str(folder), **(common | {"num_blocks": 96} | settings))
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    drawn = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True)
+    found: list[Any] = []
+    for params in (greedy, drawn):
+        for output in llm.generate(prompts, params, progress=False):
+            assert output.error is None
+            found += [list(one.token_ids) for one in output.outputs]
+    for output in llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)):
+        found += [list(one.token_ids) for one in output.outputs]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama with grouped heads", "llama with one key head", "gpt2", "qwen2"])
+def test_two_ranks_answer_as_one_worker(family: str) -> None:
+    """Among them one with a single key-value head, which both ranks have."""
+    states = HiddenStatesParams(positions="all", layers=[0, -1])
+    with open_engine(model_folder(family)) as llm:
+        expected, expected_states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], states).tensor
+    with open_engine(model_folder(family), executor=NAME) as llm:
+        assert answers(llm, PROMPTS) == expected
+        found_states = llm.extract_hidden_states(PROMPTS[0], states).tensor
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers(llm, PROMPTS) == expected
+        executor = llm._client.core.executor
+        assert isinstance(executor, RankExecutor)
+    assert found_states == pytest.approx(expected_states, abs=1e-5)
+
+
+def test_two_ranks_of_a_model_with_an_encoder_answer_as_one_worker() -> None:
+    with open_engine(folder_of("bart")) as llm:
+        expected = answers(llm, INPUTS[:3])
+    with open_engine(folder_of("bart"), executor=NAME) as llm:
+        assert answers(llm, INPUTS[:3]) == expected
+
+
+def test_ranks_allocate_a_pool_of_half_of_the_heads() -> None:
+    folder = model_folder("llama with as many key heads as heads")
+    with engine_of_folder(folder, attention_backend="torch") as llm:
+        whole = llm._client.core.executor.facts
+    with open_engine(folder, executor=NAME) as llm:
+        for facts in llm._client.core.executor.rank_facts:  # type: ignore[attr-defined]
+            assert facts.kv_config.bytes_per_block * WORLD_SIZE == whole.kv_config.bytes_per_block
+            assert facts.weight_bytes < 0.75 * whole.weight_bytes
