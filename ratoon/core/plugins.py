@@ -53,9 +53,12 @@ def installed_plugins() -> tuple[Plugin, ...]:
 
     found: dict[tuple[str, str], Plugin] = {}
     for package in distributions():
-        for entry in package.entry_points:
-            if entry.group not in GROUPS:
-                continue
+        try:
+            entries = [entry for entry in package.entry_points if entry.group in GROUPS]
+        except Exception as error:  # of a damaged file
+            logger.warning("the entry points of the package %s can't be read: %s", package.name, error)
+            continue
+        for entry in entries:
             plugin = Plugin(entry.group, entry.name, entry.value, f"{package.name} {package.version}")
             first = found.setdefault((entry.group, entry.name), plugin)
             if first.value != plugin.value:

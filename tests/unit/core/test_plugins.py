@@ -99,6 +99,17 @@ def test_the_first_of_two_packages_with_one_name_is_used(packages: Packages, cap
     assert "is registered by" in line and "first_one 1.5" in line and "second_one 1.5" in line
 
 
+def test_a_package_with_damaged_entry_points_is_left_out(
+    packages: Packages, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.add("damaged", "", devices={"lost": "X"})
+    packages.add("sound", "PART = 1", devices={"sound": "PART"})
+    (tmp_path / "damaged-1.5.dist-info" / "entry_points.txt").write_text("[ratoon.devices]\nneither name nor value\n")
+    clear()
+    assert plugin_names(DEVICES) == ["sound"]
+    assert "the entry points of the package damaged can't be read" in caplog.text
+
+
 def test_built_in_parts_are_found_without_reading_the_metadata_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "installed_plugins", lambda: pytest.fail("metadata was read"))
     config = parse_hf_config(LLAMA_CONFIG, "a folder")
