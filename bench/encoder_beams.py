@@ -2,75 +2,168 @@
 
     .venv/bin/python bench/encoder_beams.py
 
-Engines run in processes of their own and take turns within every round; those that wait are stopped. Ratios are taken
-within a round. What is measured, and on which models, is in encoder_beam_parts/, the engines in peers/.
+A greedy answer and a search read a text that is new to all engines. Ratoon tells when every step ended; a peer's step
+is what all tokens take beyond the first, shared out. The models have the usual shape of a family and random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from cpu_peers import OURS, say
-from encoder_beam_parts import search
-from encoder_beam_parts.models import SHAPES, make_model, vocab_size
-from encoder_beam_parts.plot import draw
-from encoder_beam_parts.sizes import QUICK, Engines, Sizes
-from export_hf import CACHE_FOLDER
-from peers.process import EngineProcess, engine_python
-from program import Program, add_options, settle_options
+from beams import median_step
+from harness import (
+    OURS,
+    Comparison,
+    Engines,
+    Panel,
+    Program,
+    Row,
+    comparison_panel,
+    format_comparison,
+    format_spread,
+    in_turn,
+    ratios_of,
+    say,
+)
+from peers.process import EngineFailedError, EngineProcess
+from random_models import ENCODER_SHAPES, encoder_vocab_size, make_encoder_model
 from workloads import PromptSource
 
 SEED = 0
 PEER = "transformers"
 ROOM = 8  # positions of the decoder beyond an answer
+GREEDY, BEAMS = "greedy", "beams"
+ROWS = {
+    "greedy": Row("greedy answer"),
+    "beams": Row("beam search", aims={"transformers": "above 1×"}),
+    "greedy_first": Row("greedy: first token", "ms"),
+    "beams_first": Row("beams: first tokens", "ms"),
+    "greedy_step": Row("greedy: step", "ms"),
+    "beams_step": Row("beams: step", "ms"),
+}
+STEP_ROWS = {key: row for key, row in ROWS.items() if key.endswith("_step")}
+GROWTH_AIM = 2.0  # a step of beams against a greedy one, at most
 
 
-class EncoderBeamsBenchmark(Program):
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths in tokens."""
+
+    input: int = 512  # of the encoder
+    tokens: int = 32  # of an answer
+    width: int = 5
+    full_models: bool = True  # or tiny ones
+
+
+QUICK = Sizes(input=20, tokens=4, width=3, full_models=False)
+
+
+class EncoderBeams(Program):
     """A part is a family of models. Its engines end with it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        models = [SHAPES[family][0] if not args.quick else f"tiny {family}" for family in args.parts]
-        super().__init__(args, f"{' and '.join(models)} with random weights", QUICK if args.quick else Sizes())
+    doc = __doc__
+    parts = tuple(ENCODER_SHAPES)
+    plots = quick = True
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
 
     def measure(self) -> None:
+        self.sizes = QUICK if self.args.quick else Sizes()
         for family in self.args.parts:
-            source = PromptSource(SEED, vocab_size(family, self.sizes.full_models))
+            source = PromptSource(SEED, encoder_vocab_size(family, self.sizes.full_models))
+            model, engines = make_encoder_model(family, self.sizes.full_models), {}
             with ExitStack() as stack:
-                engines = self._start_engines(stack, family, source)
-                self.parts[family] = search.measure(family, engines, source, self.sizes, self.args.rounds, say)
+                for name in (OURS, PEER) if self.args.peer else (OURS,):
+                    longest = self.sizes.tokens + ROOM
+                    engines[name] = self.add_engine(stack, name, model, longest, log=f"{name}_{family}")
+                    engines[name].start(source.prompt(self.sizes.input))
+                self.found[family] = measure_search(family, engines, source, self.sizes, self.args.rounds)
 
-    def _start_engines(self, stack: ExitStack, family: str, source: PromptSource) -> Engines:
-        model = make_model(family, self.sizes.full_models, CACHE_FOLDER)
-        engines: Engines = {}
-        for name in (OURS, PEER) if self.args.peer else (OURS,):
-            log = CACHE_FOLDER / "logs" / f"{name}_{family}.log"
-            engine = EngineProcess(name, engine_python(name), model, self.args.threads, log, self.sizes.tokens + ROOM)
-            engines[name] = self.add_engine(stack, name, engine)
-            engine.start(source.prompt(self.sizes.input))
-        return engines
+    def title(self) -> str:
+        models = [ENCODER_SHAPES[family][0] if not self.args.quick else f"tiny {family}" for family in self.args.parts]
+        return f"{' and '.join(models)} with random weights in fp32, {self.args.threads} threads"
 
-    def format_part(self, part: str) -> str:
-        return search.format_table(part, self.parts[part], self.sizes)
+    def report(self) -> Iterator[str]:
+        for family, result in self.found.items():
+            yield format_search(family, result, self.sizes)
 
-    def draw(self, path: Path, title: str) -> None:
-        draw(path, title, self.parts, self.sizes)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_options(parser, SHAPES)
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
-    args = parser.parse_args()
-    settle_options(parser, args, SHAPES)
-    return args
+    def panels(self) -> list[Panel]:
+        return [
+            comparison_panel(f"{family}: one step after {self.sizes.input} tokens", STEP_ROWS, result, "ms")
+            for family, result in self.found.items()
+        ]
 
 
-def main() -> int:
-    return EncoderBeamsBenchmark(parse_arguments()).run()
+def measure_search(family: str, engines: Engines, source: PromptSource, sizes: Sizes, rounds: int) -> dict[str, Any]:
+    comparison = Comparison()
+    for name, engine in engines.items():
+        say(f"{family}, warm-up: {name}")
+        for way in (GREEDY, BEAMS):
+            _answer(name, engine, way, source.prompt(sizes.input), sizes)
+    for index in range(rounds):
+        for way in (GREEDY, BEAMS):
+            say(f"{family}, round {index + 1}/{rounds}: {way}")
+            prompt = source.prompt(sizes.input)
+            answers = {}
+            for name in in_turn(engines, index):
+                times, answers[name] = _answer(name, engines[name], way, prompt, sizes)
+                for key, seconds in times.items():
+                    comparison.record(key, name, seconds)
+            ours = set(map(tuple, answers.pop(OURS)))
+            for name, theirs in answers.items():
+                comparison.record_same(f"{name}, {way}", [len(ours & set(map(tuple, theirs))) / len(ours)])
+    steps = comparison.samples
+    growth = {name: ratios_of(values, steps["greedy_step"][name]) for name, values in steps["beams_step"].items()}
+    return {**comparison.summary(), "growth": growth}
+
+
+def _answer(
+    name: str, engine: EngineProcess, way: str, prompt: list[int], sizes: Sizes
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Returns the times by row, and the texts, the best first."""
+    if name == OURS:
+        search = {"width": sizes.width} if way == BEAMS else {}
+        call = "beam_search" if way == BEAMS else "decode"
+        result = engine.call(call, prompt=prompt, num_tokens=sizes.tokens, **search)
+        times, texts, seconds = result.value["times"], result.value["token_ids"], result.seconds
+        first, step = times[0], median_step(times)
+    else:
+        first, _ = _peer_call(engine, way, prompt, 1, sizes.width)
+        seconds, texts = _peer_call(engine, way, prompt, sizes.tokens, sizes.width)
+        step = (seconds - first) / (sizes.tokens - 1)
+    expected = [sizes.tokens] * (sizes.width if way == BEAMS else 1)
+    if [len(text) for text in texts] != expected:
+        raise EngineFailedError(f"{name} found texts of {[len(text) for text in texts]} tokens, not {expected}")
+    return {way: seconds, f"{way}_first": first, f"{way}_step": step}, texts
+
+
+def _peer_call(
+    engine: EngineProcess, way: str, prompt: list[int], num_tokens: int, width: int
+) -> tuple[float, list[list[int]]]:
+    if way == GREEDY:
+        result = engine.call("generate", prompts=[prompt], num_tokens=num_tokens)
+        return result.seconds, result.value
+    result = engine.call("beam_search", prompt=prompt, width=width, num_tokens=num_tokens)
+    return result.seconds, result.value["token_ids"]
+
+
+def format_search(family: str, result: dict[str, Any], sizes: Sizes) -> str:
+    title = f"{family}: {sizes.input} tokens in, {sizes.tokens} out, {sizes.width} beams"
+    lines = [format_comparison(title, ROWS, result)]
+    for name, growth in result["growth"].items():
+        aim = f"; the aim is at most {GROWTH_AIM:g}" if name == OURS else ""
+        lines.append(f"  A step of {sizes.width} beams against a greedy one, {name}: {format_spread(growth, '×')}{aim}")
+    for name, shares in result["same"].items():
+        lines.append(f"  Texts that are also Ratoon's, {name}: {statistics.mean(shares):.1%}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(EncoderBeams().run())

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from cpu_peers import QUIET_LIMIT_SECONDS, say
-from peers.machine import wait_for_quiet_machine
+from harness import Program, align, count, positive
 from stub_executor import StubExecutor
 
 from ratoon import LLM, SamplingParams
@@ -100,51 +100,51 @@ def compare(
     return found
 
 
-def show(title: str, unit: str, arguments: argparse.Namespace, rows: dict[int, dict[int, list[float]]]) -> None:
-    print(f"\n{title}\n")
-    print(
-        f"{'branches':>8}  " + "  ".join(f"{f'{depth} in flight':>30}" for depth in arguments.depths) + "  last/first"
-    )
-    for num_branches, found in rows.items():
-        cells = [
-            f"{statistics.median(figures):10.1f} {unit} ({min(figures):.1f} … {max(figures):.1f})"
-            for figures in found.values()
-        ]
-        first, *_, last = [statistics.median(figures) for figures in found.values()]
-        print(f"{num_branches:>8}  " + "  ".join(f"{cell:>30}" for cell in cells) + f"  {last / first:10.3f}")
+class EngineShare(Program):
+    doc = __doc__
+    rounds = 3
+    threads = False
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--branches", type=positive, nargs="+", default=[1, 32, 256, 1000], help="requests at once")
+        parser.add_argument("--depths", type=positive, nargs="+", default=[1, 2], help="steps in flight")
+        parser.add_argument("--step-ms", type=float, default=20.0, help="what the device takes for a step")
+        count(parser, "--tokens", 48, "of every answer")
+        parser.add_argument("--model", help="measure the real kernels with this model as well")
+        parser.add_argument("--model-branches", type=positive, nargs="+", default=[1, 32], help="the same, with it")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--branches", type=int, nargs="+", default=[1, 32, 256, 1000], help="requests at once")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2], help="steps in flight")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="what the device takes for a step")
-    parser.add_argument("--tokens", type=int, default=48, help="of every answer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help="measure the real kernels with this model as well")
-    parser.add_argument("--model-branches", type=int, nargs="+", default=[1, 32], help="requests at once, with it")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    arguments = parser.parse_args()
-    if len(arguments.depths) < 2:
-        parser.error("--depths: at least two, to compare")
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        if len(args.depths) < 2:
+            parser.error("--depths: at least two, to compare")
 
-    if not arguments.no_wait:
-        say("waiting for a quiet machine")
-        wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    BusyDevice.step_seconds = arguments.step_ms / 1e3
-    rows = {
-        num_branches: compare(waiting_of_device, arguments, num_branches, executor=f"{__name__}:BusyDevice")
-        for num_branches in arguments.branches
-    }
-    title = f"a device that takes {arguments.step_ms:g} ms for a step waits, per step:"
-    show(title, "µs", arguments, rows)
-    if arguments.model is not None:
-        rows = {
-            num_branches: compare(tokens_per_second, arguments, num_branches, model=arguments.model)
-            for num_branches in arguments.model_branches
+    def measure(self) -> None:
+        args = self.args
+        BusyDevice.step_seconds = args.step_ms / 1e3
+        stub = {"executor": f"{__name__}:BusyDevice"}
+        self.found["waiting_us"] = {num: compare(waiting_of_device, args, num, **stub) for num in args.branches}
+        if args.model is not None:
+            real = {num: compare(tokens_per_second, args, num, model=args.model) for num in args.model_branches}
+            self.found["tokens_per_second"] = real
+
+    def report(self) -> Iterator[str]:
+        titles = {
+            "waiting_us": f"a device that takes {self.args.step_ms:g} ms for a step waits, µs per step:",
+            "tokens_per_second": f"{self.args.model} on this machine's cores, tok/s:",
         }
-        show(f"{arguments.model} on this machine's cores:", "tok/s", arguments, rows)
+        for key, rows in self.found.items():
+            table = [["branches", *(f"{depth} in flight" for depth in self.args.depths), "last/first"]]
+            for num_branches, found in rows.items():
+                medians = [statistics.median(figures) for figures in found.values()]
+                cells = [
+                    f"{median:.1f} ({min(figures):.1f} … {max(figures):.1f})"
+                    for median, figures in zip(medians, found.values())
+                ]
+                table.append([str(num_branches), *cells, f"{medians[-1] / medians[0]:.3f}"])
+            yield f"{titles[key]}\n\n{align(table)}"
+
+    def figures(self) -> dict[str, Any]:
+        return self.found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(EngineShare().run())

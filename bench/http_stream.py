@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from comparison import align
-from cpu_peers import QUIET_LIMIT_SECONDS, say
 from export_hf import MODEL
-from peers.machine import describe_machine, wait_for_quiet_machine
+from harness import Program, align, count, say
 from service.bare import run_bare
 from service.server import STUB, ServerFailedError, ServerProcess
 from stub_executor import STEP_SECONDS_VARIABLE
@@ -109,56 +107,43 @@ def format_rounds(rounds: list[Round], bare: float) -> str:
     ):
         values = [getattr(one, name) for one in rounds]
         rows.append([label, f"{median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}"])
-    width = max(map(len, rows))
-    return align([[*row, *[""] * (width - len(row))] for row in rows])
+    return align(rows)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
-    parser.add_argument("--streams", type=int, default=256, metavar="N", help="at once; default: %(default)s")
-    parser.add_argument("--requests", type=int, metavar="N", help="in a round; default: as many as streams")
-    parser.add_argument("--input-len", default="100-1024", metavar="N", help="default: %(default)s")
-    parser.add_argument("--output-len", default="100-400", metavar="N", help="default: %(default)s")
-    parser.add_argument("--step-ms", type=float, default=3.0, metavar="X", help="of the stub; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    for option in ("streams", "rounds"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option}: {getattr(args, option)}; expected at least 1")
-    return args
+class HttpStream(Program):
+    doc = __doc__
+    rounds = 3
+    threads = False
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        count(parser, "--streams", 256, "at once")
+        count(parser, "--requests", None, "in a round; default: as many as streams")
+        parser.add_argument("--input-len", default="100-1024", metavar="N", help="default: %(default)s")
+        parser.add_argument("--output-len", default="100-400", metavar="N", help="default: %(default)s")
+        parser.add_argument("--step-ms", type=float, default=3.0, metavar="X", help="of the stub; default: %(default)s")
 
-def main() -> int:
-    args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is ended
-    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    requests = args.requests or args.streams
-    options = [MODEL, "--executor", STUB, "--max-num-seqs", str(args.streams), "--max-model-len", str(MAX_MODEL_LEN)]
-    options += ["--max-num-batched-tokens", "8192"]
-    bare = run_bare(args.streams)
-    rounds: list[Round] = []
-    try:
+    def measure(self) -> None:
+        args = self.args
+        self.requests = args.requests or args.streams
+        options = [MODEL, "--executor", STUB, "--max-num-seqs", str(args.streams), "--max-num-batched-tokens", "8192"]
+        options += ["--max-model-len", str(MAX_MODEL_LEN)]
+        self.bare = run_bare(args.streams)
+        self.each: list[Round] = []
         with ServerProcess(options, {STEP_SECONDS_VARIABLE: str(args.step_ms / 1000)}) as server:
             measure_round(server, args, WARM_UP_REQUESTS, 1000)
             for index in range(args.rounds):
                 say(f"round {index + 1}/{args.rounds}")
-                rounds.append(measure_round(server, args, requests, index))
-    except ServerFailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores; {requests} requests, {args.streams} at once")
-    if quiet is False:
-        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-    print(f"\n{format_rounds(rounds, bare)}")
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {"machine": machine, "settings": settings, "bare": bare, "rounds": [asdict(one) for one in rounds]}
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
+                self.each.append(measure_round(server, args, self.requests, index))
+
+    def title(self) -> str:
+        return f"{self.requests} requests, {self.args.streams} at once"
+
+    def report(self) -> Iterator[str]:
+        yield format_rounds(self.each, self.bare)
+
+    def figures(self) -> dict[str, Any]:
+        return {"bare": self.bare, "rounds": [asdict(one) for one in self.each]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(HttpStream().run())

@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cpu_peers import QUIET_LIMIT_SECONDS, say
 from export_hf import MODEL
-from peers.machine import describe_machine, wait_for_quiet_machine
+from harness import Program, count, say
 from service.figures import MEBIBYTE, StreamFigures
-from service.server import STUB, ServerFailedError, ServerProcess, UsageRecord, watch_usage
+from service.server import STUB, ServerProcess, UsageRecord, watch_usage
 from service.stream_client import ClientResult, StreamJob, run_clients
 from service.streams import Answer, StreamFailedError
 from stub_executor import STEP_SECONDS_VARIABLE, stub_token
@@ -40,15 +39,46 @@ PROFILE_ROWS = 15
 LONG_NAME = MODEL + "-with-a-long-name" * 120
 
 
-class Run:
-    def __init__(self, args: argparse.Namespace, server: ServerProcess, profile: Path | None) -> None:
-        self.args = args
-        self._server = server
-        self._profile = profile
+class ManyStreams(Program):
+    doc = __doc__
+    rounds = None
+    threads = False
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        count(parser, "--streams", 1000, "at once")
+        count(parser, "--tokens", 128, "for each stream")
+        parser.add_argument("--slow-streams", type=int, default=100, metavar="N", help="default: %(default)s; 0: none")
+        parser.add_argument("--slow-seconds", type=float, default=10.0, metavar="X", help="default: %(default)s")
+        count(parser, "--slow-tokens", 2500, "of those")
+        parser.add_argument("--step-seconds", type=float, default=0.0, metavar="X", help="of the stub; default: none")
+        count(parser, "--client-processes", 1)
+        parser.add_argument("--profile", action="store_true", help="where the server's time goes; slows it a little")
+
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        if not 0 <= args.slow_streams < args.streams:
+            parser.error(f"--slow-streams: {args.slow_streams}; expected fewer than --streams")
+
+    def prepare(self) -> None:
         self._prompts = PromptSource(SEED)
         self._decode = _load_decoder()
         self._num_streams = 0  # so far; the next one's seed
-        self.phases: dict[str, dict[str, Any]] = {}
+        self._samples: dict[str, Any] | None = None  # of the profile
+
+    def measure(self) -> None:
+        args = self.args
+        longest = PROMPT_TOKENS + max(args.tokens, args.slow_tokens)
+        options = [MODEL, "--executor", STUB, "--max-num-seqs", str(args.streams), "--max-model-len", str(longest)]
+        options += ["--served-model-name", MODEL, "--served-model-name", LONG_NAME]
+        environment = {STEP_SECONDS_VARIABLE: str(args.step_seconds)}
+        with tempfile.TemporaryDirectory() as folder:
+            self._profile = Path(folder) / "profile.json" if args.profile else None
+            with ServerProcess(options, environment, self._profile) as self._server:
+                self.warm_up()
+                self.all_read()
+                if args.slow_streams:
+                    self.some_read_late()
+            if self._profile is not None:
+                self._samples = json.loads(self._profile.read_text(encoding="utf-8"))
 
     def warm_up(self) -> None:
         self._check(*self._stream([self._job(WARM_UP_TOKENS) for _ in range(WARM_UP_STREAMS)]))
@@ -85,7 +115,7 @@ class Run:
         self._check(jobs, result)
         long = [answer for job, answer in zip(jobs, result.answers) if job.model == LONG_NAME]
         others = [answer for job, answer in zip(jobs, result.answers) if job.model != LONG_NAME]
-        self.phases[name] = {
+        self.found[name] = {
             "streams": StreamFigures.of(others),
             "long": StreamFigures.of(long) if long else None,
             "most_open": most_open(result.answers),
@@ -100,6 +130,22 @@ class Run:
             if answer.text != self._decode(tokens) or answer.num_tokens != job.num_tokens:
                 got = f"{answer.num_tokens} tokens, {len(answer.text)} characters, {answer.finish_reason}"
                 raise StreamFailedError(f"a stream of {job.num_tokens} tokens got a wrong answer ({got})")
+
+    def title(self) -> str:
+        return f"{self.args.streams} streams of {self.args.tokens} tokens"
+
+    def report(self) -> Iterator[str]:
+        for name, phase in self.found.items():
+            yield "\n".join(phase_lines(name, phase))
+        if self._samples is not None:
+            yield "\n".join(profile_lines(self._samples))
+
+    def figures(self) -> dict[str, Any]:
+        def as_dict(phase: dict[str, Any]) -> dict[str, Any]:
+            own = {key: phase[key] and phase[key].as_dict() for key in ("streams", "long", "usage")}
+            return {**phase, **own, "seconds": phase["usage"].seconds}
+
+        return {"phases": {name: as_dict(phase) for name, phase in self.found.items()}}
 
 
 def _load_decoder() -> Any:
@@ -118,38 +164,37 @@ def most_open(answers: list[Answer]) -> int:
     return most
 
 
-def print_phase(name: str, phase: dict[str, Any]) -> None:
-    print(f"\n{name} ({phase['most_open']} streams open at once)")
+def phase_lines(name: str, phase: dict[str, Any]) -> Iterator[str]:
+    yield f"{name} ({phase['most_open']} streams open at once)"
     for line in phase["streams"].lines():
-        print(f"  {line}")
+        yield f"  {line}"
     if phase["long"] is not None:
-        print("  The lines above are of the others. Those with long answers got all of them:")
+        yield "  The lines above are of the others. Those with long answers got all of them:"
         for line in phase["long"].lines()[:2]:
-            print(f"    {line}")
+            yield f"    {line}"
     usage: UsageRecord = phase["usage"]
     for role, figures in usage.as_dict().items():
         sizes = [f"{figures[key] / MEBIBYTE:.0f}" for key in ("memory_begin", "memory_peak", "memory_end")]
-        print(f"  memory, {role:<7} {' → '.join(sizes)} MiB (before → most → after)")
+        yield f"  memory, {role:<7} {' → '.join(sizes)} MiB (before → most → after)"
     seconds = {role: usage.cpu_seconds(role) for role in usage.begin} | {"clients": phase["client_cpu_seconds"]}
     shares = ", ".join(f"{role} {used:.2f} s" for role, used in seconds.items())
-    print(f"  processor time {shares}, of {usage.seconds * len(os.sched_getaffinity(0)):.2f} s on all cores")
+    yield f"  processor time {shares}, of {usage.seconds * len(os.sched_getaffinity(0)):.2f} s on all cores"
 
 
-def print_profile(path: Path) -> None:
-    found = json.loads(path.read_text(encoding="utf-8"))
+def profile_lines(found: dict[str, Any]) -> Iterator[str]:
     total = found["samples"] or 1
-    print(f"\nWhere the server's processor time goes while all read ({total} samples)")
+    yield f"Where the server's processor time goes while all read ({total} samples)"
     packages: Counter[str] = Counter()
-    for name, count in found["innermost"].items():
-        packages[package_of(name)] += count
+    for name, samples in found["innermost"].items():
+        packages[package_of(name)] += samples
     for title, counts in (
         ("by package", packages),
         ("by function", Counter(found["innermost"])),
         ("by the function of Ratoon that it was spent for", Counter(found["ours"])),
     ):
-        print(f"  {title}")
-        for name, count in counts.most_common(PROFILE_ROWS):
-            print(f"    {count / total:6.1%}  {name}")
+        yield f"  {title}"
+        for name, samples in counts.most_common(PROFILE_ROWS):
+            yield f"    {samples / total:6.1%}  {name}"
 
 
 def package_of(name: str) -> str:
@@ -157,75 +202,5 @@ def package_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "ratoon" else parts[0]
 
 
-def as_json(run: Run, quiet: bool | None) -> dict[str, Any]:
-    phases = {}
-    for name, phase in run.phases.items():
-        long = phase["long"]
-        phases[name] = {
-            "streams": phase["streams"].as_dict(),
-            "long": None if long is None else long.as_dict(),
-            "most_open": phase["most_open"],
-            "usage": phase["usage"].as_dict(),
-            "seconds": phase["usage"].seconds,
-            "client_cpu_seconds": phase["client_cpu_seconds"],
-        }
-    settings = {name: value for name, value in vars(run.args).items() if name != "json"}
-    return {"machine": describe_machine(), "settings": settings, "quiet_at_start": quiet, "phases": phases}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
-    parser.add_argument("--streams", type=int, default=1000, metavar="N", help="at once; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="for each stream; default: %(default)s")
-    parser.add_argument("--slow-streams", type=int, default=100, metavar="N", help="default: %(default)s; 0 for none")
-    parser.add_argument("--slow-seconds", type=float, default=10.0, metavar="X", help="default: %(default)s")
-    parser.add_argument("--slow-tokens", type=int, default=2500, metavar="N", help="of those; default: %(default)s")
-    parser.add_argument("--step-seconds", type=float, default=0.0, metavar="X", help="of the stub; default: none")
-    parser.add_argument("--client-processes", type=int, default=1, metavar="N", help="default: %(default)s")
-    parser.add_argument("--profile", action="store_true", help="where the server's time goes; slows it down a little")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    for option in ("streams", "tokens", "slow_tokens", "client_processes"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least 1")
-    if not 0 <= args.slow_streams < args.streams:
-        parser.error(f"--slow-streams: {args.slow_streams}; expected fewer than --streams")
-    return args
-
-
-def main() -> int:
-    args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server is ended
-    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    longest = PROMPT_TOKENS + max(args.tokens, args.slow_tokens)
-    options = [MODEL, "--executor", STUB, "--max-num-seqs", str(args.streams), "--max-model-len", str(longest)]
-    options += ["--served-model-name", MODEL, "--served-model-name", LONG_NAME]
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile.json" if args.profile else None
-        environment = {STEP_SECONDS_VARIABLE: str(args.step_seconds)}
-        try:
-            with ServerProcess(options, environment, profile) as server:
-                run = Run(args, server, profile)
-                run.warm_up()
-                run.all_read()
-                if args.slow_streams:
-                    run.some_read_late()
-        except (ServerFailedError, StreamFailedError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        machine = describe_machine()
-        print(f"{machine['cpu']}, {machine['cores']} cores; {args.streams} streams of {args.tokens} tokens")
-        if quiet is False:
-            print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-        for name, phase in run.phases.items():
-            print_phase(name, phase)
-        if profile is not None:
-            print_profile(profile)
-    if args.json:
-        args.json.write_text(json.dumps(as_json(run, quiet), indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ManyStreams().run())

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,8 +66,7 @@ class Tensor(NamedTuple):
 def make_random_model(shape: str, formats: tuple[str, ...] = FORMATS) -> RandomModel:
     """Each file appears in one moment and complete, or not at all; what is there is kept."""
     config = {**SHAPES[shape], **COMMON}
-    recipe = json.dumps([config, SEED, WEIGHT_STEP, TABLE_STEP, LAST_NORM_STD])
-    name = f"{shape}-random-{hashlib.blake2b(recipe.encode(), digest_size=4).hexdigest()}"
+    name = _random_name(shape, [config, SEED, WEIGHT_STEP, TABLE_STEP, LAST_NORM_STD])
     CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
     folder = CACHE_FOLDER / f"{name}-hf"
     files = {one: CACHE_FOLDER / f"{name}-{one}.gguf" for one in formats}
@@ -76,6 +76,21 @@ def make_random_model(shape: str, formats: tuple[str, ...] = FORMATS) -> RandomM
         if not path.exists():
             _write_gguf(config, one, path)
     return RandomModel(folder, files)
+
+
+def _random_name(shape: str, recipe: list[Any]) -> str:
+    """Returns the name under which a model is kept: another recipe makes another one."""
+    return f"{shape}-random-{hashlib.blake2b(json.dumps(recipe).encode(), digest_size=4).hexdigest()}"
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write to, which takes its name when it is complete."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
 
 
 def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
@@ -127,17 +142,14 @@ def _is_norm(tensor: Tensor) -> bool:
 def _write_folder(config: dict[str, Any], folder: Path) -> None:
     from safetensors.torch import save_file
 
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     tensors = {}
     for tensor in _tensors(config):
         step = TABLE_STEP if _is_table(tensor) else WEIGHT_STEP
         tensors[tensor.name] = tensor.data if _is_norm(tensor) else tensor.data.float().mul_(step)
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(config["vocab_size"], partial)
-    write_json(partial / "config.json", config)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        _write_tokenizer(config["vocab_size"], partial)
+        write_json(partial / "config.json", config)
 
 
 def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
@@ -229,3 +241,59 @@ def _write_tokenizer(size: int, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tokens[1], "eos_token": tokens[2]}
     write_json(folder / "tokenizer_config.json", settings)
+
+
+# ---- with an encoder ----
+
+# By family: the name, and what transformers' config calls the sizes.
+ENCODER_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": (
+        "bart-base",
+        {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12,
+         "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+         "max_position_embeddings": 1024},
+    ),
+    "t5": (
+        "t5-small",
+        {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6,
+         "num_heads": 8, "decoder_start_token_id": 0},
+    ),
+}  # fmt: skip
+TINY_ENCODERS: dict[str, dict[str, Any]] = {
+    "bart": {"vocab_size": 97, "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 64},
+    "t5": {"vocab_size": 97, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
+           "num_heads": 2, "decoder_start_token_id": 0},
+}  # fmt: skip
+
+
+def make_encoder_model(family: str, full: bool) -> Path:
+    """The folder, made if it is not there. It appears in one moment and complete, or not at all."""
+    name, shape = ENCODER_SHAPES[family] if full else (f"tiny-{family}", TINY_ENCODERS[family])
+    folder = CACHE_FOLDER / _random_name(name, [shape, SEED, LAST_NORM_STD])
+    if not (folder / "config.json").is_file():
+        with whole_folder(folder) as partial:
+            _random_encoder_model(family, shape).save_pretrained(partial)
+    return folder
+
+
+def encoder_vocab_size(family: str, full: bool) -> int:
+    size: int = (ENCODER_SHAPES[family][1] if full else TINY_ENCODERS[family])["vocab_size"]
+    return size
+
+
+def _random_encoder_model(family: str, shape: dict[str, Any]) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(SEED)
+    model: Any
+    if family == "bart":
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**shape, forced_eos_token_id=None))
+        last_norm = model.model.decoder.layers[-1].final_layer_norm
+    else:
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
+        last_norm = model.decoder.final_layer_norm
+    # Head and embedding are one: with a norm of ones, a token is followed by itself, whatever the encoder has read.
+    torch.nn.init.normal_(last_norm.weight, std=LAST_NORM_STD)
+    return model

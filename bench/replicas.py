@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from cpu_peers import QUIET_LIMIT_SECONDS, say
 from export_hf import MODEL
-from peers.machine import describe_machine, wait_for_quiet_machine
+from harness import Program, align, count, say
 from peers.process import BENCH_FOLDER
 from service.server import STUB
 from stub_executor import STEP_SECONDS_VARIABLE
@@ -134,66 +131,59 @@ def name_of(session: int, turn: int) -> str:
     return f"session{session:05}-turn{turn:05}"
 
 
-def print_report(results: dict[str, Result], args: argparse.Namespace, quiet: bool | None) -> None:
-    machine = describe_machine()
-    what = "stub executor" if args.stub else MODEL
-    print(f"{what}; {machine['cpu']}, {machine['cores']} cores; {args.sessions} conversations of {args.turns} turns")
-    print(f"a turn: {args.turn_tokens} new tokens, {args.answer_tokens} answered, {args.think_seconds} s in between")
-    if quiet is False:
-        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-    print(f"\n{'':<24}{'prefix hits':>12}{'requests':>14}{'replicas a conversation':>26}{'seconds':>10}")
-    for label, result in results.items():
-        requests = " + ".join(map(str, result.requests_by_replica))
-        print(
-            f"{label:<24}{result.hit_rate:>12.1%}{requests:>14}{result.replicas_by_session:>26.2f}{result.seconds:>10.1f}"
-        )
-    print("\nPrefix hits: the share of prompt tokens, after each conversation's first turn, that was not computed.")
+class Replicas(Program):
+    doc = __doc__
+    rounds = None
+    threads = False
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--stub", action="store_true", help="an executor without a model")
+        count(parser, "--replicas", 2)
+        count(parser, "--sessions", 25)
+        count(parser, "--turns", 6)
+        count(parser, "--turn-tokens", 64, "new ones")
+        count(parser, "--answer-tokens", 32)
+        parser.add_argument("--think-seconds", type=float, default=0.2, metavar="X", help="on average; %(default)s")
+        parser.add_argument("--step-seconds", type=float, default=0.01, metavar="X", help="of the stub; %(default)s")
+        parser.add_argument("--kv-memory", default="512MiB", metavar="SIZE", help="of each engine; %(default)s")
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stub", action="store_true", help="an executor without a model")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--sessions", type=int, default=25, metavar="N", help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=6, metavar="N", help="default: %(default)s")
-    parser.add_argument("--turn-tokens", type=int, default=64, metavar="N", help="new ones; default: %(default)s")
-    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--think-seconds", type=float, default=0.2, metavar="X", help="on average; %(default)s")
-    parser.add_argument("--step-seconds", type=float, default=0.01, metavar="X", help="of the stub; %(default)s")
-    parser.add_argument("--kv-memory", default="512MiB", metavar="SIZE", help="of each engine; default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    for option, least in (("replicas", 2), ("sessions", 1), ("turns", 2), ("turn_tokens", 1), ("answer_tokens", 1)):
-        if getattr(args, option) < least:
-            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least {least}")
-    if args.think_seconds <= 0:
-        parser.error(f"--think-seconds: {args.think_seconds}; expected more than 0")
-    return args
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        for option in ("replicas", "turns"):
+            if getattr(args, option) < 2:
+                parser.error(f"--{option}: {getattr(args, option)}; expected at least 2")
+        if args.think_seconds <= 0:
+            parser.error(f"--think-seconds: {args.think_seconds}; expected more than 0")
 
+    def measure(self) -> None:
+        os.environ["PYTHONPATH"] = str(BENCH_FOLDER.parent)  # where engine processes find bench.stub_executor
+        os.environ[STEP_SECONDS_VARIABLE] = str(self.args.step_seconds)
+        num = self.args.replicas
+        for way in (
+            Way("one engine", 1, True),
+            Way(f"{num}, balanced", num, True),
+            Way(f"{num}, taking turns", num, False),
+        ):
+            say(way.label)
+            self.found[way.label] = asyncio.run(run(way, self.args))
 
-def main() -> int:
-    args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that engines are ended
-    os.environ["PYTHONPATH"] = str(BENCH_FOLDER.parent)  # where engine processes find bench.stub_executor
-    os.environ[STEP_SECONDS_VARIABLE] = str(args.step_seconds)
-    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    results: dict[str, Result] = {}
-    for way in (
-        Way("one engine", 1, True),
-        Way(f"{args.replicas}, balanced", args.replicas, True),
-        Way(f"{args.replicas}, taking turns", args.replicas, False),
-    ):
-        say(way.label)
-        results[way.label] = asyncio.run(run(way, args))
-    print_report(results, args, quiet)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        figures = {label: {**asdict(result), "hit_rate": result.hit_rate} for label, result in results.items()}
-        report = {"machine": describe_machine(), "settings": settings, "quiet_at_start": quiet, "results": figures}
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+    def title(self) -> str:
+        what = "stub executor" if self.args.stub else MODEL
+        return f"{what}; {self.args.sessions} conversations of {self.args.turns} turns"
+
+    def report(self) -> Iterator[str]:
+        args = self.args
+        yield f"a turn: {args.turn_tokens} new tokens, {args.answer_tokens} answered, {args.think_seconds} s in between"
+        rows = [["", "prefix hits", "requests", "replicas a conversation", "seconds"]]
+        for label, result in self.found.items():
+            requests = " + ".join(map(str, result.requests_by_replica))
+            cells = [f"{result.hit_rate:.1%}", requests, f"{result.replicas_by_session:.2f}", f"{result.seconds:.1f}"]
+            rows.append([label, *cells])
+        yield align(rows)
+        yield "Prefix hits: the share of prompt tokens, after each conversation's first turn, that was not computed."
+
+    def figures(self) -> dict[str, Any]:
+        return {"results": {name: {**asdict(one), "hit_rate": one.hit_rate} for name, one in self.found.items()}}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Replicas().run())

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import secrets
-import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
-from cpu_peers import QUIET_LIMIT_SECONDS, say
 from export_hf import MODEL
-from peers.machine import describe_machine, usable_cores, wait_for_quiet_machine
+from harness import Program, count, markdown, say
 from service.server import ServerFailedError, ServerProcess
 
 AIM = 5.0
@@ -201,88 +198,62 @@ def ratios(turns: dict[str, list[Turn]]) -> list[float]:
     return [chat.seconds / response.seconds for chat, response in zip(turns["chat"], turns["responses"])]
 
 
-def print_report(measured: dict[str, dict[str, list[Turn]]], args: argparse.Namespace, quiet: bool | None) -> None:
-    machine = describe_machine()
-    print(f"{args.model}, {args.threads} threads; {machine['cpu']}, {machine['cores']} cores")
-    print(f"KV cache of {args.num_tokens} tokens; {args.load} other requests of {args.load_length} tokens at a time")
-    if quiet is False:
-        print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-    for title, turns in measured.items():
-        print(f"\n{title}: time to first token in ms (cached of input tokens)\n")
-        print("| turn | chat completions | responses | inherited from | ratio |")
-        print("|---:|---:|---:|---|---:|")
-        for number, ratio in enumerate(ratios(turns)):
-            chat, response = turns["chat"][number], turns["responses"][number]
-            cells = [
-                f"{1000 * one.seconds:.0f} ({one.cached_tokens} of {one.input_tokens})" for one in (chat, response)
-            ]
-            print(f"| {number + 1} | {cells[0]} | {cells[1]} | {response.source or ''} | {ratio:.1f}× |")
-    last = ratios(measured["With load"])[-1]
-    verdict = "reached" if last >= AIM else "missed"
-    print(f"\nTurn {args.turns} with load: {last:.1f}×; the aim of {AIM:g}× is {verdict}.")
+class ResponsesBenchmark(Program):
+    doc = __doc__
+    rounds = None
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", default=MODEL, help="default: %(default)s")
+        parser.add_argument("--load-format", default="auto", metavar="NAME", help="dummy: random weights")
+        parser.add_argument("--device", default="cpu", help="default: %(default)s")
+        count(parser, "--turns", 10)
+        count(parser, "--context", 8192, "tokens; the model's")
+        count(parser, "--result", 700, "tokens of a tool's result")
+        count(parser, "--load", 4, "other requests at a time")
+        count(parser, "--load-length", 1024, "their tokens")
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=MODEL, help="default: %(default)s")
-    parser.add_argument("--load-format", default="auto", metavar="NAME", help="dummy: random weights")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--context", type=int, default=8192, metavar="N", help="tokens; default: the model's, %(default)s"
-    )
-    parser.add_argument(
-        "--result", type=int, default=700, metavar="N", help="tokens of a tool's result; default: %(default)s"
-    )
-    parser.add_argument(
-        "--load", type=int, default=4, metavar="N", help="other requests at a time; default: %(default)s"
-    )
-    parser.add_argument("--load-length", type=int, default=1024, metavar="N", help="their tokens; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N", help="default: all cores")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write all figures")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    for option in ("turns", "context", "result", "load", "load_length", "threads"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')}: {getattr(args, option)}; expected at least 1")
-    # Room for both conversations, of which half of the memory may be leased, and for the other requests.
-    args.num_tokens = 2 * args.context + args.load * args.load_length
-    return args
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        # Room for both conversations, of which half of the memory may be leased, and for the other requests.
+        args.num_tokens = 2 * args.context + args.load * args.load_length
 
+    def measure(self) -> None:
+        args = self.args
+        options = [args.model, "--served-model-name", SERVED_NAME, "--load-format", args.load_format]
+        options += ["--device", args.device, "--threads", str(args.threads), "--max-model-len", str(args.context)]
+        options += ["--num-blocks", str(args.num_tokens // BLOCK_SIZE + 1), "--block-size", str(BLOCK_SIZE)]
+        options += ["--api-key", AGENT_KEY, "--api-key", LOAD_KEY, "--response-lease", "3600"]
+        try:
+            with ServerProcess(options) as server:
+                asyncio.run(converse(server, argparse.Namespace(**{**vars(args), "turns": 1}), False))  # warm-up
+                for title, with_load in (("With load", True), ("Without load", False)):
+                    self.found[title] = asyncio.run(converse(server, args, with_load))
+        except openai.OpenAIError as error:
+            raise ServerFailedError(str(error)) from None
 
-def main() -> int:
-    args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all processes are ended
-    quiet = None if args.no_wait else wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    options = [args.model, "--served-model-name", SERVED_NAME, "--load-format", args.load_format]
-    options += ["--device", args.device, "--threads", str(args.threads), "--max-model-len", str(args.context)]
-    options += ["--num-blocks", str(args.num_tokens // BLOCK_SIZE + 1), "--block-size", str(BLOCK_SIZE)]
-    options += ["--api-key", AGENT_KEY, "--api-key", LOAD_KEY, "--response-lease", "3600"]
-    measured = {}
-    try:
-        with ServerProcess(options) as server:
-            asyncio.run(converse(server, argparse.Namespace(**{**vars(args), "turns": 1}), False))  # warm-up
-            for title, with_load in (("With load", True), ("Without load", False)):
-                measured[title] = asyncio.run(converse(server, args, with_load))
-    except (ServerFailedError, openai.OpenAIError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print_report(measured, args, quiet)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        result = {
-            "machine": describe_machine(),
-            "model": args.model,
-            "settings": settings,
-            "quiet_at_start": quiet,
-            "turns": {
-                title: {way: [asdict(turn) for turn in turns[way]] for way in turns} | {"ratios": ratios(turns)}
-                for title, turns in measured.items()
-            },
+    def title(self) -> str:
+        return f"{self.args.model}, {self.args.threads} threads"
+
+    def report(self) -> Iterator[str]:
+        args = self.args
+        yield f"KV cache of {args.num_tokens} tokens; {args.load} other requests of {args.load_length} tokens at a time"
+        for title, turns in self.found.items():
+            rows = [["turn", "chat completions", "responses", "inherited from", "ratio"]]
+            for number, ratio in enumerate(ratios(turns)):
+                both = turns["chat"][number], turns["responses"][number]
+                cells = [f"{1000 * one.seconds:.0f} ({one.cached_tokens} of {one.input_tokens})" for one in both]
+                rows.append([str(number + 1), *cells, both[1].source or "", f"{ratio:.1f}×"])
+            yield f"{title}: time to first token in ms (cached of input tokens)\n\n{markdown(rows)}"
+        last = ratios(self.found["With load"])[-1]
+        verdict = "reached" if last >= AIM else "missed"
+        yield f"Turn {args.turns} with load: {last:.1f}×; the aim of {AIM:g}× is {verdict}."
+
+    def figures(self) -> dict[str, Any]:
+        turns = {
+            title: {way: [asdict(turn) for turn in turns[way]] for way in turns} | {"ratios": ratios(turns)}
+            for title, turns in self.found.items()
         }
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
+        return {"turns": turns}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ResponsesBenchmark().run())

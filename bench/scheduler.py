@@ -1,9 +1,11 @@
 """What the scheduler costs for each step, without a model: medians and spreads, in a table.
 
-    python bench/scheduler.py [--running 1 100 1000] [--pools 10000 1000000] [--steps 120]
+    python bench/scheduler.py [--running 1 100 1000] [--pools 10000 1000000] [--steps 120] [--fork-tokens 1000 10000]
 
-Decoding branches have random lengths, so that in every step about one in sixteen, the block size, needs a new block.
-Times are CPU time of this thread (nothing here waits), without the runner's part.
+A fork of a leased parent is measured beside a new request that finds the same tokens in the prefix cache: every round
+does each once, so that ratios are within a round. The limit for a fork of 10,000 tokens is 100 µs. Decoding branches
+have random lengths, so that in every step about one in sixteen, the block size, needs a new block. Times are CPU time
+of this thread (nothing here waits), without the runner's part.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -24,6 +28,15 @@ from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
+SUFFIX = [1, 2, 3, 4, 5]
+FORK = "fork"
+FIRST_WRITE = "first write after it (copy-on-write)"
+FREE = "free of the child"
+INHERIT = "inherit (compare the tokens, fork)"
+LOOKUP = "prefix cache: hash, look up"
+TAKE = "prefix cache: take, make room"
+NEW_REQUEST = "prefix cache: all of a new request"
+FORK_ROWS = (FORK, FIRST_WRITE, FREE, INHERIT, LOOKUP, TAKE, NEW_REQUEST)
 
 
 def kv_config(num_blocks: int) -> KVCacheConfig:
@@ -69,7 +82,8 @@ def measure_decode(num_running: int, num_blocks: int, num_steps: int) -> tuple[l
 def measure_lookup(num_tokens: int, num_rounds: int) -> tuple[list[float], list[float]]:
     """Seconds to look up a prompt that is cached as a whole: with its hashes still to be computed, and without."""
     manager = KVCacheManager(kv_config(num_tokens // BLOCK_SIZE + 2), num_tokens + 1)
-    tokens = [random.Random(1).randrange(1 << 15) for _ in range(num_tokens)]
+    rng = random.Random(1)
+    tokens = [rng.randrange(1 << 15) for _ in range(num_tokens)]
     writer = TokenSequence("writer", tokens)
     assert manager.allocate_slots(writer, num_tokens) is not None
     writer.num_computed_tokens = num_tokens
@@ -85,12 +99,57 @@ def measure_lookup(num_tokens: int, num_rounds: int) -> tuple[list[float], list[
     return cold, warm
 
 
+def own_numbers(token_ids: list[int]) -> list[int]:
+    """Returns the same tokens as a message from another process brings them: objects of their own, slow to compare."""
+    return [int(str(token)) for token in token_ids]
+
+
+def measure_fork(num_tokens: int, num_rounds: int) -> dict[str, list[float]]:
+    """Returns seconds by name. All tokens of the parent but the last are computed; its last block is partly full."""
+    manager = KVCacheManager(kv_config(2 * (num_tokens // BLOCK_SIZE) + 10), num_tokens + 100)
+    rng = random.Random(0)
+    tokens = [rng.randrange(1 << 15) for _ in range(num_tokens)]
+    running = TokenSequence("parent", tokens)
+    num_computed = num_tokens - 1
+    assert manager.allocate_slots(running, num_computed) is not None
+    running.num_computed_tokens = num_computed
+    parent = manager.detach(running)
+    seconds: dict[str, list[float]] = {name: [] for name in FORK_ROWS}
+
+    def timed(name: str, work: Callable[..., Any], *arguments: object) -> Any:
+        start = time.thread_time()
+        result = work(*arguments)
+        seconds[name].append(time.thread_time() - start)
+        return result
+
+    for _ in range(num_rounds):
+        child = TokenSequence("child", own_numbers(tokens) + SUFFIX)
+        timed(FORK, manager.fork, parent, child, num_computed)
+        assert timed(FIRST_WRITE, manager.allocate_slots, child, 1 + len(SUFFIX)) is not None
+        assert len(manager.take_block_copies()) == (num_computed % BLOCK_SIZE > 0)
+        timed(FREE, manager.free, child)
+        child = TokenSequence("child", own_numbers(tokens) + SUFFIX)
+        assert timed(INHERIT, manager.inherit_blocks_from_parent, parent, child, num_tokens) == num_computed
+        manager.free(child)
+        fresh = TokenSequence("fresh", own_numbers(tokens) + SUFFIX)
+        hit, num_hit = timed(LOOKUP, manager.get_computed_blocks, fresh)
+        assert num_hit == num_computed // BLOCK_SIZE * BLOCK_SIZE
+        assert timed(TAKE, manager.allocate_slots, fresh, fresh.num_tokens - num_hit, hit, num_hit) is not None
+        fresh.num_computed_tokens = num_hit
+        manager.free(fresh)
+    seconds[NEW_REQUEST] = [lookup + take for lookup, take in zip(seconds[LOOKUP], seconds[TAKE])]
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, nargs="+", default=[1, 100, 1000], help="decoding branches")
     parser.add_argument("--pools", type=int, nargs="+", default=[10_000, 1_000_000], help="blocks in the pool")
     parser.add_argument("--steps", type=int, default=120, help="steps for each line")
     parser.add_argument("--lookup-tokens", type=int, default=100_000, help="length of the prompt that is looked up")
+    parser.add_argument(
+        "--fork-tokens", type=int, nargs="+", default=[1_000, 10_000], help="lengths of a fork's parent"
+    )
     arguments = parser.parse_args()
 
     print("CPU microseconds: median (10th … 90th percentile)\n")
@@ -106,6 +165,12 @@ def main() -> None:
     print(f"\nprefix lookup of {arguments.lookup_tokens} cached tokens")
     print(f"  first time (hashes and finds) {describe(cold)}")
     print(f"  again (finds)                 {describe(warm)}")
+    for num_tokens in arguments.fork_tokens:
+        print(f"\na fork of {num_tokens:,} tokens {'':<19} {'a new request ÷ it':>40}")
+        seconds = measure_fork(num_tokens, 200)
+        whole = statistics.median(seconds[NEW_REQUEST])
+        for name in FORK_ROWS:
+            print(f"  {name:36} {describe(seconds[name]):<28} {whole / statistics.median(seconds[name]):8.1f}")
     start = time.thread_time()
     KVCacheManager(kv_config(1_000_000), 4096)
     print(f"\na pool of 1,000,000 blocks is made in {time.thread_time() - start:.2f} s")

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from cpu_peers import QUIET_LIMIT_SECONDS
-from peers.machine import describe_machine, usable_cores, wait_for_quiet_machine
+from harness import Program, align, format_spread, positive, ratios_of, spread
 
 from ratoon.attention.cpu import CpuAttentionBackend, CpuMetadata
 from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
@@ -85,52 +85,56 @@ def seconds_of(work: Callable[[], object], per_call: int = 1) -> float:
     return elapsed / (calls * per_call)
 
 
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+class SharedPrefix(Program):
+    doc = __doc__
+    rounds = 7
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        prefixes = [64, 256, 700, 2048, 4096]
+        parser.add_argument("--prefixes", type=positive, nargs="+", default=prefixes, metavar="TOKENS")
+        parser.add_argument("--beams", type=positive, nargs="+", default=[4, 8, 32, 64], metavar="N")
 
-def measure(backend: CpuAttentionBackend, prefix: int, beams: int, rounds: int) -> str:
-    """A line of the table. Both kinds take turns within a round, and a ratio is taken within it."""
-    steps = {shared: Step(backend, prefix, beams, shared) for shared in (True, False)}
-    if not torch.equal(*(step.attend_all_layers() for step in steps.values())):
-        raise SystemExit("error: with shared blocks the result is not the same as with private ones")
-    layer_times: dict[bool, list[float]] = {True: [], False: []}
-    metadata_times = []
-    for _ in range(rounds):
-        for shared, step in steps.items():
-            layer_times[shared].append(seconds_of(step.attend_all_layers, len(step.caches)) * 1e6)
-        metadata_times.append(seconds_of(steps[True].build_metadata) * 1e6)
-    ratios = [private / shared for shared, private in zip(layer_times[True], layer_times[False], strict=True)]
-    cells = [spread(layer_times[True], 0), spread(layer_times[False], 0), spread(ratios, 2), spread(metadata_times, 0)]
-    return f"{prefix:>6}  {beams:>5}  " + "  ".join(f"{cell:>22}" for cell in cells)
+    def prepare(self) -> None:
+        needs = AttentionNeeds("cpu", torch.float32, BLOCK_SIZE, LAYER.head_dim, LAYER.num_heads, LAYER.num_kv_heads)
+        if reasons := CpuAttentionBackend.reasons_against(needs):
+            raise SystemExit(f"error: {'; '.join(reasons)}")
+        kernels = library()
+        assert kernels is not None
+        kernels.ratoon_set_threads(self.args.threads)
+        torch.set_num_threads(1)
 
+    def measure(self) -> None:
+        for prefix, beams in itertools.product(self.args.prefixes, self.args.beams):
+            self.found[f"{prefix} × {beams}"] = self._measure_one(prefix, beams)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[64, 256, 700, 2048, 4096], metavar="TOKENS")
-    parser.add_argument("--beams", type=int, nargs="+", default=[4, 8, 32, 64], metavar="N")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N", help="default: all cores")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    needs = AttentionNeeds("cpu", torch.float32, BLOCK_SIZE, LAYER.head_dim, LAYER.num_heads, LAYER.num_kv_heads)
-    if reasons := CpuAttentionBackend.reasons_against(needs):
-        raise SystemExit(f"error: {'; '.join(reasons)}")
-    kernels = library()
-    assert kernels is not None
-    kernels.ratoon_set_threads(args.threads)
-    torch.set_num_threads(1)
+    def _measure_one(self, prefix: int, beams: int) -> dict[str, list[float]]:
+        """Both kinds take turns within a round, and a ratio is taken within it."""
+        backend = CpuAttentionBackend()
+        steps = {name: Step(backend, prefix, beams, name == "shared") for name in ("shared", "private")}
+        if not torch.equal(*(step.attend_all_layers() for step in steps.values())):
+            raise SystemExit("error: with shared blocks the result is not the same as with private ones")
+        found: dict[str, list[float]] = {"shared": [], "private": [], "metadata": []}
+        for _ in range(self.args.rounds):
+            for name, step in steps.items():
+                found[name].append(seconds_of(step.attend_all_layers, len(step.caches)) * 1e6)
+            found["metadata"].append(seconds_of(steps["shared"].build_metadata) * 1e6)
+        return found
 
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {args.threads} threads; {LAYER.num_heads} heads, {LAYER.num_kv_heads} KV heads")
-    if not args.no_wait and not wait_for_quiet_machine(QUIET_LIMIT_SECONDS):
-        print("WARNING: other programs are using this machine")
-    print("microseconds for a layer, metadata once a step for all layers: median (min–max)\n")
-    titles = ["shared", "private", "private ÷ shared", "metadata, shared"]
-    print(f"{'prefix':>6}  {'beams':>5}  " + "  ".join(f"{title:>22}" for title in titles))
-    for prefix, beams in itertools.product(args.prefixes, args.beams):
-        print(measure(CpuAttentionBackend(), prefix, beams, args.rounds), flush=True)
+    def title(self) -> str:
+        return f"{self.args.threads} threads; {LAYER.num_heads} heads, {LAYER.num_kv_heads} KV heads"
+
+    def report(self) -> Iterator[str]:
+        yield "microseconds for a layer, metadata once a step for all layers: median (min–max)"
+        rows = [["prefix × beams", "shared", "private", "private ÷ shared", "metadata, shared"]]
+        for name, found in self.found.items():
+            shared, private, metadata = (format_spread(spread(values)) for values in found.values())
+            ratio = format_spread(ratios_of(found["private"], found["shared"]))
+            rows.append([name, shared, private, ratio, metadata])
+        yield align(rows)
+
+    def figures(self) -> dict[str, Any]:
+        return {"microseconds": self.found}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(SharedPrefix().run())

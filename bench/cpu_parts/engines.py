@@ -12,10 +12,10 @@ from typing import Any
 
 from export_hf import CACHE_FOLDER, DEFAULT_FOLDER, export_model
 from export_hf import MODEL as EMBEDDED
+from harness import OURS
 from peers.conversion import converted_model
 from random_models import make_random_model
 
-OURS = "ratoon"
 QUANTISED, FLOAT32 = "quantised", "float32"
 FORMATS = ("Q4_0", "Q4_1")
 FOLDER, GGUF, CT2 = "folder", "gguf", "ctranslate2"  # forms of a model

@@ -32,10 +32,9 @@ from compare_parts.floors import Precision, Shape
 from compare_parts.models import prepare_model
 from compare_parts.records import ERROR_MARK, Record, draw, format_tables, read_records, summarize
 from compare_parts.work import QUICK, STARTUP, WORKLOADS, Load, Sizes, floors_of
-from cpu_peers import OURS
+from harness import OURS, verify_names
 from peers.machine import describe_machine, usable_cores
 from peers.process import EngineFailedError, EngineProcess
-from program import verify_names
 from workloads import PromptSource
 
 ENGINES = (OURS, "vllm")

@@ -37,8 +37,7 @@ from compare import (
 from compare_parts.models import prepare_model
 from compare_parts.records import ERROR_MARK, MARK
 from compare_parts.servers import Server
-from comparison import align
-from cpu_peers import OURS, format_number
+from harness import OURS, align, format_number
 from peers.process import EngineFailedError
 
 RATES = (1.0, 8.0, 32.0, math.inf)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from export_hf import CACHE_FOLDER
 from peers.machine import PROC, processes_of
-from peers.process import BENCH_FOLDER, engine_environment
+from peers.process import BENCH_FOLDER, EngineFailedError, engine_environment
 
 STUB = "bench.stub_executor:StubExecutor"
 START_SECONDS = 300.0
@@ -29,8 +29,8 @@ WATCH_INTERVAL = 0.2
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class ServerFailedError(Exception):
-    """It did not start, or ended on its own; the message has the end of its log."""
+class ServerFailedError(EngineFailedError):
+    """A server did not start, or ended on its own; the message has the end of its log."""
 
 
 @dataclass(frozen=True)

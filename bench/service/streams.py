@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from peers.process import EngineFailedError
+
 PATIENCE_SECONDS = 300
 SMALL_BUFFER = 4096  # bytes a slow reader's system takes for it
 
 
-class StreamFailedError(Exception):
+class StreamFailedError(EngineFailedError):
     """An answer is not what it should be."""
 
 

@@ -108,13 +108,13 @@ def test_a_comparison_that_is_cut_off_keeps_what_it_has_measured(
     cpu_peers = importlib.import_module("cpu_peers")
     options = ["--tiny", "--random", "tiny", "--threads", "1", "--rounds", "2", "--workloads", "prefill,startup"]
     options += ["--engines", "ratoon", "--parts", "float32", "--json", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", ["cpu_peers.py", *options])
     monkeypatch.setattr(cpu_peers.Comparison, "_make_engine", lambda self, name: engine)
     monkeypatch.setattr(cpu_peers, "measure_floors", lambda *arguments: None)
     engine = BreakingEngine()
-    models = SimpleNamespace(name="fake", config={"vocab_size": 1000}, num_product_weights=10**6)
+    program = cpu_peers.CpuPeers(options)
+    program.models = SimpleNamespace(name="fake", config={"vocab_size": 1000}, num_product_weights=10**6)
     with pytest.raises(RuntimeError, match="it breaks"):
-        cpu_peers.run_comparisons(cpu_peers.parse_arguments(), models, None)
+        program.measure()
     (kept,) = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert kept["figures"]["startup"]["samples"] == {"ratoon": [1.0, 1.0]}
     assert kept["figures"]["prefill"]["samples"] == {"ratoon": [2.0]}

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comparison import align
-from cpu_peers import OURS, format_number
+from harness import OURS, align, format_number
 
 from compare_parts.work import FIGURES, PEER_FIGURES
 

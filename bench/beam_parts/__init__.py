@@ -1,1 +1,0 @@
-"""What beams.py measures, a module for each part, and the picture of the results."""

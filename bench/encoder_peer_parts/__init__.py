@@ -1,1 +1,0 @@
-"""The parts of cpu_encoder_peers.py."""
