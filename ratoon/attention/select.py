@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratoon.attention.cpu import CpuAttentionBackend
-from ratoon.attention.flashinfer_backend import FlashInferBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
@@ -15,8 +14,6 @@ from ratoon.core.plugins import ATTENTION_BACKENDS, PluginError, find_plugin, pl
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
-# Only where they are asked for by name: nowhere known to be faster
-ON_REQUEST: list[type[AttentionBackend]] = [FlashInferBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,12 @@ def _is_backend(found: object, name: str) -> bool:
 
 
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
-    candidates = [*BACKENDS, *(backend for backend in ON_REQUEST if backend.name == name)]
+    candidates = list(BACKENDS)
     if name != "auto" and name not in {backend.name for backend in candidates}:
         candidates += find_registered(name)
     reasons = {backend.name: backend.reasons_against(needs) for backend in candidates}
     if name != "auto" and name not in reasons:
-        known = [*reasons, *(backend.name for backend in ON_REQUEST), *plugin_names(ATTENTION_BACKENDS)]
+        known = [*reasons, *plugin_names(ATTENTION_BACKENDS)]
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(known)}")
     fitting = [backend for backend in candidates if not reasons[backend.name] and name in ("auto", backend.name)]
     if not fitting:
