@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -46,41 +46,34 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # one output, at the end
 
 
-class SamplingParams(
-    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="sampling"
-):
-    """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
+class CommonParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False):
+    """What sampling and beam search have in common: when a text ends, how it is returned, and rules over logits.
+
+    In a beam search rules apply to log-probabilities, which are not renormalised afterwards: tokens that no rule
+    changes keep their log-probability over the full vocabulary.
+    """
 
     # Types that the constructor converts
-    ALSO_ACCEPTED: ClassVar = {
-        "stop": (str,), "forced_eos_token_id": (int,), "return_hidden_states": (bool,), "structured_output": (Any,),
+    ALSO_ACCEPTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "forced_eos_token_id": (int,), "return_hidden_states": (bool,), "structured_output": (Any,)
     }  # fmt: skip
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0  # 0 or -1: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    min_tokens: int = 0
+    n: int = 1  # texts to return; of a search, the best first
+    min_tokens: int = 0  # stop tokens are suppressed until then
     max_tokens: int | None = 16
-    stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives per generated token; 0 = the sampled token's alone
-    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    return_hidden_states: HiddenStatesParams | None = None  # of every choice, with the last output
+    return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned, with the last output
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     # Tokens that are never generated, and tokens that are not generated first. None: the model's own, []: none. Like
     # all forbidden tokens they affect sampling but not `logprobs`, which are the model's.
     suppressed_token_ids: list[int] | None = None
@@ -89,7 +82,8 @@ class SamplingParams(
     # Rules of transformers, under its names. None: the model's own, 0 or []: none. Prompt and output count as one text.
     no_repeat_ngram_size: int | None = None  # no n-gram of this size occurs twice
     encoder_no_repeat_ngram_size: int | None = None  # no n-gram of the encoder input (else: the prompt)
-    forced_eos_token_id: list[int] | None = None  # or one id: the token forced at max_tokens
+    # Or one id: the token forced at max_tokens. It adds nothing to the score of a beam.
+    forced_eos_token_id: list[int] | None = None
     bad_words_ids: list[list[int]] | None = None  # token sequences that are never generated
     # Prompt and output together, as in transformers. They apply where `max_tokens` is None and `min_tokens` is 0.
     max_length: int | None = None
@@ -101,27 +95,54 @@ class SamplingParams(
     # Filled by the InputProcessor; a caller leaves them alone.
     bad_words_token_ids: list[list[int]] | None = None
     all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+
+    def __post_init__(self) -> None:
+        self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
+        self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
+        self.structured_output = structured_output(self.structured_output)
+
+    def clone(self) -> Self:
+        """Returns a copy whose fields can be set; lists are shared and never changed in place."""
+        return msgspec.structs.replace(self)
+
+    def _verify_common(self, max_stop_tokens: int) -> None:
+        _require_token_counts(self.min_tokens, self.max_tokens)
+        _require_list("stop_token_ids", self.stop_token_ids, int, max_stop_tokens)
+        _verify_hidden_states(self.return_hidden_states)
+        _verify_rules(self)
+
+
+class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, tag="sampling"):
+    """How to choose tokens and when to stop. Field meanings follow OpenAI's and vLLM's."""
+
+    ALSO_ACCEPTED: ClassVar[dict[str, tuple[Any, ...]]] = {**CommonParams.ALSO_ACCEPTED, "stop": (str,)}
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # alternatives per generated token; 0 = the sampled token's alone
+    prompt_logprobs: int | None = None
+
+    # Filled by the InputProcessor; a caller leaves it alone.
     eos_token_ids: list[int] | None = None  # suppressed by min_tokens together with stop_token_ids
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         if self.top_k == -1:
             self.top_k = 0
-        self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
-        self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
-        self.structured_output = structured_output(self.structured_output)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < SAMPLING_EPS
 
-    def clone(self) -> SamplingParams:
-        """A copy whose fields can be set; lists are shared and never changed in place."""
-        return msgspec.structs.replace(self)
-
     def verify(self, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raise RequestError, naming the field, for any value that has no meaning."""
+        """Raises RequestError, naming the field, for any value that has no meaning."""
         _require_int("n", self.n, 1, MAX_CHOICES)
         _require_number("temperature", self.temperature, 0.0, LARGEST_FACTOR)
         _require_int("top_k", self.top_k, 0, None, hint="0 or -1 means all tokens")
@@ -129,16 +150,11 @@ class SamplingParams(
         _require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _require_token_counts(self.min_tokens, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
                 _require_int(name, value, 0, max_logprobs, hint="the engine's max_logprobs")
-        _verify_hidden_states(self.return_hidden_states)
-        _verify_rules(self)
-        self._verify_lists()
-
-    def _verify_lists(self) -> None:
+        self._verify_common(MAX_LOGIT_BIAS)
         _require_list("stop", self.stop, str, MAX_STOP_STRINGS)
         for text in self.stop or ():
             if not text:
@@ -147,12 +163,9 @@ class SamplingParams(
             raise RequestError(
                 "stop", "stop strings need text, but detokenize is off", "use stop_token_ids, or detokenize=True"
             )
-        _require_list("stop_token_ids", self.stop_token_ids, int, MAX_LOGIT_BIAS)
 
 
-class BeamSearchParams(
-    msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False, tag="beam_search"
-):
+class BeamSearchParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, tag="beam_search"):
     """How to search for the most probable texts. Field meanings follow those of transformers' beam search.
 
     The score of a finished text is the sum of its log-probabilities divided by (its length ** length_penalty).
@@ -160,66 +173,22 @@ class BeamSearchParams(
     best beam's current score is no better than the worst of them; "never": when no beam can become better.
     """
 
-    ALSO_ACCEPTED: ClassVar = {
-        "forced_eos_token_id": (int,), "return_hidden_states": (bool,), "structured_output": (Any,)
-    }  # fmt: skip
-
     beam_width: int
-    n: int = 1  # how many texts to return, the best first
-    max_tokens: int | None = 16
-    min_tokens: int = 0  # stop tokens are suppressed until then
     length_penalty: float = 1.0  # above 0 favours long texts, below 0 short ones
     early_stopping: bool | Literal["never"] = False
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     # CUMULATIVE: after every step the best text so far, which may replace that of the step before. There is no DELTA.
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
-    return_hidden_states: HiddenStatesParams | None = None  # of every text that is returned
-    # As in SamplingParams, over log-probabilities, which are not renormalised afterwards: tokens that no rule changes
-    # keep their log-probability over the full vocabulary.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    suppressed_token_ids: list[int] | None = None
-    suppressed_first_token_ids: list[int] | None = None
-    timestamps: TimestampRules | None = None
-    no_repeat_ngram_size: int | None = None
-    encoder_no_repeat_ngram_size: int | None = None
-    forced_eos_token_id: list[int] | None = None  # or one id; it adds nothing to the score
-    bad_words_ids: list[list[int]] | None = None
-    max_length: int | None = None
-    min_length: int = 0
-    structured_output: StructuredOutputField = FREE_TEXT  # no beam leaves it
 
-    # Filled by the InputProcessor; a caller leaves them alone.
-    bad_words_token_ids: list[list[int]] | None = None
-    all_stop_token_ids: list[int] | None = None  # stop_token_ids and, unless ignore_eos, the model's eos tokens
+    # Filled by the InputProcessor; a caller leaves it alone.
     num_forced_tokens: int = 0  # at the end of the prompt, counted as output by the length penalty
 
-    def __post_init__(self) -> None:
-        self.return_hidden_states = _hidden_states_params(self.return_hidden_states)
-        self.structured_output = structured_output(self.structured_output)
-        self.forced_eos_token_id = _one_or_many(self.forced_eos_token_id)
-
-    def clone(self) -> BeamSearchParams:
-        """A copy whose fields can be set; lists are shared and never changed in place."""
-        return msgspec.structs.replace(self)
-
     def verify(self) -> None:
-        """Raise RequestError, naming the field, for any value that has no meaning."""
+        """Raises RequestError, naming the field, for any value that has no meaning."""
         _require_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _require_int("n", self.n, 1, self.beam_width, hint="no more than beam_width")
-        _require_token_counts(self.min_tokens, self.max_tokens)
         _require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError("early_stopping", f"{self.early_stopping!r} is unknown", 'true, false or "never"')
-        _require_list("stop_token_ids", self.stop_token_ids, int, MAX_BEAM_STOP_TOKENS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError("ignore_eos", f"{self.ignore_eos!r} is neither true nor false", "true or false")
         if self.output_kind not in (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):
@@ -228,8 +197,7 @@ class BeamSearchParams(
                 "the best text may change from step to step, so there is nothing to add to",
                 "CUMULATIVE or FINAL_ONLY",
             )
-        _verify_hidden_states(self.return_hidden_states)
-        _verify_rules(self)
+        self._verify_common(MAX_BEAM_STOP_TOKENS)
 
 
 GenerationParams: TypeAlias = SamplingParams | BeamSearchParams
@@ -336,7 +304,7 @@ def _one_or_many(token_ids: Any) -> Any:
     return [token_ids] if isinstance(token_ids, int) and not isinstance(token_ids, bool) else token_ids
 
 
-def _verify_rules(params: GenerationParams) -> None:
+def _verify_rules(params: CommonParams) -> None:
     """Verify the fields that are rules over logits."""
     _require_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _require_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
