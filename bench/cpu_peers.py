@@ -40,6 +40,7 @@ from export_hf import MODEL as EMBEDDED
 from harness import (
     OURS,
     QUIET_LIMIT_SECONDS,
+    Panel,
     Program,
     add_python_option,
     count,
@@ -368,6 +369,7 @@ class CpuPeers(Program):
     rounds = 3
     threads = False
     parts = tuple(PARTS)
+    plots = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         self.names = {
@@ -475,6 +477,20 @@ class CpuPeers(Program):
     def report(self) -> Iterator[str]:
         if len(self.args.threads) > 1:
             yield f"## Ratoon by threads\n\n{format_scaling(self.figures()['runs'])}"
+
+    def panels(self) -> list[Panel]:
+        """Returns a chart for each table: how many times faster than each peer Ratoon is; a line is at one."""
+        found = []
+        for comparison in self.comparisons:
+            figures = summarize(comparison.samples)
+            bars = {
+                all_figures()[key].label: {name: ratio["median"] for name, ratio in figure["ratios"].items()}
+                for key, figure in figures.items()
+                if figure["ratios"]
+            }
+            title = f"{comparison.title}, {comparison.threads} threads"
+            found.append(Panel(title, "Ratoon's speed over each peer's", bars, aims=dict.fromkeys(bars, 1.0)))
+        return found
 
     def figures(self) -> dict[str, Any]:
         runs = [run_as_dict(one) for one in self.comparisons if one.samples]

@@ -30,9 +30,9 @@ from typing import Any
 from compare_parts import GPU_FOLDER, REPOSITORY
 from compare_parts.floors import Precision, Shape
 from compare_parts.models import prepare_model
-from compare_parts.records import ERROR_MARK, Record, draw, format_tables, read_records, summarize
+from compare_parts.records import ERROR_MARK, Record, format_tables, panels, read_records, summarize
 from compare_parts.work import QUICK, STARTUP, WORKLOADS, Load, Sizes, floors_of
-from harness import OURS, verify_names
+from harness import OURS, draw, verify_names
 from peers.machine import describe_machine, usable_cores
 from peers.process import EngineFailedError, EngineProcess
 from workloads import PromptSource
@@ -43,7 +43,7 @@ CACHE_FOLDER = REPOSITORY / ".cache" / "bench" / "gpu"
 SEED = 0
 MEMORY_SHARE = 0.8
 # vLLM's own choices on a GPU of this size are a budget of 16,384 tokens and 1,024 sequences.
-COMMON = {"dtype": "bfloat16", "gpu_memory_utilization": MEMORY_SHARE}
+COMMON = {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": MEMORY_SHARE}
 OUR_SETTINGS = {"device": "cuda", "max_num_batched_tokens": 16384, "max_num_seqs": 1024}
 
 
@@ -152,7 +152,6 @@ class EngineRun:
             len(usable_cores()),
             log,
             self._run.sizes.max_model_len,
-            worker=f"{name}_gpu_worker",
             settings=self._settings,
             environment={"PYTHONPATH": module_path(name, args.vllm_path)},
             pausing=False,
@@ -247,31 +246,41 @@ def gpu_name() -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ",".join([STARTUP, *WORKLOADS])
-    parser.add_argument("--engines", help="default: ratoon, and vllm where --vllm-path or the environment has it")
-    parser.add_argument("--models", default=",".join(MODELS), help="shapes, or folders with config.json (%(default)s)")
+    add_options(parser)
     parser.add_argument("--variants", default="bf16", help=f"of {', '.join(VARIANTS)} (default %(default)s)")
     parser.add_argument("--only", default=names, help="workloads (default %(default)s)")
     parser.add_argument("--rounds", type=int, metavar="N", help="counted rounds (default: of each workload)")
+    parser.add_argument("--workload-seconds", type=float, default=180.0, metavar="S", help="default %(default)s")
+    parser.add_argument("--title", help="of tables and plot (default: the GPU and versions)")
+    parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
+    args = settle_options(parser)
+    args.variants = verify_names(parser, "--variants", args.variants.split(","), VARIANTS)
+    args.only = verify_names(parser, "--only", args.only.split(","), [STARTUP, *WORKLOADS])
+    if args.quick and args.rounds is None:
+        args.rounds = 1
+    return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that programs which compare engines on a GPU share."""
+    parser.add_argument("--engines", help="default: ratoon, and vllm where --vllm-path or the environment has it")
+    parser.add_argument("--models", default=",".join(MODELS), help="shapes, or folders with config.json (%(default)s)")
     parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="a folder with vLLM and what it needs, unpacked")
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further settings of Ratoon")
     parser.add_argument("--vllm-settings", type=json.loads, default={}, metavar="JSON", help="the same of vLLM")
     parser.add_argument("--limit-seconds", type=float, default=3600.0, metavar="S", help="of the whole run")
-    parser.add_argument("--workload-seconds", type=float, default=180.0, metavar="S", help="default %(default)s")
     parser.add_argument("--start-seconds", type=float, default=420.0, metavar="S", help="default %(default)s")
     parser.add_argument("--work-folder", type=Path, default=CACHE_FOLDER, metavar="DIR", help="models and logs")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
-    parser.add_argument("--title", help="of tables and plot (default: the GPU and versions)")
-    parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
+
+
+def settle_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     args.engines = find_engines(parser, args)
-    args.variants = verify_names(parser, "--variants", args.variants.split(","), VARIANTS)
-    args.only = verify_names(parser, "--only", args.only.split(","), [STARTUP, *WORKLOADS])
     args.shapes = [find_shape(parser, name) for name in args.models.split(",")]
     args.work_folder = args.work_folder.resolve()
-    if args.quick and args.rounds is None:
-        args.rounds = 1
     return args
 
 
@@ -323,7 +332,7 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(comparison.as_dict(), indent=2) + "\n", encoding="utf-8")
     if args.plot:
-        draw(args.plot, title, comparison.records)
+        draw(args.plot, title, panels(comparison.records))
     return 1 if comparison.errors and not comparison.records else 0
 
 

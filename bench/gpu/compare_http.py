@@ -24,20 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compare import (
-    CACHE_FOLDER,
-    MODELS,
-    VARIANTS,
-    engine_settings,
-    find_engines,
-    find_shape,
-    gpu_name,
-    module_path,
-)
+from compare import VARIANTS, add_options, engine_settings, gpu_name, module_path, settle_options
 from compare_parts.models import prepare_model
 from compare_parts.records import ERROR_MARK, MARK
 from compare_parts.servers import Server
-from harness import OURS, align, format_number
+from harness import OURS, Panel, align, draw, format_number
 from peers.process import EngineFailedError
 
 RATES = (1.0, 8.0, 32.0, math.inf)
@@ -105,7 +96,7 @@ class HttpComparison:
     def _measure_server(self, shape: Path, engine: str) -> None:
         args = self.args
         model = prepare_model(shape, args.work_folder)
-        settings = {"load_format": "dummy", "max_model_len": MAX_MODEL_LEN}
+        settings = {"max_model_len": MAX_MODEL_LEN}
         settings |= engine_settings(args, args.variant, engine)
         if engine == OURS:
             settings |= OUR_BUDGET | args.settings
@@ -222,36 +213,23 @@ def format_ratio(ratio: float) -> str:
     return "" if math.isnan(ratio) else f"{format_number(ratio)}×"
 
 
-def draw(path: Path, title: str, loads: list[Load]) -> None:
-    """For each model: both latencies over the rate, median and 99th percentile. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    models = list(dict.fromkeys(load.model for load in loads))
-    canvas = Figure(figsize=(10, 0.6 + 3.6 * len(models)), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    canvas.suptitle(title, fontsize=10)
-    panels = canvas.subplots(len(models), 2, squeeze=False)
-    for model, row in zip(models, panels):
-        for axes, name, label in zip(row, ("ttft", "itl"), ("time to first token", "time between tokens")):
-            for engine, colour in ((OURS, "#2f7d4f"), ("vllm", "#c2571a")):
-                mine = [load for load in loads if (load.model, load.engine) == (model, engine)]
-                if not mine:
-                    continue
-                for percentile, style in ((50, "o-"), (99, "s--")):
-                    values = [getattr(load, f"{name}_p{percentile}") for load in mine]
-                    axes.plot(range(len(mine)), values, style, color=colour, label=f"{engine}, p{percentile}")
-                axes.set_xticks(range(len(mine)), [load.rate_text for load in mine], fontsize=8)
-            axes.set(title=f"{model}: {label}", ylabel="milliseconds", yscale="log")
-            axes.grid(axis="y", alpha=0.25)
-            axes.legend(fontsize=7)
-    canvas.savefig(path)
+def panels(loads: list[Load]) -> list[Panel]:
+    """Returns two panels for each model: both latencies by rate, median and 99th percentile."""
+    found = []
+    for model in dict.fromkeys(load.model for load in loads):
+        for name, label in (("ttft", "time to first token"), ("itl", "time between tokens")):
+            bars: dict[str, dict[str, float]] = {}
+            for load in loads:
+                for percentile in (50, 99) if load.model == model else ():
+                    series = bars.setdefault(load.rate_text, {})
+                    series[f"{load.engine}, p{percentile}"] = getattr(load, f"{name}_p{percentile}")
+            found.append(Panel(f"{model}: {label}", "milliseconds", bars, logarithmic=True))
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--engines", help="default: ratoon, and vllm where --vllm-path or the environment has it")
-    parser.add_argument("--models", default=",".join(MODELS), help="shapes, or folders with config.json (%(default)s)")
+    add_options(parser)
     parser.add_argument("--variant", default="bf16", choices=VARIANTS)
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="default %(default)s")
     parser.add_argument("--requests", type=int, metavar="N", help="at each rate (default: by --load-seconds)")
@@ -267,19 +245,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--input-len", default="100-1024", metavar="N", help="tokens in (default %(default)s)")
     parser.add_argument("--output-len", default="100-400", metavar="N", help="tokens out (default %(default)s)")
-    parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="a folder with vLLM and what it needs, unpacked")
-    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further settings of Ratoon")
-    parser.add_argument("--vllm-settings", type=json.loads, default={}, metavar="JSON", help="the same of vLLM")
-    parser.add_argument("--limit-seconds", type=float, default=3600.0, metavar="S", help="of the whole run")
-    parser.add_argument("--start-seconds", type=float, default=420.0, metavar="S", help="default %(default)s")
-    parser.add_argument("--work-folder", type=Path, default=CACHE_FOLDER, metavar="DIR", help="models and logs")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
-    args = parser.parse_args()
-    args.engines = find_engines(parser, args)
-    args.shapes = [find_shape(parser, name) for name in args.models.split(",")]
+    args = settle_options(parser)
     args.rates = [float(rate) for rate in args.rates.split(",")]
-    args.work_folder = args.work_folder.resolve()
     return args
 
 
@@ -298,7 +265,7 @@ def main() -> int:
         result = {"gpu": gpu_name(), "loads": [asdict(load) for load in comparison.loads], "errors": comparison.errors}
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.plot and comparison.loads:
-        draw(args.plot, gpu_name(), comparison.loads)
+        draw(args.plot, gpu_name(), panels(comparison.loads))
     return 1 if comparison.errors and not comparison.loads else 0
 
 

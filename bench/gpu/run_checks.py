@@ -23,7 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:schemathesis", "--durations=15")
 KERNEL_TESTS = "test_triton_*.py"  # under tests/unit: elsewhere they run under Triton's interpreter
-MICRO = ("attention", "ops", "decode", "sampling", "inputs", "swap")
+MICRO = ("attention", "sampling", "swap")
 SHOWN_LINES = 40
 MAX_WORKERS = 16  # processes of tests
 GPU_TESTS_SECONDS = 600.0  # of several processes: they take two minutes on 16 cores, with no kernel in Triton's cache
@@ -62,11 +62,7 @@ def default_workers() -> int:
 
 
 def micro_checks() -> list[Check]:
-    return [
-        Check(name, (f"bench/gpu/{name}.py",), 120.0)
-        for name in MICRO
-        if (REPOSITORY / "bench" / "gpu" / f"{name}.py").exists()
-    ]
+    return [Check(name, (f"bench/gpu/{name}.py",), 120.0) for name in MICRO]
 
 
 def run_check(check: Check, log: Path, limit: float) -> tuple[str, float]:

@@ -21,7 +21,9 @@ every engine has the first two, and those that can keep something between two re
                                                 many by a stop}
     sample(prompts, lengths)                    sampled, without schemas, exactly this long; the lengths
 
-Those of the workers for speech are in speech.py, those on a GPU in vllm_gpu_worker.py. A call that fails is answered
+    beam_searches(prompts, width, num_tokens)   of several prompts at once: the tokens of all beams of each
+
+Those of the workers for speech are in speech.py. A call that fails is answered
 with {"error": …}, and the worker goes on.
 """
 
@@ -57,7 +59,8 @@ def serve(load: Callable[[argparse.Namespace], Calls], packages: tuple[str, ...]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     calls = load(args)
-    versions = {name: _version(name) for name in packages}
+    found = {name: _version(name) for name in packages}
+    versions = {name: version for name, version in found.items() if version} or {packages[0]: "a checkout"}
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.perf_counter()
@@ -72,8 +75,9 @@ def serve(load: Callable[[argparse.Namespace], Calls], packages: tuple[str, ...]
         answers.flush()
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
+    """Returns None for a package that is not installed: absent, or a checkout on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "a checkout"  # on the path, but not installed
+        return None

@@ -1,6 +1,7 @@
 """Ratoon, through its LLM class; beam searches one level below it, where each step's time can be seen.
 
-The model is a folder or a GGUF file. Hidden states are in ratoon_states.py.
+The model is a folder or a GGUF file, and runs on the CPU unless the settings name a device. Hidden states are in
+ratoon_states.py. For GPUs there are calls for many searches at once, and for continuations of leased requests.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ LEASE_SECONDS = 3600
 def load(args: argparse.Namespace) -> Calls:
     from ratoon import LLM, SamplingParams
 
-    llm = LLM(
-        args.model,
-        device="cpu",
-        dtype="float32",
-        num_threads=args.threads,
-        max_model_len=args.max_model_len,
-        kv_memory="2GiB",  # what vLLM gets
-        skip_tokenizer=not has_tokenizer(Path(args.model)),
-        **args.settings,
-    )
+    settings = {"max_model_len": args.max_model_len, "skip_tokenizer": not has_tokenizer(Path(args.model))}
+    if "device" not in args.settings:  # 2 GiB is what vLLM gets
+        settings |= {"device": "cpu", "dtype": "float32", "num_threads": args.threads, "kv_memory": "2GiB"}
+    llm = LLM(args.model, **{**settings, **args.settings})
 
-    def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    def generate(prompts: TokenIds, num_tokens: int | list[int], temperature: float = 0.0) -> TokenIds:
+        lengths = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
         outputs = llm.generate(prompts, params, progress=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [list(checked(output).outputs[0].token_ids) for output in outputs]
 
     def answer(prompts: TokenIds, most_tokens: int) -> TokenIds:
         params = SamplingParams(temperature=0.0, max_tokens=most_tokens, detokenize=False)
@@ -40,8 +39,50 @@ def load(args: argparse.Namespace) -> Calls:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     known = Known()
-    facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"]}
-    return {"generate": generate, "answer": answer, **facts, **_searches(llm, known), **state_calls(llm, known)}
+    facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"], "describe": lambda: describe(llm)}
+    calls = {"generate": generate, "answer": answer, **facts, **_searches(llm, known), **_device_calls(llm)}
+    return {**calls, **state_calls(llm, known)}
+
+
+def describe(llm: Any) -> dict[str, Any]:
+    """Returns what the engine resolved, and where its start-up spent its time."""
+    startup = {name: round(seconds, 3) for name, seconds in llm.startup_timer.as_dict().items()}
+    return {**llm.describe(), "startup": startup}
+
+
+def checked(output: Any) -> Any:
+    if output.error is not None:
+        raise RuntimeError(f"request {output.request_id}: {output.error}")
+    return output
+
+
+def _device_calls(llm: Any) -> Calls:
+    """Whole calls, without the times of steps."""
+    from ratoon import BeamSearchParams, SamplingParams
+
+    parents: list[Any] = []
+
+    def params(num_tokens: int) -> Any:
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+    def beam_searches(prompts: TokenIds, width: int, num_tokens: int) -> list[TokenIds]:
+        search = BeamSearchParams(beam_width=width, n=width, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        outputs = llm.beam_search(prompts, search, progress=False)
+        return [[list(choice.token_ids) for choice in checked(output).outputs] for output in outputs]
+
+    def keep(prompt: list[int], num_tokens: int) -> list[int]:
+        """Generates with a lease: what `continue_kept` goes on from."""
+        for parent in parents:
+            llm.forget(parent.request_id)
+        parents[:] = llm.generate([prompt], params(num_tokens), progress=False, retain_kv=LEASE_SECONDS)
+        return list(checked(parents[0]).outputs[0].token_ids)
+
+    def continue_kept(suffix: list[int], num_tokens: int) -> list[int]:
+        output = llm.generate_continuation(parents[0], suffix, params(num_tokens))
+        assert output.continuation is not None and output.continuation.inherited_tokens, output.continuation
+        return list(checked(output).outputs[0].token_ids)
+
+    return {"beam_searches": beam_searches, "keep": keep, "continue_kept": continue_kept}
 
 
 def has_tokenizer(model: Path) -> bool:
@@ -107,4 +148,4 @@ def _searches(llm: Any, known: Known) -> Calls:
 
 
 if __name__ == "__main__":
-    serve(load, ("ratoon", "torch"))
+    serve(load, ("ratoon", "torch", "triton"))

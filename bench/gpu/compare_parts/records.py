@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import OURS, align, format_number
+from harness import OURS, Panel, align, format_number
 
 from compare_parts.work import FIGURES, PEER_FIGURES
 
@@ -109,34 +108,15 @@ def times_of_floor(record: Record) -> float:
     return FIGURES[record.what].advantage(record.floor, record.value)
 
 
-def draw(path: Path, title: str, records: Sequence[Record]) -> None:
-    """A panel for each model and variant: how many times as long as the floor each figure takes. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    colours = {OURS: "#2f7d4f", "vllm": "#c2571a"}
+def panels(records: Sequence[Record]) -> list[Panel]:
+    """Returns a panel for each model and variant: how many times as long as the floor each figure takes."""
     chosen = [record for record in records if record.floor is not None]
-    panels = list(dict.fromkeys((record.model, record.variant) for record in chosen))
-    canvas = Canvas(figsize=(7.5, 0.8 + 4.2 * max(1, len(panels))), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    canvas.suptitle(textwrap.fill(title, 100), fontsize=8)
-    for axes, panel in zip(canvas.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0], panels):
-        here = [record for record in chosen if (record.model, record.variant) == panel]
-        names = [what for what in reversed(FIGURES) if any(record.what == what for record in here)]
-        engines = sorted({record.engine for record in here}, key=lambda name: (name != OURS, name))
-        height = 0.8 / len(engines)
-        for index, engine in enumerate(engines):
-            mine = [record for record in here if record.engine == engine]
-            places = [names.index(record.what) + 0.4 - height * (index + 0.5) for record in mine]
-            lengths = [times_of_floor(record) for record in mine]
-            bars = axes.barh(places, lengths, height, color=colours.get(engine, "#888"), label=engine)
-            labels = [f"{format_number(record.value)} {FIGURES[record.what].unit}" for record in mine]
-            axes.bar_label(bars, labels, fontsize=7, padding=2)
-        axes.set_yticks(range(len(names)), [FIGURES[what].label for what in names], fontsize=8)
-        axes.set(xscale="log", xlabel="times as long as the floor", title=", ".join(panel))
-        axes.axvline(1.0, color="#444", linewidth=1, linestyle="--")
-        axes.margins(x=0.15)
-        axes.grid(axis="x", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.legend(fontsize=8, loc="upper right")  # the figures above are nearest to their floors
-    canvas.savefig(path)
+    found = []
+    for model, variant in dict.fromkeys((record.model, record.variant) for record in chosen):
+        bars: dict[str, dict[str, float]] = {}
+        for record in chosen:
+            if (record.model, record.variant) == (model, variant):
+                bars.setdefault(FIGURES[record.what].label, {})[record.engine] = times_of_floor(record)
+        aims = dict.fromkeys(bars, 1.0)
+        found.append(Panel(f"{model}, {variant}", "times as long as the floor", bars, logarithmic=True, aims=aims))
+    return found

@@ -94,7 +94,7 @@ class Load:
         return result.seconds, result.value
 
     def search(self, prompts: TokenIds, width: int, num_tokens: int) -> float:
-        result = self.engine.call("beam_search", prompts=prompts, width=width, num_tokens=num_tokens)
+        result = self.engine.call("beam_searches", prompts=prompts, width=width, num_tokens=num_tokens)
         found = [[len(beam) for beam in beams] for beams in result.value]
         self._check("tokens of beams", found, [[num_tokens] * width] * len(prompts))
         return result.seconds
