@@ -40,7 +40,13 @@ def unknown_keyword(of: str, name: str, known: Iterable[str]) -> TypeError:
     return TypeError(f"{of} has no {name!r}" + (f"; {meant}" if meant else ""))
 
 
-class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    from msgspec import StructMeta
+else:
+    StructMeta = type(msgspec.Struct)  # which older versions do not name
+
+
+class ParamsMeta(StructMeta):
     """Reports an unknown keyword with a suggestion. Runs only when a caller constructs the params, not when they are
     decoded from the wire or copied."""
 

@@ -13,6 +13,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ConfigError
 from ratoon.execution.passes.cuda_driver import DEVICE_VARIABLE
+from ratoon.layers.torch_internals import num_modes
 
 OLDEST_FOR_TRITON = (8, 0)  # compute capability; all of these have bfloat16
 # Of mallopt(3)
@@ -56,8 +57,7 @@ def keep_freed_memory() -> None:
 def has_modes_of_its_own() -> bool:
     """Whether torch behaves in another way on this thread than on a new one: by autocast, a default device, or another
     mode of the program that calls."""
-    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return modes > 0 or torch.is_autocast_enabled("cuda")
+    return num_modes() > 0 or torch.is_autocast_enabled("cuda")
 
 
 class on_stream:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers import fp8
-from ratoon.layers.gpu import has_wgmma
+from ratoon.layers.gpu import has_gluon, has_wgmma
 from ratoon.layers.invariant_choices import Segments, segments_of, wide_of
 from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat, WeightUse
 from ratoon.layers.product_choices import (
@@ -31,9 +31,7 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 from ratoon.layers.triton.matmul import matmul
-from ratoon.layers.triton.panel import panel_product
 from ratoon.layers.triton.quantize import quantize_rows
-from ratoon.layers.triton.segment_panel import apply_factors, segment_panel_product
 
 Tensor = torch.Tensor
 
@@ -110,11 +108,15 @@ class CudaLinear:
         if norm is not None and not can_norm:
             x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
         if isinstance(choice, Panel) and self.segments is not None:
+            from ratoon.layers.triton.segment_panel import segment_panel_product
+
             return segment_panel_product(
                 x, self.weight, self.bias, choice, self.arrivals, self.segments.inputs,
                 norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
             )  # fmt: skip
         if isinstance(choice, Panel):
+            from ratoon.layers.triton.panel import panel_product
+
             return panel_product(
                 x, self.weight, self.bias, choice, self.arrivals,
                 scales=self.scales, norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
@@ -145,6 +147,7 @@ class CudaLinear:
         self, x: Tensor, segments: Segments, norm: RMSWeights | None, residual: Tensor | None
     ) -> Tensor:
         """Multiplies many rows, with the bits that the kernels for few rows have."""
+        from ratoon.layers.triton.segment_panel import apply_factors
         from ratoon.layers.triton.wide import wide_product  # for Hopper alone
 
         row_scales = None
@@ -238,7 +241,7 @@ class CudaOps(TorchOps):
         `batch_invariant`: a row's products have the same bits in any batch, as norms have anyway. `quantization`:
         "fp8" keeps the weights of linear layers in 8 bits; a step's activations are bfloat16."""
         assert quantization in (None, "fp8") and not (quantization and batch_invariant)
-        self.choices = choices or ProductChoices(has_wgmma=has_wgmma())
+        self.choices = choices or ProductChoices(has_wgmma=has_wgmma(), has_gluon=has_gluon())
         self.dependent_launch = dependent_launch
         self.batch_invariant = batch_invariant
         self.quantization = quantization

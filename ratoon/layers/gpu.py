@@ -7,18 +7,21 @@ from functools import cache
 import torch
 
 _WGMMA_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
-_TRITON = "3.6."
 
 
 @cache
 def has_wgmma() -> bool:
-    """Whether kernels for Hopper can run: on this GPU, and with a Triton whose Gluon, which is experimental, is known
-    here."""
+    """Whether kernels for Hopper can run: on this GPU, and in Gluon."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _WGMMA_CAPABILITY:
         return False
-    import triton  # may be absent where there is no GPU
+    return has_gluon()
 
-    return triton.__version__.startswith(_TRITON)
+
+def has_gluon() -> bool:
+    """Whether kernels in Gluon can run: it is experimental, and differs between versions of Triton."""
+    from ratoon.layers.triton.internals import IS_KNOWN  # Triton may be absent where there is no GPU
+
+    return IS_KNOWN
 
 
 @cache

@@ -96,10 +96,13 @@ class ProductKey(NamedTuple):
 class ProductChoices:
     """The kernel for each number of rows."""
 
-    def __init__(self, measured: Mapping[str, Choice] | None = None, has_wgmma: bool = False) -> None:
-        """`measured`: by str(ProductKey). `has_wgmma`: kernels for Hopper can run."""
+    def __init__(
+        self, measured: Mapping[str, Choice] | None = None, has_wgmma: bool = False, has_gluon: bool = True
+    ) -> None:
+        """`measured`: by str(ProductKey). `has_wgmma`: kernels for Hopper can run; `has_gluon`: those in Gluon can."""
         self.measured = dict(measured or {})
         self.has_wgmma = has_wgmma
+        self.has_gluon = has_gluon
 
     def __str__(self) -> str:
         return f"{len(self.measured)} shapes as measured" if self.measured else "all shapes as by default"
@@ -111,16 +114,17 @@ class ProductChoices:
         choices: list[Choice] = []
         for rows in ROW_COUNTS:
             key = ProductKey(kind, outputs, inputs, dtype_name(weight.dtype), rows)
-            choice = self.measured[str(key)] if str(key) in self.measured else default_choice(key, self.has_wgmma)
+            by_default = default_choice(key, self.has_wgmma, self.has_gluon)
+            choice = self.measured.get(str(key), by_default)
             choices += [choice] * (rows + 1 - len(choices))
         return choices
 
 
-def default_choice(key: ProductKey, has_wgmma: bool = False) -> Choice:
+def default_choice(key: ProductKey, has_wgmma: bool = False, has_gluon: bool = True) -> Choice:
     """What was fastest on an H200. Small weights: panels, for all numbers of rows that they can. Large ones: for one
     row small tiles, larger ones where a row of the weight is long; from two rows on streams, which in 8 bits take one
     row too, or the library's product where these can't run or are no faster."""
-    if panels := panels_of(key):
+    if has_gluon and (panels := panels_of(key)):
         return panels[0]
     is_fp8 = key.dtype.startswith("float8")
     if has_wgmma and (is_fp8 or 1 < key.rows <= MAX_16_BIT_STREAM_ROWS) and (streams := streams_of(key)):

@@ -76,8 +76,7 @@ def import_triton() -> Callable[[], Any] | None:
     """Returns a function that takes long the first time: a hash of Triton's own files, of 0.4 GB, which it keeps and
     which is part of the name of every kernel. None: Triton can't be imported."""
     with suppress(Exception):
-        import triton  # noqa: F401 (before parts of it)
-        from triton.runtime.cache import triton_key
+        from ratoon.layers.triton.internals import triton_key
 
         return triton_key
     return None

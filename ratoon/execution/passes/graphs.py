@@ -27,6 +27,7 @@ from ratoon.execution.passes.ends import End, MaskedTokens, Tokens
 from ratoon.execution.passes.program import ProgramEnds, ProgramStep, StepProgram
 from ratoon.execution.sampling.mask_column import MaskColumn
 from ratoon.layers.sampling import Mode
+from ratoon.layers.torch_internals import end_allocation_to_pool
 
 Tensor = torch.Tensor
 
@@ -157,7 +158,7 @@ class CudaGraph:
         except BaseException:
             # Where ending a capture fails, torch leaves the allocator as it was during the capture.
             with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                end_allocation_to_pool(torch.cuda.current_device(), pool)
             raise
         finally:
             if collects:

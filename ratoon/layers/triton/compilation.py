@@ -14,11 +14,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import triton
-from triton.runtime.cache import get_cache_manager
-from triton.runtime.jit import JITFunction
-
 from ratoon.layers.triton.compiler_process import MARK, CompilerProcess
+from ratoon.layers.triton.internals import IS_KNOWN, AsyncCompileMode, JITFunction, get_cache_manager, runs_replaced
 from ratoon.layers.triton.kernel_requests import digest_of, digests_of, request_of_compilation, settle_key
 from ratoon.layers.triton.launch import recordings
 from ratoon.version import __version__
@@ -38,21 +35,21 @@ def launches_go_to(
     """Kernels that this thread launches are not executed: `receive` gets each kernel, a function that compiles it, and
     the arguments and options of the launch. Other threads launch as ever."""
     thread = threading.get_ident()
-    with _one_at_a_time:
-        run = JITFunction.run
 
+    def make_run(run: Launch) -> Launch:
         def run_or_record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
             if threading.get_ident() != thread:
                 return run(kernel, *args, grid=grid, warmup=warmup, **options)
             return receive(kernel, run, args, options)
 
-        JITFunction.run = run_or_record
+        return run_or_record
+
+    with _one_at_a_time, runs_replaced(make_run):
         recordings.append(receive)
         try:
             yield
         finally:
             recordings.clear()
-            JITFunction.run = run
 
 
 def _compile_only(kernel: JITFunction[Any], run: Launch, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -83,7 +80,7 @@ def is_marked(mark: str) -> bool:
         return False
 
 
-class Compiler(triton.AsyncCompileMode):
+class Compiler(AsyncCompileMode):
     """While it is entered, kernels are compiled by threads, and loaded. `process`: compiles them into the cache. What
     it does not deliver is compiled here, `num_cores` at a time."""
 
@@ -122,7 +119,10 @@ def compile_launches(
     when_recorded: Callable[[Sequence[str]], Any] = lambda keys: None,
 ) -> int:
     """Compile every kernel that `make_launches` launches. Returns how many there are, once all are compiled and `load`
-    was called for each. Raises the first error. `when_recorded`: called with their keys when all are known."""
+    was called for each. Raises the first error. `when_recorded`: called with their keys when all are known. With a
+    Triton that is not known here it does nothing: kernels are compiled at their first launch."""
+    if not IS_KNOWN:
+        return 0
     with ThreadPoolExecutor(num_cores if process is None else MAX_WAITING, "ratoon-compile") as pool:
         compiler = Compiler(pool, load, num_cores, process)
         with compiler:
@@ -132,7 +132,7 @@ def compile_launches(
         return len(compiler.raw_futures)
 
 
-class Sender(triton.AsyncCompileMode):
+class Sender(AsyncCompileMode):
     """While it is entered, kernels that are launched are compiled by another process when it has nothing else to do."""
 
     def __init__(self, process: CompilerProcess) -> None:
@@ -148,5 +148,7 @@ class Sender(triton.AsyncCompileMode):
 
 def send_launches(make_launches: MakeLaunches, process: CompilerProcess) -> None:
     """Have every kernel that `make_launches` launches compiled into the cache, without waiting for it."""
+    if not IS_KNOWN:
+        return
     with Sender(process), launches_go_to(_compile_only):
         make_launches()

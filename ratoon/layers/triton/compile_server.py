@@ -27,15 +27,19 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import triton
-from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
-from triton.runtime.jit import JITFunction
 
 from ratoon.layers.triton.compiler_process import LENGTH, MARK, Finish, Launch, Modules, Request, decode
+from ratoon.layers.triton.internals import (
+    IS_KNOWN,
+    GPUTarget,
+    JITFunction,
+    cache_key_of,
+    get_cache_manager,
+    make_launcher,
+    options_of,
+    source_of_kernel,
+    triton_key,
+)
 from ratoon.layers.triton.kernel_cache import KernelCache, use_kernel_cache
 from ratoon.layers.triton.kernel_requests import all_functions, digests_of, launcher_digest, request_of, settle_key
 
@@ -46,6 +50,8 @@ _POLL = 1.0  # seconds
 
 
 def main() -> None:
+    if not IS_KNOWN:  # the other process compiles what it launches
+        return
     requests, report = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # compilers may print
@@ -265,7 +271,7 @@ def source_of(request: Request) -> Any:
     for part in request.name.split("."):
         kernel = getattr(kernel, part)
     settle_key(kernel)
-    return source_class(kernel)(kernel, request.signature, request.constants, request.attrs)
+    return source_of_kernel(kernel, request.signature, request.constants, request.attrs)
 
 
 def request_for(launch: Launch) -> Request:
@@ -277,23 +283,15 @@ def request_for(launch: Launch) -> Request:
     constants = {(names.index(name),): value for name, value in named.items() if name in names}
     attrs = {(place,): [["tt.divisibility", 16]] for place, (_, is_multiple) in enumerate(types) if is_multiple}
     target = GPUTarget("cuda", launch.capability, 32)
-    backend = make_backend(target)
-    given = {name: value for name, value in named.items() if name not in names}
-    given |= {"debug": knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
-    options = backend.parse_options(given)
+    backend, options = options_of(target, {name: value for name, value in named.items() if name not in names})
     settle_key(kernel)
-    source = source_class(kernel)(kernel, signature, constants, attrs)
-    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-    return request_of(key, source, target, options, is_urgent=True)
+    source = source_of_kernel(kernel, signature, constants, attrs)
+    return request_of(cache_key_of(source, backend, options), source, target, options, is_urgent=True)
 
 
 def effort_of(kernel: JITFunction[Any]) -> int:
     """Characters of source of the kernel and of all functions that it calls: the time to compile grows with it."""
     return sum(len(function.src) for function in all_functions(kernel))
-
-
-def source_class(kernel: JITFunction[Any]) -> Any:
-    return GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
 
 
 # What a launcher reads of a kernel's metadata, without its effect on the C function
@@ -305,11 +303,3 @@ PLAIN = SimpleNamespace(
     launch_cooperative_grid=False,
     launch_pdl=False,
 )
-
-
-def make_launcher(source: Any, metadata: Any) -> None:
-    """Have Triton compile the C function that launches a kernel, which it keeps in its cache too. The C compiler takes
-    as long as Triton."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    CudaLauncher(source, metadata)

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = triton.knobs.runtime.interpret  # launches nothing that could start early
+from ratoon.layers.triton.internals import INTERPRETED  # launches nothing that could start early
 
 
 def launch_options(dependent: bool) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from triton import knobs
-from triton.runtime.cache import FileCacheManager
+from ratoon.layers.triton.internals import FileCacheManager, use_cache_class
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +76,7 @@ class KernelCache(FileCacheManager):
 
 def use_kernel_cache() -> None:
     """Sets the cache for all of this process, unless another class was set."""
-    if knobs.cache.manager_class is None:
-        knobs.cache.manager_class = KernelCache
+    use_cache_class(KernelCache)
 
 
 _temporary: dict[str | None, str] = {}

@@ -8,10 +8,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITCallable
-
 from ratoon.layers.triton.compiler_process import Request
+from ratoon.layers.triton.internals import IS_KNOWN, GPUTarget, JITCallable
 
 
 def digest_of(key: str) -> str:
@@ -32,7 +30,7 @@ def settle_key(function: Any) -> None:
     Triton takes the globals that a function uses into the hash of its callers only if that one was hashed before, by an
     earlier kernel. The same kernel would have another name in another process, and be compiled again.
     """
-    if isinstance(function, JITCallable) and function.hash is None:
+    if IS_KNOWN and isinstance(function, JITCallable) and function.hash is None:
         for called in all_functions(function):
             called.cache_key  # noqa: B018 (made on access)
 

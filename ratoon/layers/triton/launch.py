@@ -18,9 +18,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from ratoon.layers.triton.dependent import INTERPRETED
+from ratoon.layers.torch_internals import current_device, current_stream
+from ratoon.layers.triton.internals import Prepared, enter_hooks, exit_hooks, has_known_launchers, prepare
 from ratoon.layers.triton.kernel_cache import use_kernel_cache
 from ratoon.layers.triton.kernel_requests import settle_key
 
@@ -31,7 +31,6 @@ recordings: list[Any] = []  # while there is one, all launches go through Triton
 MAX_KINDS = 4096  # of launches that a launcher keeps
 _ALIGNMENT = 16  # bytes, of the pointers that Triton compiles for
 _INT32_BITS = 31
-_ARGUMENTS_FORMAT = "iiiKKppOOOOOO"  # of the launchers known here: what they take before the kernel's own arguments
 
 
 # ---- launches ----
@@ -162,48 +161,15 @@ def make(kinds, launch_first):
     return launch
 """
     namespace: dict[str, Any] = {
-        "current_device": _current_device,
-        "current_stream": _current_stream,
-        "enter_hooks": _enter_hooks,
-        "exit_hooks": _exit_hooks,
+        "current_device": current_device,
+        "current_stream": current_stream,
+        "enter_hooks": enter_hooks,
+        "exit_hooks": exit_hooks,
     }
     exec(source, namespace)
     return namespace["make"]
 
 
-# ---- Triton's internals ----
-
-
-class Prepared(NamedTuple):
-    """A compiled kernel, ready for launches of one kind."""
-
-    function: Callable[..., None]  # (x, y, z, stream, *before, *arguments)
-    before: tuple[Any, ...]
-
-
-def prepare(compiled: Any) -> Prepared | None:
-    """`compiled`: what Triton returned from a launch. None: its launcher is not one of those known here."""
-    run: Any = getattr(compiled, "_run", None)
-    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    none = (None, None)  # scratch memory; metadata and hooks of the launch
-    before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *none, compiled.packed_metadata, None)
-    return Prepared(run.launch, (*before, *none))
-
-
 @cache
 def _can_prepare() -> bool:
-    if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:
-        return False
-    if None in (_enter_hooks, _exit_hooks, _current_device, _current_stream):
-        return False
-    from triton.backends.nvidia import driver
-
-    return getattr(driver, "_BASE_ARGS_FORMAT", None) == _ARGUMENTS_FORMAT
-
-
-# Of Triton's profilers: lists, which they append to
-_enter_hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", None)
-_exit_hooks = getattr(triton.knobs.runtime.launch_exit_hook, "calls", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.is_available() and torch.version.hip is None and has_known_launchers()

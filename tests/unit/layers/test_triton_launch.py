@@ -61,10 +61,10 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """A device, and the stream that is current there."""
     current = {"device": 0, "stream": 7}
     monkeypatch.setattr(module, "_can_prepare", lambda: True)
-    monkeypatch.setattr(module, "_current_device", lambda: current["device"])
-    monkeypatch.setattr(module, "_current_stream", lambda device: current["stream"])
-    monkeypatch.setattr(module, "_enter_hooks", [])
-    monkeypatch.setattr(module, "_exit_hooks", [])
+    monkeypatch.setattr(module, "current_device", lambda: current["device"])
+    monkeypatch.setattr(module, "current_stream", lambda device: current["stream"])
+    monkeypatch.setattr(module, "enter_hooks", [])
+    monkeypatch.setattr(module, "exit_hooks", [])
     write_launch.cache_clear()
     yield current
     write_launch.cache_clear()
@@ -139,12 +139,12 @@ def test_a_kernel_is_not_used_on_another_device(stream):
 def test_triton_launches_where_its_profiler_listens_or_the_kernel_needs_scratch_memory(stream):
     kernel, needy = FakeKernel(), FakeKernel(scratch=128)
     launcher, needy_launcher = Launcher(kernel, BLOCK=32), Launcher(needy, BLOCK=32)
-    module._enter_hooks.append(print)
+    module.enter_hooks.append(print)
     for _ in range(3):
         launcher((1,), MEMORY, MEMORY, 5, 6, 0.5)
         needy_launcher((1,), MEMORY, MEMORY, 5, 6, 0.5)
     assert len(kernel.by_triton) == len(needy.by_triton) == 3
-    module._enter_hooks.clear()
+    module.enter_hooks.clear()
     launcher((1,), MEMORY, MEMORY, 5, 6, 0.5)
     needy_launcher((1,), MEMORY, MEMORY, 5, 6, 0.5)
     assert len(kernel.direct) == 1 and not needy.direct
@@ -182,7 +182,7 @@ def test_launches_of_one_kind_are_the_same_to_triton(first, others, place):
     assert layout is not None
     kinds: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_current_device", lambda: 0)
+        patch.setattr(module, "current_device", lambda: 0)
         write_launch.cache_clear()
         run = write_launch(layout)({}, lambda kind, grid, args: kinds.append(kind))
         for args in (first, second):
