@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,10 +17,22 @@ MAX_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
 # Bytes of stack of kernels that are known to need some, also in loops: four accesses of some 540 instructions in a loop
 # of products.
 STACKS = {"prefill_kernel": 80}
+# Kernels in Gluon, which no interpreter runs: by the part of the program that compiles them.
+GLUON = {
+    "attention": {"prefill_kernel"},
+    "products": {"_factors_kernel", "_panel_kernel", "_segment_panel_kernel", "_stream_kernel", "_wide_kernel"},
+}
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+def test_every_kernel_in_gluon_is_one_that_is_compiled_here():
+    found = set()
+    for path in (REPOSITORY / "ratoon").rglob("*.py"):
+        found |= set(re.findall(r"^@gluon\.jit\b.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
+    assert found == set.union(*GLUON.values())
 
 
+@needs_triton
 @pytest.mark.parametrize(
     "part", ["inputs", *(pytest.param(part, marks=pytest.mark.full) for part in ("attention", "products", "choices"))]
 )
@@ -36,3 +49,4 @@ def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
         stack = STACKS.get(kernel["kernel"], 0)
         assert kernel["stack"] <= stack and kernel["local"] == 0, f"registers were not enough: {kernel}"
         assert kernel["shared"] <= MAX_SHARED, kernel
+    assert GLUON.get(part, set()) <= {kernel["kernel"] for kernel in kernels}
