@@ -97,7 +97,7 @@ logger = get_logger(__name__)
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> AsgiApp:
-    """The application. The engine must be started before the first request comes."""
+    """Makes the application. The engine must be started before the first request comes."""
     return build_app(ServerContext(llm, settings))
 
 
@@ -176,7 +176,7 @@ def _explain_routing(request: Request, error: HTTPException) -> str:
 
 
 def no_such_path(path: str, known: Iterable[str]) -> str:
-    """`known` are the paths of the server's routes."""
+    """Answers with a 404; `known` are the paths of the server's routes."""
     paths = set(known)
     message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
     if is_admin_path(path) and not any(is_admin_path(one) for one in paths):

@@ -21,12 +21,12 @@ MAX_WAITING = 128  # bodies that wait; of each the HTTP server holds what its la
 
 
 def room_for_large_bodies(limit: int) -> int:
-    """The part of the limit that bodies of any size may take."""
+    """Returns the part of the limit that bodies of any size may take."""
     return limit - limit // SMALL_PART
 
 
 def least_limit(largest_body: int) -> int:
-    """The smallest limit that has room for a body of this size."""
+    """Returns the smallest limit that has room for a body of this size."""
     return -(-largest_body * SMALL_PART // (SMALL_PART - 1))
 
 
@@ -42,7 +42,7 @@ class BodyPlace:
         self._last_arrival = 0.0
 
     def begin(self, timeout: asyncio.Timeout) -> None:
-        """The body is read from now on, within this timeout, which ends when the place is lost."""
+        """Notes that the body is read from now on, within this timeout, which ends when the place is lost."""
         self._reading = timeout
         self.note_arrival()
 
@@ -50,11 +50,11 @@ class BodyPlace:
         self._last_arrival = asyncio.get_running_loop().time()
 
     def end(self) -> None:
-        """All of the body is there: the place can't be lost any more."""
+        """Notes that all of the body is there: the place can't be lost any more."""
         self._reading = None
 
     def shrink(self, num_bytes: int) -> None:
-        """The body turned out to be this small."""
+        """Gives back what a body needs less than was thought."""
         if num_bytes < self.num_bytes:
             self.pool.free(self.owner, self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
@@ -91,7 +91,7 @@ class _Pool:
         return self._held.total
 
     async def take(self, owner: str | None, num_bytes: int) -> BodyPlace | None:
-        """None: there is none, and there was none for as long as a client should wait."""
+        """Returns a place; None: there is none, and there was none for as long as a client should wait."""
         if not self._num_waiting.held_by(owner) and self._held.take(owner, num_bytes):
             return self._place(owner, num_bytes)
         if not self._num_waiting.take(owner, 1):
@@ -155,6 +155,6 @@ class BodyBudget:
         return self._large.num_bytes + self._small.num_bytes
 
     async def take(self, owner: str | None, num_bytes: int) -> BodyPlace | None:
-        """None: there is no place, and there was none for as long as a client should wait."""
+        """Returns a place; None: there is none, and there was none for as long as a client should wait."""
         num_bytes = max(1, num_bytes)
         return await (self._small if num_bytes <= SMALL_BODY else self._large).take(owner, num_bytes)

@@ -19,7 +19,7 @@ class ChoiceReader:
         self._has_calls = False
 
     def read(self, choice: CompletionOutput) -> list[Part]:
-        """The parts of its new text."""
+        """Returns the parts of a choice's new text."""
         parts = self._parser.push(choice.text)
         if choice.finished:
             parts += self._parser.finish()

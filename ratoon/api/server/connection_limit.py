@@ -17,10 +17,10 @@ OTHER_DESCRIPTORS = 512
 
 class Connection(Protocol):
     def close_idle(self) -> None:
-        """Close the connection. Its client has no request, and is told nothing."""
+        """Closes the connection. Its client has no request, and is told nothing."""
 
     def refuse_new(self) -> None:
-        """Tell the client that there is no room for its connection, and close it."""
+        """Tells the client that there is no room for its connection, and close it."""
 
 
 class ConnectionLimit:
@@ -33,7 +33,8 @@ class ConnectionLimit:
         return len(self._open)
 
     def open(self, connection: Connection) -> None:
-        """A new connection, which is idle. Where there is no room for it, another one is closed, or it is refused."""
+        """Counts a new connection, which is idle. Where there is no room for it, another one is closed, or it is
+        refused."""
         if len(self._open) >= self.limit:
             if not self._idle:
                 connection.refuse_new()
@@ -45,16 +46,16 @@ class ConnectionLimit:
         self._idle[connection] = None
 
     def begin(self, connection: Connection) -> None:
-        """The connection has a request."""
+        """Notes that the connection has a request."""
         self._idle.pop(connection, None)
 
     def end(self, connection: Connection) -> None:
-        """All requests of the connection are answered."""
+        """Notes that all requests of the connection are answered."""
         if connection in self._open:
             self._idle[connection] = None
 
     def close(self, connection: Connection) -> None:
-        """The connection is closed, or is about to be. More than once is harmless."""
+        """Notes that the connection is closed, or is about to be. More than once is harmless."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 

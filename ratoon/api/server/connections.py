@@ -34,12 +34,12 @@ from ratoon.observe.logging import get_logger
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A bound socket that does not listen yet. ConfigError if the address is in use or invalid."""
+    """Returns a bound socket that does not listen yet. ConfigError if the address is in use or invalid."""
     return _bind_port(settings.host, settings.port) if settings.uds is None else _bind_path(settings.uds)
 
 
 def address(bound: socket.socket) -> str:
-    """The URL for clients."""
+    """Returns the URL for clients."""
     if bound.family == socket.AF_UNIX:
         return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -47,7 +47,7 @@ def address(bound: socket.socket) -> str:
 
 
 def release(bound: socket.socket, settings: ServerSettings) -> None:
-    """Close it; a Unix socket's file is removed."""
+    """Closes the socket; a Unix socket's file is removed."""
     bound.close()
     if settings.uds is not None:
         with suppress(FileNotFoundError):
@@ -55,7 +55,7 @@ def release(bound: socket.socket, settings: ServerSettings) -> None:
 
 
 def is_local(bound: socket.socket) -> bool:
-    """Only this machine can reach it."""
+    """Returns whether only this machine can reach the socket."""
     return bound.family == socket.AF_UNIX or ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
@@ -88,7 +88,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """Remove the socket of a server that was killed. A socket that answers, or any other file, is kept."""
+    """Removes the socket of a server that was killed. A socket that answers, or any other file, is kept."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:

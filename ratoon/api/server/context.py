@@ -45,7 +45,7 @@ class RequestNames:
             ids.popitem(last=False)
 
     async def resolve(self, llm: AsyncLLM, name: str, owner: str | None) -> str:
-        """The id of the request with this id or name. Ids take precedence."""
+        """Returns the id of the request with this id or name. Ids take precedence."""
         try:
             await llm.find_parent(name, wait=False, owner=owner)
         except UnknownParentError:
@@ -73,7 +73,7 @@ class ServerContext:
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts of all requests."""
+        """The number of unfinished prompts of all requests."""
         return self.queue.total
 
     @cached_property
@@ -97,7 +97,7 @@ class ServerContext:
 
     @cached_property
     def extent_limit(self) -> ExtentLimit:
-        """Limits on the contents of a body."""
+        """The limits on the contents of a body."""
         config = self.llm.source.config
         longest = max(self.max_model_len, 0 if config.encoder is None else config.encoder.max_position)
         return extent_limit(self.settings.batch_limit, longest, config.vocab_size)
@@ -109,7 +109,7 @@ class ServerContext:
     def answer_plan(
         self, tools: ToolUse = NO_TOOLS, template: str | None = None, continued: str | None = None
     ) -> AnswerPlan:
-        """How answers to a conversation are read. `template` is the request's own, `continued` the text of the
+        """Returns how answers to a conversation are read. `template` is the request's own, `continued` the text of the
         assistant's that it continues."""
         tokenizer, settings = self.llm.get_tokenizer(), self.settings
         text = tokenizer.template_text(template or settings.chat_template, bool(tools.tools))
@@ -122,7 +122,7 @@ class ServerContext:
 
     @contextmanager
     def admit(self, count: int, tenant: str | None) -> Iterator[None]:
-        """Reserve places for this many prompts during the block, or raise a 429. When the queue is full, only a tenant
+        """Reserves places for this many prompts during the block, or raise a 429. When the queue is full, only a tenant
         that has its share of it already is refused."""
         if not self.queue.take(tenant, count):
             raise queue_full(self._why_full(tenant))

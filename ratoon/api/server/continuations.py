@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
-    """None: an ordinary prompt."""
+    """Finds where a completion begins. None: it is an ordinary prompt."""
     has_prompt = asked.prompt is not None or asked.encoder_prompt is not None
     if asked.continuation_of is None:
         if not has_prompt:
@@ -84,7 +84,7 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
 async def chat_origin(
     context: ServerContext, asked: ChatCompletionRequest, tools: ToolUse, body_size: int
 ) -> Origin | None:
-    """None: the whole conversation is in the request."""
+    """Finds where a chat goes on. None: the whole conversation is in the request."""
     if asked.continuation_of is None:
         _refuse_companions(asked)
         return None

@@ -66,13 +66,14 @@ class ApiError(Exception):
 
 
 def refused(param: str, problem: str, expected: str = "", code: str | None = None) -> ApiError:
-    """A 400 that names the field, the problem and the expected value."""
+    """Returns a 400 that names the field, the problem and the expected value."""
     message = f"{param}: {problem}" + (f"; {expected}" if expected else "")
     return ApiError(400, message, param=param, code=code)
 
 
 def context_length_exceeded(param: str, num_tokens: int | str, max_model_len: int, num_places: int = 1) -> ApiError:
-    """`num_tokens` may be text ("at least 5000"). `num_places`: tokens reserved for the answer, if there is one."""
+    """Returns the error of a prompt that is too long. `num_tokens` may be text ("at least 5000"). `num_places`: tokens
+    reserved for the answer, if there is one."""
     message = (
         f"{param}: has {num_tokens} tokens, and the model's context is {max_model_len} tokens"
         f"{', answer included' if num_places else ''}; shorten it to {max_model_len - num_places} tokens at most"
@@ -87,7 +88,7 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
 
 
 def request_not_found(request_id: str, param: str) -> ApiError:
-    """The error for an unknown id, an evicted one, and one of another key, which are not told apart."""
+    """Returns the error for an unknown id, an evicted one, and one of another key, which are not told apart."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"
     message = f"{param}: there is no request {shown!r}; expected the id of one that has ended"
     return ApiError(404, message, param=param, code="request_not_found")
@@ -109,12 +110,12 @@ def shutting_down() -> ApiError:
 
 
 def generation_failed(message: str | None) -> ApiError:
-    """A request that was accepted and failed while running."""
+    """Returns the error of a request that was accepted and failed while running."""
     return ApiError(500, message or "The generation failed", kind=SERVER_ERROR, code="generation_failed")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error as a response. An unexpected one becomes a 500 without details."""
+    """Returns any error as a response. An unexpected one becomes a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):

@@ -34,7 +34,7 @@ class BodyWriter(Protocol):
         ...
 
     def write(self, body: bytes) -> None:
-        """Only while it is ready."""
+        """Writes a part. It may be called only while the writer is ready."""
 
 
 @dataclass(slots=True)
@@ -65,12 +65,12 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this name (in lower case)."""
+    """Returns the first header of this name (in lower case)."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 def preferred_type(scope: Scope, offered: Sequence[str]) -> str:
-    """One of `offered`. The first of them if the client names none, or accepts everything."""
+    """Returns one of `offered`: the first of them if the client names none, or accepts everything."""
     wishes = (header(scope, b"accept") or b"").decode("latin-1").lower().split(",")
     best, best_weight = offered[0], 0.0
     for wish in wishes:

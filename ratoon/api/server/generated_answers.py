@@ -47,7 +47,7 @@ class SearchProgress:
         self._best: dict[int, str] = {}  # by prompt
 
     def take(self, index: int, output: RequestOutput) -> CompletionOutput | None:
-        """Keep in an output of prompt `index` only the choices that have ended and were not sent before. Returns the
+        """Keeps in an output of prompt `index` only the choices that have ended and were not sent before. Returns the
         best text so far, if it has changed."""
         best = next((choice for choice in output.outputs if not choice.finished), None)
         output.outputs = [
@@ -61,7 +61,7 @@ class SearchProgress:
 
 
 def figures(choice: CompletionOutput) -> dict[str, Any]:
-    """The score of a text of a beam search; empty for sampled ones."""
+    """Returns the score of a text of a beam search; empty for sampled ones."""
     if choice.score is None:
         return {}
     return {"score": choice.score, "cumulative_logprob": choice.cumulative_logprob}
@@ -72,7 +72,7 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
 
 
 class Usage(msgspec.Struct, gc=False):
-    """As an answer has it. A struct, because a stream may have one in every chunk."""
+    """The token counts of an answer. A struct, because a stream may have one in every chunk."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -87,7 +87,7 @@ class UsageCounter:
         self._num_cached_tokens = [0] * len(prompts)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Count the new tokens of an output."""
+        """Counts the new tokens of an output."""
         self._num_cached_tokens[index] = output.num_cached_tokens or 0
         # For continuations and decoder prompts, known only now.
         prompts = (output.prompt_token_ids, output.encoder_prompt_token_ids)
@@ -106,7 +106,7 @@ def content(output: HiddenStatesOutput) -> dict[str, Any]:
 
 
 def content_or_error(output: HiddenStatesOutput) -> dict[str, Any]:
-    """The error in place of states that could not be read; the text is returned nevertheless."""
+    """Returns the error in place of states that could not be read; the text is returned nevertheless."""
     if output.refusal is not None:
         return as_api_error(output.refusal).as_dict()
     if output.error is not None:
@@ -145,7 +145,7 @@ class Renderer(ABC):
         return {**self._head, "object": self.WHOLE, **body}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Chunks for what is new in prompt `index`, a choice each."""
+        """Returns chunks for what is new in prompt `index`, a choice each."""
         best = None if self._search is None else self._search.take(index, output)
         self.counter.add(index, output)
         states = self._hidden_states(index, output)
@@ -159,7 +159,7 @@ class Renderer(ABC):
             yield self._chunk({"choices": [choice], **self._about_continuation(output)})
 
     def events(self, index: int, output: RequestOutput) -> bytes:
-        """The same chunks, encoded as events."""
+        """Returns the same chunks, encoded as events."""
         pairs = []
         for choice in output.outputs:
             template = self._templates.get(index * self.num_choices + choice.index)
@@ -197,19 +197,20 @@ class Renderer(ABC):
         return chunk
 
     def _hidden_states(self, index: int, output: RequestOutput) -> dict[int, dict[str, Any]]:
-        """By the choices' indices. They come with a prompt's last output, for all of its choices."""
+        """Returns hidden states by the choices' indices. They come with a prompt's last output, for all of its
+        choices."""
         first = index * self.num_choices
         return {first + choice: content_or_error(states) for choice, states in enumerate(output.hidden_states or ())}
 
     @staticmethod
     def _put_in(body: dict[str, Any], states: dict[int, dict[str, Any]]) -> None:
-        """Attach hidden states to the choices that end in this body."""
+        """Attaches hidden states to the choices that end in this body."""
         for choice in body["choices"]:
             if choice["finish_reason"] is not None and choice["index"] in states:
                 choice["hidden_states"] = states.pop(choice["index"])
 
     def _about_continuation(self, output: RequestOutput) -> dict[str, Any]:
-        """How a continuation began: in its whole answer, or in the first chunk."""
+        """Says how a continuation began: in its whole answer, or in the first chunk."""
         if output.continuation is None or self._continuation_told:
             return {}
         self._continuation_told = True
@@ -221,15 +222,15 @@ class Renderer(ABC):
 
     @abstractmethod
     def whole_body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """`choices`, and further fields of this kind of answer."""
+        """Returns `choices`, and further fields of this kind of answer."""
 
     @abstractmethod
     def chunk_bodies(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The same for each chunk."""
+        """Returns the bodies of chunks, a choice each."""
 
     @abstractmethod
     def plain_choice(self, place: int, text: str = "") -> dict[str, Any]:
-        """The choice with this index, in a chunk that adds nothing but text."""
+        """Returns the choice with this index, in a chunk that adds nothing but text."""
 
     @abstractmethod
     def has_begun(self, place: int) -> bool:
@@ -244,8 +245,8 @@ async def answer_whole(request: Request, renderer: Renderer) -> Response:
 
 
 def answer_size(outputs: Sequence[RequestOutput]) -> int:
-    """Roughly what it takes to build and encode a whole answer, as if in characters of a text: reading calls takes as
-    long as tokenising, and an entry of the log-probabilities as long as some tens of characters."""
+    """Returns roughly what it takes to build and encode a whole answer, as if in characters of a text: reading calls
+    takes as long as tokenising, and an entry of the log-probabilities as long as some tens of characters."""
     size = 0
     for output in outputs:
         size += ENTRY_SIZE * _num_entries(output.prompt_logprobs)
@@ -258,7 +259,7 @@ ENTRY_SIZE = 32
 
 
 def _num_entries(logprobs: Sequence[Any] | None) -> int:
-    """Of all positions: they have as many alternatives each as the last one."""
+    """Counts the entries of all positions: they have as many alternatives each as the last one."""
     return len(logprobs) * len(logprobs[-1] or ()) if logprobs else 0
 
 
@@ -283,8 +284,8 @@ def _write(writer: BodyWriter, renderer: Renderer, output: RequestOutput) -> boo
 
 
 async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
-    """Encoded events. All chunks of one output are sent together: they come from one step. Only those with hidden
-    states may be large enough to be sent in slices."""
+    """Yields encoded events. All chunks of one output are sent together: they come from one step. Only those with
+    hidden states may be large enough to be sent in slices."""
     async with aclosing(stream(renderer.context, renderer.batch)) as outputs:
         async for index, output in outputs:
             if output.hidden_states is not None:

@@ -64,7 +64,7 @@ def make_id(prefix: str, asked: str | None) -> str:
 
 
 def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
-    """The names by which a client may refer to the answer: its request_id, and the header X-Request-Id."""
+    """Returns the names by which a client may refer to the answer: its request_id, and the header X-Request-Id."""
     return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
 
 
@@ -115,13 +115,13 @@ def check_token_limit(
 
 
 async def collect(context: ServerContext, batch: Batch) -> list[RequestOutput]:
-    """The final output of every prompt, in order. If one fails, the others are aborted."""
+    """Returns the final output of every prompt, in order. If one fails, the others are aborted."""
     with context.admit(len(batch.prompts), batch.owner):
         return await all_or_none([_final_output(context, batch, index) for index in range(len(batch.prompts))])
 
 
 async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. If one fails, the others are cancelled, and its error is raised."""
+    """Returns the results of all, in order. If one fails, the others are cancelled, and its error is raised."""
     if len(work) == 1:
         return [await work[0]]
     try:
@@ -145,7 +145,7 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
 
 
 async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
-    """New outputs of any prompt, as they come."""
+    """Yields new outputs of any prompt, as they come."""
     with context.admit(len(batch.prompts), batch.owner):
         if len(batch.prompts) == 1:
             async with aclosing(_generate(context, batch, 0)) as outputs:
@@ -158,7 +158,8 @@ async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 
 async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
-    """One task per prompt. The short queue makes them wait for the reader; the engine's side merges pending outputs."""
+    """Runs one task per prompt. The short queue makes them wait for the reader; the engine's side merges pending
+    outputs."""
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(maxsize=1)
 
     async def forward(index: int) -> None:
@@ -188,7 +189,7 @@ async def _merge(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbere
 
 
 async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
-    """One prompt's outputs. ApiError if the engine fails it, RequestError if the engine refuses it."""
+    """Yields one prompt's outputs. ApiError if the engine fails it, RequestError if the engine refuses it."""
     try:
         async with aclosing(await _begin(context, batch, index)) as outputs:
             async for output in outputs:
@@ -228,7 +229,7 @@ async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGener
 def _answer(
     context: ServerContext, batch: Batch, index: int, prompt: EncodedPrompt, in_place_of: str | None = None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """An ordinary prompt, or one `in_place_of` a parent that is unknown."""
+    """Yields the outputs of an ordinary prompt, or of one `in_place_of` a parent that is unknown."""
     options: GenerationOptions = {**batch.options, "cache_salt": batch.cache_salt, "in_place_of": in_place_of}
     return context.llm.generate(prompt.as_prompt(), batch.params, batch.request_id(index), take=batch.take, **options)
 

@@ -36,7 +36,7 @@ class TokenTexts:
         self.special_ids = tokenizer.special_token_ids
 
     def lookup(self, token_id: int) -> tuple[str, bytes]:
-        """The token's text and bytes. Bytes that are no text are written as OpenAI does: `bytes:\\xe2\\x9c`."""
+        """Returns the token's text and bytes. Bytes that are no text are written as OpenAI does: `bytes:\\xe2\\x9c`."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._find(token_id)
@@ -56,7 +56,7 @@ class TokenTexts:
 
 
 def _vocabulary_bytes(token: str) -> bytes | None:
-    """The bytes of a token of the vocabulary; None if the vocabulary's encoding is unknown."""
+    """Returns the bytes of a token of the vocabulary; None if the vocabulary's encoding is unknown."""
     match = BYTE_TOKEN.fullmatch(token)
     if match is not None:
         return bytes.fromhex(match[1])
@@ -81,7 +81,7 @@ class CompletionLogprobsBuilder:
         self._num_chars = 0
 
     def build(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """Entries of new tokens. A position without log-probabilities (a prompt's first token) has null."""
+        """Returns the entries of new tokens. A position without log-probabilities (a prompt's first token) has null."""
         tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
         for token_id, position in zip(token_ids, logprobs):
             text, raw = self._texts.lookup(token_id)
@@ -119,7 +119,7 @@ class CompletionLogprobsBuilder:
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], logprobs: SampleLogprobs, num_top: int
 ) -> list[msgspec.Raw]:
-    """The entries of the tokens."""
+    """Returns the entries of the tokens."""
     content = []
     for token_id, position in zip(token_ids, logprobs):
         entry = _chat_entry(texts, token_id, position[token_id])
@@ -131,7 +131,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(logprobs: PromptLogprobs) -> list[msgspec.Raw | None]:
-    """By token id."""
+    """Returns the log-probabilities of a prompt, by token id."""
     return [
         None if position is None else encoded(position if _is_finite(position) else _bounded(position))
         for position in logprobs

@@ -57,7 +57,7 @@ def _assistant(name: str, blocks: Sequence[Block], names: dict[str, str]) -> dic
 
 
 def _others(name: str, role: str, blocks: Sequence[Block], names: dict[str, str]) -> list[dict[str, Any]]:
-    """A message for each result of a tool, and one for the texts."""
+    """Yields a message for each result of a tool, and one for the texts."""
     made: list[dict[str, Any]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -168,7 +168,7 @@ class BlockBuilder:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Empty for a call that was cut off."""
+    """Returns a call's arguments; empty for a call that was cut off."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ ADMIN_KEY = {"type": "http", "scheme": "bearer", "description": "The admin key o
 def build_document(
     app: FastAPI, needs_key: bool, open_paths: frozenset[str], is_admin_path: Callable[[str], bool], model: str
 ) -> dict[str, Any]:
-    """`model` is the name that examples call it by."""
+    """Builds the OpenAPI document. `model` is the name that examples call it by."""
     document = get_openapi(title=TITLE, version=__version__, description=DESCRIPTION, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -58,7 +58,7 @@ def build_document(
 
 
 def _move(schema: Any, schemas: dict[str, Any]) -> Any:
-    """Move the definitions inside a model's schema to the document's one place for them, and leave
+    """Moves the definitions inside a model's schema to the document's one place for them, and leave
     references."""
     if isinstance(schema, list):
         return [_move(part, schemas) for part in schema]
@@ -103,8 +103,8 @@ def answers(
     files: Sequence[str] = (),
     error: type[BaseModel] = ErrorAnswer,
 ) -> Answers:
-    """The successful answer, and the possible errors (beside those of every route). `files` are further media types of
-    the answer, `error` is the form of errors."""
+    """Describes the successful answer, and the possible errors (beside those of every route). `files` are further media
+    types of the answer, `error` is the form of errors."""
     documented: Answers = {200: {"model": model, "description": "The answer"}}
     others = {name: {"schema": {"type": "string", "format": "binary"}} for name in files}
     if stream_of is not None:
@@ -117,7 +117,7 @@ def answers(
 
 
 def body(model: type[RequestModel], example: dict[str, Any]) -> dict[str, Any]:
-    """The document's part for a body. The example works unchanged, with the served model's name inserted."""
+    """Describes a body in JSON. The example works unchanged, with the served model's name inserted."""
     return _request_body("application/json", model, example)
 
 
@@ -132,7 +132,7 @@ def _request_body(kind: str, model: type[RequestModel], example: dict[str, Any])
 
 
 def _event(model: type[BaseModel]) -> dict[str, Any]:
-    """One event of a stream."""
+    """Describes one event of a stream."""
     chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _inlined_schema(model)}
     data = {"anyOf": [chunk, {"const": "[DONE]"}], "description": "A chunk; an error; or, at the end, [DONE]"}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

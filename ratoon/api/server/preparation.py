@@ -26,7 +26,7 @@ class Preparation:
 
     @asynccontextmanager
     async def place(self, owner: str | None, size: int) -> AsyncIterator[Place]:
-        """A place for a body of this size during the block."""
+        """Holds a place for a body of this size during the block."""
         place = Place(self, owner, size if size > SMALL_BODY else 0)
         await place.take()
         try:
@@ -99,7 +99,7 @@ class Place:
 
     @asynccontextmanager
     async def left(self) -> AsyncIterator[None]:
-        """The request waits for something else during the block, and others are prepared meanwhile."""
+        """Notes that the request waits for something else during the block, and others are prepared meanwhile."""
         self.give_back()
         yield
         await self.take()

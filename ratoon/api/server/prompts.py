@@ -58,8 +58,8 @@ async def encode_prompts(
     num_places: int,
     decoder_prompt: str | list[int] | None = None,
 ) -> list[EncodedPrompt]:
-    """All prompts of a request, each short enough to leave `num_places` tokens of the model's length. An encoder has
-    its own length; `decoder_prompt` is then the beginning of all answers."""
+    """Encodes all prompts of a request, each short enough to leave `num_places` tokens of the model's length. An
+    encoder has its own length; `decoder_prompt` is then the beginning of all answers."""
     if decoder_prompt is not None and context.llm.source.config.encoder is None:
         raise refused("decoder_prompt", "the model has no encoder", "prompt")
     if len(prompts) > context.settings.batch_limit:
@@ -114,7 +114,7 @@ def _encode(
 async def encode_text(
     context: ServerContext, text: str, add_special_tokens: bool, limit: int, too_long: Callable[[str], ApiError]
 ) -> list[int]:
-    """At most `limit` tokens, or the error that `too_long` builds from their number. Most longer texts are
+    """Returns at most `limit` tokens, or the error that `too_long` builds from their number. Most longer texts are
     refused before they are tokenised, which would take time and memory."""
     return await off_loop(len(text), partial(_encode_text, context, text, add_special_tokens, limit, too_long))
 
@@ -122,7 +122,7 @@ async def encode_text(
 def _encode_text(
     context: ServerContext, text: str, add_special_tokens: bool, limit: int, too_long: Callable[[str], ApiError]
 ) -> list[int]:
-    """The same, in the calling thread."""
+    """Encodes a text in the calling thread."""
     tokenizer = context.llm.get_tokenizer()
     num_tokens = tokenizer.refuse_early(text, limit)
     if num_tokens is not None:
@@ -134,7 +134,7 @@ def _encode_text(
 
 
 async def count_text(context: ServerContext, name: str, text: str, add_special_tokens: bool) -> list[int]:
-    """The tokens of a text that is only counted: it may exceed the model's length, up to a limit of
+    """Returns the tokens of a text that is only counted: it may exceed the model's length, up to a limit of
     characters."""
     tokenizer = context.llm.get_tokenizer()
 
@@ -152,7 +152,7 @@ async def count_text(context: ServerContext, name: str, text: str, add_special_t
 async def encode_within_context(
     context: ServerContext, param: str, text: str, add_special_tokens: bool = False
 ) -> list[int]:
-    """ApiError if the model's length leaves no room for an answer."""
+    """Encodes a text. ApiError if the model's length leaves no room for an answer."""
     length = context.max_model_len
     too_long = partial(context_length_exceeded, param, max_model_len=length)
     return await encode_text(context, text, add_special_tokens, length - 1, too_long)
@@ -188,7 +188,7 @@ async def encode_chat(
     is_counted: bool = False,  # only: no limit on the prompt
     **options: Unpack[TemplateOptions],
 ) -> EncodedPrompt:
-    """A conversation as the chat template writes it, in token ids."""
+    """Returns a conversation as the chat template writes it, in token ids."""
     rendered = await render_chat(context, messages, param=param, size=size, **options)
     encode = count_text if is_counted else encode_within_context
     token_ids = await encode(context, param, rendered.text, add_special_tokens)
@@ -206,7 +206,8 @@ async def render_chat(
     earlier: Sequence[dict[str, Any]] = (),  # messages before those of the request
     **options: Unpack[TemplateOptions],
 ) -> RenderedChat:
-    """Rendered by the chat template: the request's, the server's or the model's own, in this order."""
+    """Returns the text of a conversation by a chat template: the request's, the server's or the model's own, in this
+    order."""
     try:
         return await render_messages(
             context,
@@ -231,7 +232,7 @@ async def render_messages(
     variables: dict[str, Any] | None = None,
     template: str | None = None,
 ) -> RenderedChat:
-    """The same for messages and tools as a template gets them. A RequestError names messages by their index."""
+    """Returns the text for messages and tools as a template gets them. A RequestError names messages by their index."""
     for name in variables or {}:
         if name in RESERVED_VARIABLES:
             problem = "can't be set here"
@@ -260,7 +261,7 @@ async def render_messages(
 
 
 def _of_the_request(error: RequestError, param: str, num_earlier: int) -> RequestError:
-    """The same error with the message's name and index in the request."""
+    """Returns the same error with the message's name and index in the request."""
     found = MESSAGES_FIELD.match(error.field)
     if found is None:
         return error

@@ -41,7 +41,7 @@ _lanes = WorkLanes("body", LONG_BODY)
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
-    """The body as `model`. ApiError for anything that is not exactly that."""
+    """Returns the body as `model`. ApiError for anything that is not exactly that."""
     _check_content_type(request.scope)
     context, exchange = context_of(request), exchange_of(request.scope)
     body, exchange.body = exchange.body, b""  # its contents are kept, and not the text as well
@@ -85,7 +85,7 @@ def _report_ignored(request: Request, filter: FieldFilter) -> None:
 
 
 def decode_json(body: bytes) -> Any:
-    """Strict JSON: no NaN, no duplicate keys, no lone surrogates, limited nesting."""
+    """Decodes strict JSON: no NaN, no duplicate keys, no lone surrogates, limited nesting."""
     if not body:
         raise _invalid_json("the body is empty")
     try:
@@ -115,7 +115,7 @@ def _check_content_type(scope: Scope) -> None:
 
 
 def explain_first(error: ValidationError) -> ApiError:
-    """The first error."""
+    """Returns the first of pydantic's errors."""
     return explain(error.errors(include_url=False, include_input=False)[0])
 
 
@@ -152,7 +152,7 @@ LIST = "[]"  # at the end of a name: it may come several times
 
 
 async def read_form(request: Request, model: type[Model]) -> Model:
-    """The body as `model`. Files are its fields of type bytes."""
+    """Returns a form as `model`. Files are its fields of type bytes."""
     _check_origin(request.scope, context_of(request).settings.cors_origins)
     boundary = _boundary(request.scope)
     exchange = exchange_of(request.scope)
@@ -285,7 +285,7 @@ OTHERWISE = "is not valid"
 
 
 def explain(problem: Mapping[str, Any]) -> ApiError:
-    """One of pydantic's errors, with its place."""
+    """Returns one of pydantic's errors, with its place."""
     path = _path(problem["loc"])
     context = problem.get("ctx", {})
     if isinstance(context.get("error"), ValueError):  # one of our own validators

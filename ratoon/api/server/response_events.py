@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def typed_event(kind: str, content: dict[str, Any]) -> bytes:
-    """A server-sent event that has its type twice, as the APIs of OpenAI and Anthropic have it."""
+    """Returns a server-sent event that has its type twice, as the APIs of OpenAI and Anthropic have it."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **content}))
 
 
@@ -87,7 +87,7 @@ class _OpenItem:
         self._writer.write("response.output_item.done", item=item, **self._place)
 
     def snapshot(self) -> None:
-        """Put what there is so far into the output."""
+        """Puts what there is so far into the output."""
         self._output[self._place["output_index"]] = self.item(self._text, "in_progress")
 
     # By kind
@@ -173,7 +173,7 @@ class OutputBuilder:
         return self._open is not None and self._open.kind == "reasoning"
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[Sequence[msgspec.Raw]] = ()) -> None:
-        """`logprobs`: of the tokens of each part, if they were asked for."""
+        """Takes parts. `logprobs`: of the tokens of each part, if they were asked for."""
         for part, entries in zip_longest(parts, logprobs, fillvalue=()):
             match part:
                 case ReasoningDelta(text):
@@ -192,7 +192,7 @@ class OutputBuilder:
         self.num_bytes += PIECE_BYTES + len(text) + sum(len(entry) + ENTRY_BYTES for entry in entries)
 
     def finish(self, status: str) -> None:
-        """An answer without any text is an empty message. `status` is that of the last item."""
+        """Ends the output. An answer without any text is an empty message. `status` is that of the last item."""
         if not self._output and status == "completed":
             self._text_item(_OpenMessage)
         self._close(status)

@@ -39,8 +39,8 @@ def new_id(prefix: str) -> str:
 
 
 def read_input(given: str | Sequence[Item] | None, find: FindItems, max_referred: int) -> list[Item]:
-    """The items of a request. `find` finds those of earlier responses by id, which it may refer to, `max_referred`
-    bytes of them. ApiError names the first that is wrong."""
+    """Returns the items of a request. `find` finds those of earlier responses by id, which it may refer to,
+    `max_referred` bytes of them. ApiError names the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -167,7 +167,7 @@ def output_text(text: str, logprobs: Sequence[msgspec.Raw] = ()) -> dict[str, An
 
 
 def message(text: str | None, status: str = "completed", *, item_id: str, logprobs: Sequence[msgspec.Raw] = ()) -> Item:
-    """Of the assistant. None: its text has not begun."""
+    """Returns the assistant's message. None: its text has not begun."""
     content = [] if text is None else [output_text(text, logprobs)]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
@@ -192,7 +192,8 @@ def function_call(call_id: str, name: str, arguments: str, status: str = "comple
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """As chat templates expect them. A call that was cut off within its arguments is left out: chat refuses it."""
+    """Returns items as messages that chat templates expect. A call that was cut off within its arguments is left out:
+    chat refuses it."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the functions, by call id
     for item in items:
@@ -214,8 +215,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], field: str | None = None) -> dict[str, Any]:
-    """The assistant's message that the next item belongs to: the last one, unless it has come further already. The
-    order within a message is reasoning, content, calls."""
+    """Returns the assistant's message that the next item belongs to: the last one, unless it has come further already.
+    The order within a message is reasoning, content, calls."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is not None and field is not None:
         is_later = "tool_calls" in last or bool(last["content"]) or (field in last and field != "content")

@@ -44,7 +44,7 @@ class MessageLogprobs:
         ]
 
     def claim(self, parts: Sequence[Part]) -> list[list[msgspec.Raw]]:
-        """Those of each part; empty for parts that are no content."""
+        """Returns the entries of each part; empty for parts that are no content."""
         claimed: list[list[msgspec.Raw]] = []
         for index, part in enumerate(parts):
             if not isinstance(part, ContentDelta):
@@ -66,7 +66,7 @@ class MessageLogprobs:
 
 
 def _num_covering(entries: Sequence[Entry], text: str) -> int:
-    """How many of them it takes to write so much text."""
+    """Returns how many entries it takes to write so much text."""
     num_bytes, count = len(text.encode()), 0
     for entry in entries:
         if num_bytes <= 0:

@@ -38,14 +38,14 @@ class PlacedPrompt:
     notes: tuple[str, ...]
 
     def transcript(self, is_continuation: bool, num_prompt_tokens: int) -> Transcript:
-        """Of the prompt as it was computed."""
+        """Returns the transcript of the prompt as it was computed."""
         inherited = self.inherited if is_continuation else ()
         num_chars = sum(segment.num_chars for segment in inherited)
         num_tokens = sum(segment.num_tokens for segment in inherited)
         return (*inherited, Segment.of(self.text[num_chars:], num_prompt_tokens - num_tokens))
 
     async def whole(self, context: ServerContext) -> EncodedPrompt:
-        """The prompt without its parent."""
+        """Returns the prompt without its parent."""
         return EncodedPrompt(self.text, await _encode(context, self.text))
 
 
@@ -57,8 +57,8 @@ async def place_prompt(
     parent: StoredResponse | None,
     size: int,
 ) -> PlacedPrompt:
-    """`items` are the new ones, and `size` is roughly that of the request in characters. ApiError if the conversation
-    is too long, and may not be truncated or is too long nevertheless."""
+    """Finds where a prompt begins. `items` are the new ones, and `size` is roughly that of the request in characters.
+    ApiError if the conversation is too long, and may not be truncated or is too long nevertheless."""
     whole = items
     if parent is not None:
         size += parent.turn.num_bytes
@@ -82,13 +82,13 @@ async def place_prompt(
 
 
 def _room(context: ServerContext, asked: ResponsesRequest) -> int:
-    """Tokens of a truncated conversation: the rest is left for the answer."""
+    """Returns the tokens of a truncated conversation: the rest is left for the answer."""
     length = context.max_model_len
     return length - min(asked.max_output_tokens or length // 4, length // 2)
 
 
 async def _truncate(context: ServerContext, asked: ResponsesRequest, items: Sequence[Item], place: Any) -> PlacedPrompt:
-    """The longest conversation that fits, from one of the user's messages on, with all system messages."""
+    """Returns the longest conversation that fits, from one of the user's messages on, with all system messages."""
     starts = [index for index, item in enumerate(items) if item.get("role") == "user"][1:]
     room = _room(context, asked)
 
@@ -133,7 +133,7 @@ async def _render(
 
 
 def _with_instructions(messages: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """One system message: many templates take no second one."""
+    """Puts the instructions into one system message: many templates take no second one."""
     if instructions is None:
         return messages
     text, rest = instructions, messages
@@ -165,7 +165,7 @@ async def _place(context: ServerContext, rendered: RenderedChat, parent: StoredR
 
 
 async def _transcript(context: ServerContext, parent: StoredResponse, root: Root) -> Transcript:
-    """Empty if it does not fit the root: then tokens alone are compared."""
+    """Returns the transcript; empty if it does not fit the root: then tokens alone are compared."""
     if not parent.transcript:
         tokenizer, token_ids = context.llm.get_tokenizer(), root.choices[0]
         answer = await off_loop(len(token_ids), lambda: answer_segments(tokenizer, token_ids))
@@ -181,7 +181,7 @@ async def _afresh(context: ServerContext, rendered: RenderedChat) -> PlacedPromp
 
 
 async def _encode(context: ServerContext, text: str, num_before: int = 0) -> list[int]:
-    """Tokens after `num_before` others."""
+    """Encodes tokens after `num_before` others."""
     length = context.max_model_len
 
     def too_long(num_tokens: str) -> ApiError:

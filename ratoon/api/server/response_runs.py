@@ -70,7 +70,7 @@ logger = get_logger(__name__)
 
 
 def response_not_found(response_id: str, param: str) -> ApiError:
-    """The same for an unknown id, an evicted one, and one of another key."""
+    """Returns the same error for an unknown id, an evicted one, and one of another key."""
     shown = response_id if len(response_id) <= 200 else response_id[:200] + "…"
     message = (
         f"{param}: there is no response {shown!r}: it was never stored or was deleted, the server was restarted or has "
@@ -87,7 +87,7 @@ def named_as_in_body(error: RequestError) -> RequestError:
 
 
 async def find_previous(context: ServerContext, response_id: str, owner: str | None) -> StoredResponse:
-    """The response to continue, at its end. ApiError if there is none, or if it has none."""
+    """Returns the response to continue, at its end. ApiError if there is none, or if it has none."""
     found = context.responses.find(response_id, owner)
     if found is None:
         raise response_not_found(response_id, "previous_response_id")
@@ -98,7 +98,7 @@ async def find_previous(context: ServerContext, response_id: str, owner: str | N
 
 
 async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Exchange, place: Place) -> ResponseRun:
-    """The request, checked, with its prompt. ApiError or RequestError if it is invalid."""
+    """Returns the request, checked, with its prompt. ApiError or RequestError if it is invalid."""
     check_support(asked)
     context.check_model(asked.model)
     context.llm.verify_generates()
@@ -144,7 +144,7 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
 
 
 def check_support(asked: ResponsesRequest) -> None:
-    """Refuse fields that contradict each other, or are not supported."""
+    """Refuses fields that contradict each other, or are not supported."""
     if asked.background and not asked.is_stored:
         raise refused("background", "needs a stored response", "leave store out, or set it to true")
     for index, name in enumerate(asked.include or ()):
@@ -184,7 +184,7 @@ def _options(context: ServerContext, asked: ResponsesRequest, exchange: Exchange
 
 
 def _head(asked: ResponsesRequest, params: SamplingParams) -> bytes:
-    """Fields of the answer that repeat the request's."""
+    """Returns fields of the answer that repeat the request's."""
     reasoning, text = asked.reasoning, asked.text
     text_format = None if text is None or text.format is None else text.format
     fields = {
@@ -262,7 +262,7 @@ class ResponseRun:
                 self._cancel()
 
     def start(self) -> None:
-        """Generate it in the background."""
+        """Starts to generate the response in the background."""
         if self.is_streamed:
             self.response.log = EventLog()
             self._write_state("created")
@@ -293,7 +293,7 @@ class ResponseRun:
         forget_roots(self._context, self._context.responses.settle(self.response))
 
     def take(self, output: RequestOutput) -> list[bytes]:
-        """The events of an output of the engine."""
+        """Returns the events of an output of the engine."""
         if not self.has_begun:
             self._begin(output)
         self._counter.add(0, output)
@@ -316,7 +316,7 @@ class ResponseRun:
         return self._logprobs is not None and answer_size([output]) >= LONG_TEXT
 
     def _read_logprobs(self, output: RequestOutput) -> None:
-        """Once for each output: they are gone from it then."""
+        """Reads log-probabilities, once for each output: they are gone from it then."""
         (choice,) = output.outputs
         if self._logprobs is not None:
             self._logprobs.add(choice)
@@ -403,7 +403,7 @@ _forgetting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no r
 
 
 def forget_roots(context: ServerContext, responses: Iterable[StoredResponse]) -> None:
-    """Free the memory of responses that can't be continued any more."""
+    """Frees the memory of responses that can't be continued any more."""
 
     async def forget(response: StoredResponse) -> None:
         with suppress(UnknownParentError, EngineError):  # a failed or cancelled one has no root

@@ -52,19 +52,19 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        """Of all turns up to this one."""
+        """The bytes of all turns up to this one."""
         return sum(turn.own_bytes for turn in turns_up_to(self))
 
 
 def turns_up_to(turn: Turn | None) -> Iterator[Turn]:
-    """The newest first."""
+    """Yields the turns, the newest first."""
     while turn is not None:
         yield turn
         turn = turn.before
 
 
 def items_of(turn: Turn | None) -> list[Item]:
-    """Of the whole conversation. Takes time as it is long: not for the event loop."""
+    """Returns the items of the whole conversation. It takes time as it is long: not for the event loop."""
     turns = list(turns_up_to(turn))
     return [item for turn in reversed(turns) for stored in (turn.input, turn.output) for item in stored]
 
@@ -99,7 +99,7 @@ class EventLog:
         self._num_dropped += count
 
     def check(self, start: int) -> None:
-        """ApiError if events from this number on were dropped."""
+        """Raises ApiError if events from this number on were dropped."""
         if start < self._num_dropped:
             message = (
                 f"The server has dropped the first {self._num_dropped} events of this response, for lack of memory "
@@ -108,7 +108,8 @@ class EventLog:
             raise ApiError(410, message, param="starting_after", code="events_dropped")
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
-        """From the event with this number on, to the last one. ApiError if the reader is too slow to get them all."""
+        """Yields events from the one with this number on, to the last one. ApiError if the reader is too slow to get
+        them all."""
         while True:
             self.check(start)
             first = start - self._num_dropped
@@ -161,13 +162,13 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds beside its turn."""
+        """The bytes that a response holds beside its turn."""
         num_segments = len(self.prompt) + len(self.transcript)
         log = 0 if self.log is None else self.log.num_bytes
         return RESPONSE_BYTES + len(self.head) + num_segments * SEGMENT_BYTES + log + self.num_output_bytes
 
     def close_output(self) -> None:
-        """The output is complete."""
+        """Notes that the output is complete."""
         self.turn.output = store_items(self.output)
         self.output, self.num_output_bytes = [], 0
 
@@ -192,7 +193,7 @@ class StoredResponse:
 
 
 def encode_head(fields: dict[str, Any]) -> bytes:
-    """The head of a response with these fields."""
+    """Encodes the head of a response with these fields."""
     return _encode(fields)[1:-1]
 
 
@@ -212,14 +213,14 @@ class ResponseStore:
         return self._num_bytes
 
     def add(self, response: StoredResponse) -> list[StoredResponse]:
-        """Returns those that were evicted for it."""
+        """Adds a response. Returns those that were evicted for it."""
         self._by_owner.setdefault(response.owner, OrderedDict())[response.id] = response
         self._sizes[response.id] = 0
         self._hold(response.turn)
         return self.settle(response)
 
     def settle(self, response: StoredResponse) -> list[StoredResponse]:
-        """The response has grown, or ended. Returns those that were evicted, perhaps itself."""
+        """Notes that a response has grown, or ended. Returns those that were evicted, perhaps itself."""
         if response.id not in self._sizes:
             return []  # deleted
         self._count(response)
@@ -257,7 +258,7 @@ class ResponseStore:
             one.num_counted_bytes = 0
 
     def _shorten_logs(self) -> None:
-        """All that is left is being generated: the largest logs lose their older halves."""
+        """Shortens logs where all that is left is being generated: the largest logs lose their older halves."""
         logged = [one for own in self._by_owner.values() for one in own.values() if one.log is not None]
         for response in sorted(logged, key=_log_bytes, reverse=True):
             if self._num_bytes <= self._max_bytes or _log_bytes(response) <= LEAST_LOG_BYTES:
@@ -267,7 +268,7 @@ class ResponseStore:
             self._count(response)
 
     def find(self, response_id: str, owner: str | None) -> StoredResponse | None:
-        """None for an unknown id and for one of another owner."""
+        """Returns a response; None for an unknown id and for one of another owner."""
         own = self._by_owner.get(owner)
         found = None if own is None else own.get(response_id)
         if found is not None and own is not None:
@@ -275,8 +276,8 @@ class ResponseStore:
         return found
 
     def finder(self, owner: str | None) -> Callable[[Iterable[str]], dict[str, FoundItem]]:
-        """A function that finds items of this owner's stored responses by id, for another thread. Of several with the
-        same id, that of the response that was used last."""
+        """Returns a function that finds items of this owner's stored responses by id, for another thread. Of several
+        with the same id, that of the response that was used last."""
         turns = [response.turn for response in reversed(self._by_owner.get(owner, {}).values())]
         stored = [items for turn in turns for items in (turn.input, turn.output)]
         return lambda ids: find_items(ids, stored)
@@ -290,7 +291,7 @@ class ResponseStore:
         self._let_go(response.turn)
 
     def _next_victim(self, newest: StoredResponse) -> StoredResponse | None:
-        """The newest one itself only if there is no other."""
+        """Returns the response to evict: the newest one only if there is no other."""
         by_size = sorted(self._by_owner.values(), key=len, reverse=True)
         return next((one for own in by_size for one in self._evictable(own) if one is not newest), None) or (
             None if newest.is_running else newest

@@ -41,7 +41,8 @@ _lanes = WorkLanes("answer", LONG_TEXT)
 
 
 async def large_response(request: Request, size: int, build: Callable[[], Any]) -> Response:
-    """Content that is perhaps large. `size` is that of the text which would take as long to encode, or to tokenise."""
+    """Answers with content that is perhaps large. `size` is that of the text which would take as long to encode, or to
+    tokenise."""
     return json_response(request, await _lanes.run(size, lambda: encoded(build())))
 
 
@@ -74,7 +75,7 @@ class SlicedResponse(Response):
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """In the form of the protocol that the path belongs to."""
+    """Returns an error in the form of the protocol that the path belongs to."""
     exchange = exchange_of(scope)
     headers = {**error.headers, **exchange.headers()}
     content = error.encode()
@@ -98,13 +99,13 @@ MESSAGES_ERRORS = {
 
 
 def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
-    """As Anthropic's clients expect it."""
+    """Returns an error as Anthropic's clients expect it."""
     detail = {"type": MESSAGES_ERRORS.get(error.status, "invalid_request_error"), "message": error.message}
     return {"type": "error", "error": detail, "request_id": request_id}
 
 
 async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
-    """An error from a layer below the routes."""
+    """Sends an error from a layer below the routes."""
     response = error_response(scope, error)
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
@@ -124,7 +125,7 @@ class Base64:
         self._data = data
 
     def __len__(self) -> int:
-        """Of the text."""
+        """Returns the length of the text."""
         return (self._data.nbytes + 2) // 3 * 4
 
     def slices(self) -> Iterator[bytes]:
@@ -135,7 +136,7 @@ Part: TypeAlias = bytes | Base64
 
 
 def encode_parts(content: Any) -> list[Part]:
-    """`content` as JSON, split at its Base64 parts."""
+    """Returns `content` as JSON, split at its Base64 parts."""
     found: list[Base64] = []
     mark = secrets.token_hex(16)  # random: no text of a client or a model contains it
 
@@ -157,7 +158,7 @@ def total_size(parts: Iterable[Part]) -> int:
 
 
 def slices(parts: Iterable[Part]) -> Iterator[bytes]:
-    """The pieces to send: short parts joined, long ones split."""
+    """Yields the pieces to send: short parts joined, long ones split."""
     gathered: list[bytes] = []
     size = 0
     for part in parts:
@@ -205,7 +206,7 @@ class EventTemplate:
 
 
 def event_parts(content: Any) -> list[Part]:
-    """The same for content with Base64 in it."""
+    """Returns the parts of an event for content with Base64 in it."""
     return [b"data: ", *encode_parts(content), b"\n\n"]
 
 

@@ -53,7 +53,7 @@ def run_server(
     on_ready: Callable[[], None],
     on_drain: Callable[[int], None] = lambda num_prompts: None,
 ) -> int:
-    """Serve until the end, on a new event loop; returns the exit code. Errors at the engine's start are raised.
+    """Serves until the end, on a new event loop; returns the exit code. Errors at the engine's start are raised.
     `on_drain` is called with the number of unfinished prompts when shutdown begins."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(ServerRunner(llm, settings, bound, on_drain).run(on_ready))
@@ -68,8 +68,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHosts | None:
-    """The accepted Host names; None for any: with API keys, for a Unix socket (browsers can't reach it), and for
-    an address that other machines reach under names unknown here."""
+    """Returns the accepted Host names; None for any: with API keys, for a Unix socket (browsers can't reach it), and
+    for an address that other machines reach under names unknown here."""
     if bound.family == socket.AF_UNIX:
         return None
     if settings.allowed_hosts or (is_local(bound) and not settings.api_keys):
@@ -161,7 +161,7 @@ class ServerRunner:
 
     @staticmethod
     async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-        """Run the work, or cancel it if the event comes first. Returns whether it was done."""
+        """Runs the work, or cancels it if the event comes first. Returns whether it was done."""
         working = asyncio.create_task(work)
         waiting = asyncio.create_task(event.wait())
         try:

@@ -25,7 +25,7 @@ _waiting: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def return_memory_soon(loop: asyncio.AbstractEventLoop) -> None:
-    """To be called on the event loop; runs in a thread."""
+    """Has freed memory returned to the system; to be called on the event loop; runs in a thread."""
     if loop in _waiting:
         return
 
@@ -75,7 +75,7 @@ lanes = WorkLanes("work", LONG_TEXT)  # of all requests: tokenising, rendering, 
 
 
 async def off_loop(size: float, work: Callable[[], T]) -> T:
-    """Run short work directly, else in a thread. `size` is that of the text which takes as long to tokenise."""
+    """Runs short work directly, else in a thread. `size` is that of the text which takes as long to tokenise."""
     return await lanes.run(size, work)
 
 

@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
 
 def shared_segments(transcript: Transcript, prompt: str) -> Shared:
-    """The segments at the beginning that are also the beginning of the prompt."""
+    """Returns the segments at the beginning that are also the beginning of the prompt."""
     num_chars = num_tokens = count = 0
     for segment in transcript:
         if _digest(prompt[num_chars : num_chars + segment.num_chars]) != segment.digest:
@@ -59,7 +59,7 @@ STRETCH = 1024
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the common beginning of two token sequences."""
+    """Returns the length of the common beginning of two token sequences."""
     limit = min(len(left), len(right))
     start = 0
     while start < limit and left[start : start + STRETCH] == right[start : start + STRETCH]:

@@ -25,7 +25,7 @@ class TypedRun(Protocol):
     has_begun: bool  # its first output has come
 
     def take(self, output: RequestOutput) -> list[bytes]:
-        """The events of an output of the engine."""
+        """Returns the events of an output of the engine."""
         ...
 
     def takes_long(self, output: RequestOutput) -> bool:
@@ -33,12 +33,12 @@ class TypedRun(Protocol):
         ...
 
     def generate(self) -> AsyncGenerator[list[bytes], None]:
-        """The events of all outputs, those of one output together."""
+        """Yields the events of all outputs, those of one output together."""
         ...
 
 
 async def run_to_end(run: TypedRun) -> None:
-    """For an answer in one piece, which the run has then."""
+    """Runs to the end, for an answer in one piece, which the run has then."""
     async with aclosing(run.generate()) as chunks:
         async for _ in chunks:
             pass
@@ -61,7 +61,7 @@ async def _joined(run: TypedRun) -> AsyncGenerator[bytes, None]:
 
 
 def _write(writer: BodyWriter, run: TypedRun, output: RequestOutput) -> bool:
-    """As in generated_answers.py: without waking the stream's task. False: its task must do it."""
+    """Writes events, as in generated_answers.py, without waking the stream's task. False: its task must do it."""
     if not run.has_begun or not writer.is_ready or run.takes_long(output):
         return False
     if events := run.take(output):

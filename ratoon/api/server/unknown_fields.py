@@ -40,7 +40,7 @@ class FieldFilter:
         self.ignored: dict[str, None] = {}  # paths, each once
 
     def fields_of(self, body: Mapping[str, Any], model: type[RequestModel]) -> dict[str, Any]:
-        """ApiError for a field that is refused."""
+        """Returns the known fields. ApiError for a field that is refused."""
         known = self._known(body, model, "")
         for name, value in self._defaults.items():
             if name in model.body_fields() and known.get(name) is None:
@@ -61,7 +61,7 @@ class FieldFilter:
         return known
 
     def _inside(self, value: Any, model: type[RequestModel], path: str) -> Any:
-        """The value of a field that is a model, or a list of models. Wrong types are left to the model."""
+        """Returns the value of a field that is a model, or a list of models. Wrong types are left to the model."""
         if isinstance(value, dict):
             return self._known(value, model, f"{path}.")
         if isinstance(value, list):
@@ -101,7 +101,7 @@ class IgnoredFieldsLog:
 
 
 def header_value(names: Sequence[str]) -> str:
-    """Names as text of a header. Other characters than those of usual names are written as in a URL."""
+    """Returns names as text of a header. Other characters than those of usual names are written as in a URL."""
     return ", ".join(quote(name, safe="._-[]$@:/") for name in names)
 
 

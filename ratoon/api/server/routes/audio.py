@@ -199,7 +199,7 @@ async def _events(
     options: TranscriptionOptions,
     tenant: str | None,
 ) -> AsyncGenerator[bytes, None]:
-    """A delta for each segment. A window's are sent when its text is final."""
+    """Yields a delta for each segment. A window's are sent when its text is final."""
     transcription: Transcription | None = None
     with context.admit(1, tenant):
         async with aclosing(transcriber.follow(audio, options)) as news:

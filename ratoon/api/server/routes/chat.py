@@ -61,7 +61,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def plan_answers(context: ServerContext, asked: ChatCompletionRequest) -> AnswerPlan:
-    """ApiError or RequestError if the request is invalid."""
+    """Plans how answers are read. ApiError or RequestError if the request is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     check_support(context, asked)
@@ -73,7 +73,7 @@ def plan_answers(context: ServerContext, asked: ChatCompletionRequest) -> Answer
 async def make_batch(
     context: ServerContext, asked: ChatCompletionRequest, exchange: Exchange, plan: AnswerPlan
 ) -> Batch:
-    """The engine's part of the request. ApiError or RequestError if it is invalid."""
+    """Returns the engine's part of the request. ApiError or RequestError if it is invalid."""
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     params = asked.generation_params(
         context.llm.get_default_sampling_params(),
@@ -115,7 +115,7 @@ async def encode_conversation(
     param: str,
     messages: list[Message],
 ) -> EncodedPrompt:
-    """`param` is the field of the body with the messages."""
+    """Encodes the conversation. `param` is the field of the body with the messages."""
     return await encode_chat(
         context,
         messages,
@@ -127,7 +127,7 @@ async def encode_conversation(
 
 
 def check_support(context: ServerContext, asked: ChatCompletionRequest) -> None:
-    """Refuse fields of the protocol that this server does not support, each by its name."""
+    """Refuses fields of the protocol that this server does not support, each by its name."""
     asked.check_companions()
     if asked.modalities not in (None, ["text"]):
         raise refused("modalities", "only text is generated", '["text"], or leave it out', code="unsupported_parameter")
@@ -175,7 +175,8 @@ class ChatRenderer(Renderer):
                 yield {"choices": [self._choice(choice, "delta", {"content": choice.text})]}
 
     def _parts_chunks(self, choice: CompletionOutput) -> Iterator[dict[str, Any]]:
-        """A chunk for each part. The first one has what is said of the tokens; the end has a chunk of its own."""
+        """Yields a chunk for each part. The first one has what is said of the tokens; the end has a chunk of its
+        own."""
         reader = self._readers[choice.index]
         deltas = [delta_of(part) for part in reader.read(choice) if self._is_wanted(part)]
         if choice.finished or (not deltas and (self.return_token_ids or choice.logprobs is not None)):
@@ -215,7 +216,7 @@ class ChatRenderer(Renderer):
     def _choice(
         self, choice: CompletionOutput, name: str, words: Mapping[str, Any], finish_reason: str | None = None
     ) -> dict[str, Any]:
-        """`words` is a message or a delta; `name` says which."""
+        """Returns a choice. `words` is a message or a delta; `name` says which."""
         body: dict[str, Any] = {
             "index": choice.index,
             name: words,

@@ -47,7 +47,7 @@ async def create_completion(request: Request) -> Response:
 
 
 async def make_batch(context: ServerContext, asked: CompletionRequest, exchange: Exchange) -> Batch:
-    """The engine's part of the request. ApiError or RequestError if it is invalid."""
+    """Returns the engine's part of the request. ApiError or RequestError if it is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     asked.check_companions()
@@ -109,7 +109,7 @@ def has_text(asked: CompletionRequest) -> bool:
 
 
 async def encode_fallback(context: ServerContext, asked: CompletionRequest) -> EncodedPrompt:
-    """The prompt of a continuation whose parent is unknown."""
+    """Returns the prompt of a continuation whose parent is unknown."""
     param, given = find_prompts(context, asked)
     if len(given) != 1:
         raise refused(param, f"has {len(given)} prompts, and a continuation has one", "one prompt")
@@ -118,7 +118,7 @@ async def encode_fallback(context: ServerContext, asked: CompletionRequest) -> E
 
 
 def find_prompts(context: ServerContext, asked: CompletionRequest) -> tuple[str, list[str | list[int]]]:
-    """The field of the body, and its prompts."""
+    """Returns the field of the body, and its prompts."""
     if asked.encoder_prompt is None:
         return "prompt", asked.prompt or []
     if asked.prompt is not None:

@@ -100,7 +100,7 @@ async def create_embeddings(request: Request) -> Response:
 async def embed_all(
     context: ServerContext, asked: EmbeddingRequest, answer_id: str, exchange: Exchange
 ) -> list[EmbeddingOutput]:
-    """A vector for each input, in order."""
+    """Returns a vector for each input, in order."""
     params = PoolingParams(pooling=asked.pooling, normalize=asked.normalize is not False, dimensions=asked.dimensions)
     params.verify()
     prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
@@ -124,7 +124,7 @@ async def embed(
     exchange: Exchange,
     param: str = "input",
 ) -> EmbeddingOutput:
-    """`param` is the field of the body with the prompt, for errors."""
+    """Returns the vector of a prompt. `param` is the field of the body with the prompt, for errors."""
     try:
         return await context.llm.embed(
             prompt.as_prompt(),

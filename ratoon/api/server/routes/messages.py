@@ -111,7 +111,7 @@ def make_plan(context: ServerContext, asked: CountedMessages) -> AnswerPlan:
 
 
 def _begun_answer(asked: CountedMessages) -> str | None:
-    """The text of the last message, if that is the beginning of the answer."""
+    """Returns the text of the last message, if that is the beginning of the answer."""
     last = asked.messages[-1]
     if last.role != "assistant":
         return None
@@ -142,7 +142,7 @@ async def render(context: ServerContext, asked: CountedMessages, plan: AnswerPla
 
 
 async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exchange) -> MessageRun:
-    """ApiError or RequestError if the request is invalid."""
+    """Returns the request as a run. ApiError or RequestError if the request is invalid."""
     context.check_model(asked.model)
     context.llm.verify_generates()
     plan = make_plan(context, asked)
@@ -246,7 +246,7 @@ class MessageRun:
 
     @property
     def answer_size(self) -> int:
-        """Roughly that of the answer, in characters."""
+        """Returns roughly the size of the answer, in characters."""
         return CHARS_OF_TOKEN * self._counter.num_completion_tokens
 
     def answer(self, num_output_tokens: int | None = None) -> dict[str, Any]:

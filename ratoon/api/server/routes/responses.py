@@ -131,7 +131,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def _cancel(response: StoredResponse) -> None:
-    """Without effect on one that has ended. One that a client waits for ends with its connection."""
+    """Cancels a response, without effect on one that has ended. One that a client waits for ends with its
+    connection."""
     if response.work is not None:
         response.work.cancel()
         await response.ended.wait()

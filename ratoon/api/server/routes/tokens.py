@@ -85,7 +85,7 @@ def name_tokens(context: ServerContext, token_ids: list[int]) -> list[str]:
 
 
 async def encode(context: ServerContext, asked: TokenizeRequest, body_size: int) -> list[int]:
-    """The tokens of a request's prompt; they may exceed the model's length."""
+    """Returns the tokens of a request's prompt; they may exceed the model's length."""
     if (asked.prompt is None) == (asked.messages is None):
         raise refused("prompt", "one of prompt and messages is needed", "either of them, not both")
     if asked.messages is not None:
