@@ -1,7 +1,8 @@
 """Why a JSON schema can't be used: the keyword, and the path to it.
 
 Values of a wrong type, and what is not enforced, are found by a walk over the schema. What a grammar library refuses,
-without a path, is found by trying parts of the schema by themselves. The library is passed as a function.
+without a path, is found by trying parts of the schema by themselves. The library is passed as a function. What this
+buys is no time but the message: the library's own names neither the keyword nor the place.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_STEPS = 128  # of a path
 MAX_TRIALS = 400  # parts that are tried by themselves: about 0.2 ms each
 MAX_SHOWN = 80  # characters of a value in a message
 
-# SharedPrefills of the library's messages.
+# Beginnings of the library's messages.
 UNSATISFIABLE = "Unsatisfiable schema"
 UNRESOLVED = ("Pointer ", "Resource ", "Anchor ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
