@@ -91,7 +91,7 @@ def state_calls(llm: Any, known: Known) -> Calls:
         llm.reset_prefix_cache()
         with ExitStack() as stack:
             planning = stack.enter_context(timed(core.scheduler, "schedule"))
-            forward = stack.enter_context(timed(runner, "_run_decoder"))
+            forward = stack.enter_context(timed(runner, "execute_model"))
             reading = stack.enter_context(timed(model_runner, "captured_rows"))
             arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
         return {

@@ -1,4 +1,4 @@
-"""PrefixReads: the extraction that a choice turns into when its text has ended and `return_hidden_states` asked for it.
+"""The extraction that a choice turns into when its text has ended and `return_hidden_states` asked for it.
 
 The scheduler opens it, and the client's ledger records it, both by `reading_of`; the front end expects its outputs
 under its id. Pure; an error names the field and the numbers.
