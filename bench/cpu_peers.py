@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -474,9 +474,9 @@ class CpuPeers(Program):
     def title(self) -> str:
         return self.models.name
 
-    def report(self) -> Iterator[str]:
-        if len(self.args.threads) > 1:
-            yield f"## Ratoon by threads\n\n{format_scaling(self.figures()['runs'])}"
+    def print_report(self) -> None:
+        if len(self.args.threads) > 1:  # the parts were printed as they came
+            print(f"## Ratoon by threads\n\n{format_scaling(self.figures()['runs'])}")
 
     def panels(self) -> list[Panel]:
         """Returns a chart for each table: how many times faster than each peer Ratoon is; a line is at one."""

@@ -184,7 +184,7 @@ class Program:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        self._print_report()
+        self.print_report()
         if self.args.json:
             self.save()
         if self.plots and self.args.plot:
@@ -205,7 +205,8 @@ class Program:
     def _foreign_shares(self) -> list[float]:
         return [share for _, engine in self.engines for share in getattr(engine, "foreign_shares", ())]
 
-    def _print_report(self) -> None:
+    def print_report(self) -> None:
+        """Prints the machine, the engines, the report and warnings."""
         machine = describe_machine()
         print("; ".join(filter(None, (self.title(), f"{machine['cpu']}, {machine['cores']} cores"))))
         for name, engine in self.engines:
@@ -412,7 +413,11 @@ def times_panel(title: str, labels: dict[str, str], result: dict[str, Any], log:
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draws the panels beside each other. Needs matplotlib."""
+    """Draws the panels that have something to show beside each other. Needs matplotlib."""
+    panels = [panel for panel in panels if any(panel.bars.values())]
+    if not panels:
+        print("no picture: nothing was compared", file=sys.stderr)
+        return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
