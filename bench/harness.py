@@ -442,6 +442,6 @@ def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
         axes.margins(y=0.2)
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
-        if len(series) > 1:
+        if any(series):
             axes.legend(fontsize=8)
     figure.savefig(path)
