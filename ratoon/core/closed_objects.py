@@ -16,7 +16,7 @@ from urllib.parse import unquote
 BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = (
-    "items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames",
+    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas for the same value, as the target of a $ref is
@@ -24,6 +24,7 @@ SAYS_OTHERWISE = ("additionalProperties", "patternProperties", "unevaluatedPrope
 MAX_STEPS = 200_000  # of the search for schemas of the same value: a tenth of a second
 
 Schema = dict[str, Any]
+Path = tuple[str | int, ...]  # from the root of a document to a part of it
 
 
 def close_objects(schema: Any) -> Any:
@@ -149,19 +150,26 @@ def iterate_schemas(root: Any) -> Iterator[Schema]:
 
 def _target(root: Any, schema: Schema) -> Schema | None:
     """Returns the schema that `$ref` names within the document. None: there is no `$ref`, or it is not found."""
-    reference = schema.get("$ref")
+    found = resolve_reference(root, schema.get("$ref"))
+    return found[1] if found is not None and isinstance(found[1], dict) else None
+
+
+def resolve_reference(root: Any, reference: Any) -> tuple[Path, Any] | None:
+    """Returns where in a document a reference such as `#/$defs/name` leads, and what is there. None: it is no reference
+    within the document, or leads to nothing."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    part: Any = root
+    path: list[str | int] = []
+    part = root
     for word in unquote(reference[1:]).split("/")[1:]:
-        word = word.replace("~1", "/").replace("~0", "~")
+        step: str | int = word.replace("~1", "/").replace("~0", "~")
         if isinstance(part, list) and word.isdecimal() and int(word) < len(part):
-            part = part[int(word)]
-        elif isinstance(part, dict) and word in part:
-            part = part[word]
-        else:
+            step = int(word)
+        elif not (isinstance(part, dict) and step in part):
             return None
-    return part if isinstance(part, dict) else None
+        path.append(step)
+        part = part[step]
+    return tuple(path), part
 
 
 def _describes(schema: Schema) -> bool:

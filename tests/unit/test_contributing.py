@@ -133,6 +133,14 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
             assert name in known, name
 
 
+def test_files_that_comments_and_docstrings_name_exist() -> None:
+    known = {path.name for room in ("ratoon", "bench", "tests", "docs") for path in (ROOT / room).rglob("*.py")}
+    known |= {path.name for path in ROOT.glob("*.py")}
+    for path in [*(ROOT / "ratoon").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
+        named = set(re.findall(r"(?<![\w*{])([a-z_0-9]+\.py)\b", path.read_text()))
+        assert named <= known, f"{path.relative_to(ROOT)} names {sorted(named - known)}"
+
+
 def test_a_model(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = load("A model")
     monkeypatch.setattr(model_registry, "MODEL_CLASSES", modules["registry"].MODEL_CLASSES)

@@ -1,4 +1,4 @@
-"""The process in which grammars of requests are checked: structured_validator.py, and trial.py with the vocabulary.
+"""The process in which grammars of requests are checked: validator.py, and trial.py with the vocabulary.
 
 It loads the grammar library and the vocabulary once, and forks: a fork has limits on processor time and memory, and
 checks grammars of one owner, one after the other. It is ended when its owner has had none for a while, when another

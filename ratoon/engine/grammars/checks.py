@@ -1,4 +1,4 @@
-"""Checks what the texts of requests must match before they are queued, in another process (grammar_process.py).
+"""Checks what the texts of requests must match before they are queued, in another process (check_process.py).
 
 The process is started with the first grammar, or ahead (`start`), and again if it ends. Findings are kept by content. A
 request that was checked gets what the engine needs to compile it without another check (`complete`).

@@ -13,16 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratoon.core.closed_objects import BY_NAME as MAPS
+from ratoon.core.closed_objects import SINGLE, Path, resolve_reference
+
 ProblemOf = Callable[[str], str | None]  # what a library says about the JSON text of a schema; None: it is usable
-Path = tuple[str | int, ...]
 
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
-MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # names to schemas
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")  # at least one schema
-SINGLE = (
-    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
 PARTS = (*MAPS, *LISTS, *SINGLE)  # keywords with schemas
 SIZES = (
     "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength", "minProperties",
@@ -80,7 +77,7 @@ def find_unenforced(schema: Any) -> SchemaProblem | None:
         if least > max(1, len(set(required))):  # in JSON a name may come twice
             return SchemaProblem(_pointer(path), "minProperties", "is not supported above 1 and the required names")
         reference = part.get("$ref")
-        if isinstance(reference, str) and (target := _resolve(schema, reference)) is not None:
+        if (target := resolve_reference(schema, reference)) is not None:
             references[reference] = target
     return _find_endless(schema, references)
 
@@ -167,11 +164,9 @@ class _Search:
         return named[0] if named else None
 
     def _parts_of(self, path: Path, part: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-        reference = part.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            target = _resolve(self._root, reference)
-            if target is not None:
-                yield target
+        target = resolve_reference(self._root, part.get("$ref"))
+        if target is not None:
+            yield target
         yield from _children(path, part, ("properties", "patternProperties", *LISTS, "items", "additionalProperties"))
 
     def _cause(self, path: Path, part: dict[str, Any], problem: str, child_path: Path, child: Any) -> str | None:
@@ -267,22 +262,6 @@ def _expected(keyword: str, value: Any) -> str | None:
     if keyword == "uniqueItems":
         return None if isinstance(value, bool) else "true or false"
     return None
-
-
-def _resolve(root: Any, reference: str) -> tuple[Path, Any] | None:
-    path: list[str | int] = []
-    part = root
-    for step in reference[1:].split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(part, dict) and name in part:
-            path.append(name)
-            part = part[name]
-        elif isinstance(part, list) and name.isdigit() and int(name) < len(part):
-            path.append(int(name))
-            part = part[int(name)]
-        else:
-            return None
-    return tuple(path), part
 
 
 def _replaced(part: Any, path: Path) -> Any:

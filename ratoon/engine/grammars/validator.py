@@ -1,7 +1,7 @@
 """Whether what a request's text must match is valid and supported: what is wrong with it, and what would be right.
 
 Errors in schemas name the keyword and the path to it (schema_problems.py). A grammar is a program of a stranger: all of
-this takes as long as its author wants. It runs in a process of its own (grammar_process.py), which has limits.
+this takes as long as its author wants. It runs in a process of its own (check_process.py), which has limits.
 """
 
 from __future__ import annotations
