@@ -397,4 +397,8 @@ def operands_of(
 @cache
 def can_launch_dependently() -> bool:
     """Whether a kernel may begin while the one before it still runs (programmatic dependent launch)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return False
+    from ratoon.layers.triton.dependent import CAN_START_EARLY
+
+    return CAN_START_EARLY

@@ -66,11 +66,11 @@ class CudaDevice:
 
     def make_ops(self, device: torch.device, dtype: torch.dtype, settings: OpsSettings) -> Ops:
         from ratoon.layers.cuda_ops import CudaOps  # imports triton
-        from ratoon.layers.gpu import has_wgmma
+        from ratoon.layers.gpu import has_gluon, has_wgmma
         from ratoon.layers.product_choices import choices_file, read_choices
 
         choices = read_choices(choices_file(device))
-        choices.has_wgmma = has_wgmma()
+        choices.has_wgmma, choices.has_gluon = has_wgmma(), has_gluon()
         logger.info("operations on CUDA run by Triton kernels, products of %s", choices)
         early = torch.cuda.get_device_capability(device) >= OLDEST_FOR_DEPENDENT_LAUNCH
         kept = settings.quantization if settings.quantization == "fp8" else None

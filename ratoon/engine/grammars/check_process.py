@@ -6,7 +6,7 @@ owner needs its place, after a grammar that took much memory, and by the system 
 nothing of a grammar stays behind. Several run at once. Owners take turns (core/turns.py). A check is quick or has low
 priority: one that takes long, or is beside another one of the same owner, leaves the processor to the engine.
 
-It imports no torch and has one thread of its own. grammar_checks.py is the other side.
+It imports no torch and has one thread of its own. checks.py is the other side.
 """
 
 from __future__ import annotations

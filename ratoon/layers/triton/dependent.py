@@ -8,14 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ratoon.layers.triton.internals import INTERPRETED  # launches nothing that could start early
+from ratoon.layers.triton.internals import INTERPRETED, IS_KNOWN
+
+if IS_KNOWN:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CAN_START_EARLY = IS_KNOWN and not INTERPRETED
 
 
 def launch_options(dependent: bool) -> dict[str, Any]:
     """Keywords of a launch: the kernel's own DEPENDENT, and Triton's."""
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent and not INTERPRETED else {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent and CAN_START_EARLY else {"DEPENDENT": False}
 
 
 @triton.jit
