@@ -76,7 +76,7 @@ def find_unenforced(schema: Any) -> SchemaProblem | None:
         least, required = part.get("minProperties", 0), part.get("required", [])
         if least > max(1, len(set(required))):  # in JSON a name may come twice
             return SchemaProblem(_pointer(path), "minProperties", "is not supported above 1 and the required names")
-        reference = part.get("$ref")
+        reference = part.get("$ref", "")
         if (target := resolve_reference(schema, reference)) is not None:
             references[reference] = target
     return _find_endless(schema, references)
