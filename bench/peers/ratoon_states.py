@@ -84,7 +84,10 @@ def state_calls(llm: Any, known: Known) -> Calls:
 
     def watch_decode(prompt: list[int], num_tokens: int) -> dict[str, Any]:
         """A decode step in seconds, its parts, and how many passes went through the code that reads states."""
-        from ratoon.execution import model_runner
+        try:
+            from ratoon.execution.readers.hidden_states import CaptureReader
+        except ImportError:  # an earlier checkout has it elsewhere (`--before`)
+            CaptureReader = None
 
         core = llm.engine.client.core
         runner = core.executor._worker.runner
@@ -92,7 +95,7 @@ def state_calls(llm: Any, known: Known) -> Calls:
         with ExitStack() as stack:
             planning = stack.enter_context(timed(core.scheduler, "schedule"))
             forward = stack.enter_context(timed(runner, "execute_model"))
-            reading = stack.enter_context(timed(model_runner, "captured_rows"))
+            reading = stack.enter_context(timed(CaptureReader, "read"))
             arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
         return {
             "step": statistics.median(later - earlier for earlier, later in pairwise(arrivals)),
