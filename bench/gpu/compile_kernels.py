@@ -298,8 +298,9 @@ def inputs(compilation: Compilation) -> None:
             compilation.part = f"inputs: {num_groups} groups, at most {longest} tokens"
             made.compute(num_requests * longest, num_requests, longest)
         compilation.part = f"inputs: sampled tokens, {num_groups} groups"
-        numbers = [torch.zeros(32, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool, torch.int32)]
-        append_tokens(made.resident.memory, *numbers)
+        cells, results = torch.zeros(2, 32, dtype=torch.int32)
+        tokens, bad = torch.zeros(32, dtype=torch.int64), torch.zeros(32, dtype=torch.bool)
+        append_tokens(made.resident.memory, cells, tokens, bad, results)
     compilation.part = "blocks"
     pages = Pages([torch.zeros(4, 4096, dtype=torch.int64)] * 28, device)
     copy_blocks(pages, pages, [(1, 2)])
