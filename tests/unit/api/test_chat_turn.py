@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratoon import LLM, ChatTurn, RequestError, SamplingParams
-from ratoon.api.commands.chat_answerers import DIM, ONLY_REASONING, PLAIN, Answer, LocalAnswerer
+from ratoon.api.commands.chat_answerers import DIM, ONLY_REASONING, PLAIN, LocalAnswerer, PrintedAnswer
 from ratoon.core.errors import ConfigError
 from tests.unit.api.server.harness import byte_tokenizer, say
 from tests.unit.engine.fakes import model_config
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_named(llm):
 def test_reasoning_is_dimmed_on_a_terminal_and_left_out_elsewhere(llm, client, monkeypatch, capsys, is_terminal):
     client.script = say("<think>Hm.</think>Yes.")
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    answer = Answer()
+    answer = PrintedAnswer()
     LocalAnswerer(llm, SamplingParams(max_tokens=100)).answer(MESSAGES, answer)
     answer.finish()
     printed = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_reasoning_is_dimmed_on_a_terminal_and_left_out_elsewhere(llm, client, m
 
 def test_an_answer_without_content_says_why(llm, client, capsys):
     client.script = say("<think>Hm")
-    answer = Answer()
+    answer = PrintedAnswer()
     LocalAnswerer(llm, SamplingParams(max_tokens=100)).answer(MESSAGES, answer)
     answer.finish()
     assert (answer.text, answer.note) == ("", ONLY_REASONING)

@@ -271,8 +271,8 @@ def test_so_many_layers_have_to_run(layers: list[int], expected: int | None) -> 
     step = CaptureStep("x", [1], [(0, 1, False)], ([1],), [0], layers, "float32")
     wanted = [reader.wanted for reader in readers_of([step])]
     ones = np.ones(1, np.int64)
-    assert ProgramStep(ones, ones, np.array([True]), wanted).num_layers == expected
-    assert ProgramStep(ones, ones, np.array([False]), wanted).num_layers is None, "its keys and values are written"
+    assert ProgramStep(ones, ones, np.array([True]), wanted, 1).num_layers == expected
+    assert ProgramStep(ones, ones, np.array([False]), wanted, 1).num_layers is None, "its keys and values are written"
 
 
 # ---- the parts ----

@@ -531,7 +531,7 @@ def test_a_padded_step_ends_behind_the_last_layer_that_is_read() -> None:
 @pytest.mark.parametrize("kind", ["mean", "last"])
 def test_vectors_and_tokens_come_from_one_padded_step(kind: str) -> None:
     results = []
-    """Branches that decode, a prompt with log-probabilities, a search, a vector, hidden states of two extractions."""
+    padded, keys = padded_driver()
     for driver in (Driver(), padded):
         output = driver.step(
             new=[driver.new("a", OTHER[:7], 1), pooled_branch(driver, "p", OTHER[:5], 9, kind)],
@@ -546,7 +546,7 @@ def test_vectors_and_tokens_come_from_one_padded_step(kind: str) -> None:
 
 @interpreted
 def test_all_kinds_of_results_come_from_one_padded_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Branches that decode, a prompt with log-probabilities, a search, a vector and hidden states of two extractions."""
+    """Branches that decode, a prompt with log-probabilities, a search, a vector, hidden states of two extractions."""
     results = []
     padded, keys = padded_driver()
     for driver in (Driver(), padded):
