@@ -154,8 +154,8 @@ class ModelRunner:
             self.num_computed_tokens += plan.total_num_scheduled_tokens
 
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
-        batch_rows, num_scheduled, unwritten = self._batch(plan, spans)
-        layout = StepLayout(plan, batch_rows, num_scheduled.cumsum())
+        ids, batch_rows, num_scheduled, unwritten = self._batch(plan, spans)
+        layout = StepLayout(plan, ids, batch_rows, num_scheduled.cumsum())
         readers: list[RowReader] = []
         for source in self._sources:
             readers += source.readers(plan, layout, self._output)
@@ -169,12 +169,19 @@ class ModelRunner:
                 return ExecutedPass(readers, results)
         raise AssertionError("the last driver runs any step")
 
-    def _batch(self, plan: SchedulerOutput, spans: SpanRows) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The rows of the step, the tokens of each, and which are not written: branches in the plan's order, then
-        beams, then spans."""
+    def _batch(
+        self, plan: SchedulerOutput, spans: SpanRows
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
+        """The ids of the step's branches; its rows, the tokens of each, and which are not written: those of branches,
+        in the plan's order but for those that share a prefix, then beams, then spans."""
         row_of = self.input_batch.row_of
-        rows = [row_of[req_id] for req_id in plan.num_scheduled_tokens]
+        ids = list(plan.num_scheduled_tokens)
+        rows = [row_of[req_id] for req_id in ids]
         num_scheduled = list(plan.num_scheduled_tokens.values())
+        order = self.input_batch.order_by_prefix(rows)
+        if order is not None:
+            ids, rows = [ids[place] for place in order], [rows[place] for place in order]
+            num_scheduled = [num_scheduled[place] for place in order]
         for step in plan.beam_steps:
             if step.num_tokens:
                 beams = self.beam_rows.rows_of(step.req_id).tolist()
@@ -185,7 +192,7 @@ class ModelRunner:
             unwritten = np.array([False] * len(rows) + [not written for written in spans.written])
             rows += spans.rows.tolist()
             num_scheduled += spans.counts
-        return np.array(rows, np.int64), np.array(num_scheduled, np.int64), unwritten
+        return ids, np.array(rows, np.int64), np.array(num_scheduled, np.int64), unwritten
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         """The order of core/plan.py: drop, move blocks, add, append."""

@@ -12,6 +12,8 @@ from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
 from ratoon.execution.inputs.row_writes import NoRowWrites, RowWrites
 
+BLOCKS_TO_COMPARE = 256  # of a table: prefixes that are equal so far may be apart behind it
+
 
 class InputBatch:
     """`token_ids` [rows, max_model_len] and one block table [rows, max_blocks] for each KV group. For a model with an
@@ -131,6 +133,20 @@ class InputBatch:
         row = self.row_of[copy.req_id]
         self.block_tables[copy.group][row, copy.index] = copy.dst
         self.note_blocks(copy.group, row, copy.index, 1)
+
+    def order_by_prefix(self, rows: list[int]) -> list[int] | None:
+        """An order of these rows in which those that share their first blocks are neighbours, so that attention reads
+        what they share once. None: they are already."""
+        if len(rows) <= 2:
+            return None
+        table = self.block_tables[0]
+        first = table[rows, 0]
+        num_runs = 1 + np.count_nonzero(first[1:] != first[:-1])
+        if num_runs == len(set(first.tolist())):
+            return None
+        width = min(self.max_blocks, BLOCKS_TO_COMPARE)
+        keys = table[rows, :width].astype(">i4").view(f"S{4 * width}")[:, 0]  # ordered as the numbers are
+        return keys.argsort(kind="stable").tolist()
 
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """One token for each of these rows (each row once). Not noted: on a device the sampler has written them."""

@@ -45,18 +45,21 @@ class ReaderSource(Protocol):
 
 
 class StepLayout:
-    """Where in a step's batch the rows of its branches, beams and captures are. Branches come first, in the plan's
-    order, then beams, then the spans of captures."""
+    """Where in a step's batch the rows of its branches, beams and captures are. Branches come first, then beams in the
+    plan's order, then the spans of captures."""
 
-    def __init__(self, plan: SchedulerOutput, batch_rows: np.ndarray, cu_num_tokens: np.ndarray) -> None:
+    def __init__(
+        self, plan: SchedulerOutput, ids: list[str], batch_rows: np.ndarray, cu_num_tokens: np.ndarray
+    ) -> None:
         self._plan = plan
+        self.ids = ids  # of the branches, in the order of the batch
         self.batch_rows = batch_rows  # [R] rows of InputBatch
         self.last_rows = cu_num_tokens - 1  # [R] of the batch: the row of each request's last token
 
     @cached_property
     def place_of(self) -> dict[str, int]:
         """Of every branch, its place among the requests of the batch."""
-        return {req_id: place for place, req_id in enumerate(self._plan.num_scheduled_tokens)}
+        return {req_id: place for place, req_id in enumerate(self.ids)}
 
     def last_row(self, req_id: str) -> int:
         return int(self.last_rows[self.place_of[req_id]])
@@ -64,7 +67,7 @@ class StepLayout:
     @cached_property
     def beam_last_rows(self) -> dict[str, list[int]]:
         """Of every search with beams, the row of each beam's last token."""
-        rest = iter(self.last_rows[len(self._plan.num_scheduled_tokens) :].tolist())
+        rest = iter(self.last_rows[len(self.ids) :].tolist())
         return {step.req_id: list(islice(rest, step.num_beams)) for step in self._plan.beam_steps if step.num_tokens}
 
     @property

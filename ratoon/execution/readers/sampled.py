@@ -45,9 +45,9 @@ class SampledReaders:
         if not plan.sampled_req_ids:
             return ()
         ids = plan.sampled_req_ids
-        num_branches = len(plan.num_scheduled_tokens)
+        num_branches = len(layout.ids)
         if len(ids) == num_branches:  # all of them: in the order of the batch
-            ids = list(plan.num_scheduled_tokens)
+            ids = layout.ids
             own, rows = layout.batch_rows[:num_branches], layout.last_rows[:num_branches]
         else:
             ids = ids.copy()

@@ -299,7 +299,7 @@ def readers_of(captures: list[CaptureStep], num_tokens_before: int = 0) -> list[
     branches = {"branch": num_tokens_before} if num_tokens_before else {}
     plan = SchedulerOutput(num_scheduled_tokens=branches, captures=captures)
     counts = [*branches.values(), *(count for capture in captures for _, count, _ in capture.spans)]
-    layout = StepLayout(plan, np.arange(len(counts)), np.cumsum(counts))
+    layout = StepLayout(plan, list(plan.num_scheduled_tokens), np.arange(len(counts)), np.cumsum(counts))
     return list(CaptureReaders(3).readers(plan, layout, ModelRunnerOutput()))
 
 
@@ -312,7 +312,7 @@ def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
     beams = [BeamStep("s", 2, scores=[0.0] * 2), BeamStep("b", scores=[0.0]), BeamStep("t", 1, scores=[0.0] * 3)]
     plan = SchedulerOutput(num_scheduled_tokens={"a": 4, "b": 1}, beam_steps=beams, captures=captures)
     counts = [4, 1, 2, 2, 1, 1, 1, 2, 3, 3, 2]
-    layout = StepLayout(plan, np.arange(len(counts)), np.cumsum(counts))
+    layout = StepLayout(plan, list(plan.num_scheduled_tokens), np.arange(len(counts)), np.cumsum(counts))
     assert [layout.last_row(name) for name in ("a", "b")] == [3, 4]
     assert layout.beam_last_rows == {"s": [6, 8], "t": [9, 10, 11]}
     assert layout.capture_rows == [range(12, 17), range(17, 20), range(20, 22)]

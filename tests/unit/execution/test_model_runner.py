@@ -606,3 +606,35 @@ def test_a_pending_row_without_a_token_fails_alone() -> None:
     second = launch(driver, known={"a": len(PROMPT), "bad": len(bad), "b": len(OTHER)})
     assert set(first.get_output().errors) == {"bad"} and first.get_output().req_ids == ["a", "b"]
     assert token_of(second.get_output(), "b") == oracle_greedy(LLAMA, OTHER, 2)[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_branches_that_share_a_prefix_are_neighbours_in_a_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of one prefix, and between them others: attention sees those that share side by side."""
+    driver = Driver(backend=backend)
+    prefix = PROMPT[:32]
+    prompts = {"a": [*prefix, 3], "x": OTHER, "b": [*prefix, 4, 5], "y": OTHER[:9], "c": [*prefix, 6]}
+    first_block = {"a": 1, "x": 5, "b": 9, "y": 13, "c": 17}
+    new = [driver.new(name, tokens, first_block[name]) for name, tokens in prompts.items()]
+    outputs = [driver.step(new=new[:1])]
+    shared = new[0].block_ids[0][:2]  # the two blocks of the prefix
+    for branch in new[1:]:
+        if branch.token_ids[:32] == prefix:
+            branch.block_ids[0][:2] = shared
+            branch.num_computed_tokens = 32
+    counts = {branch.req_id: len(branch.token_ids) - branch.num_computed_tokens for branch in new[1:]}
+    outputs.append(driver.step(known={"a": 33}, new=new[1:], counts={"a": 1, **counts}))
+    seen: list[list[int]] = []
+    prepare = driver.runner.inputs.prepare
+
+    def note(*arguments: Any) -> Any:
+        inputs = prepare(*arguments)
+        seen.append(inputs.groups[0].block_table[:, 0].tolist())
+        return inputs
+
+    monkeypatch.setattr(driver.runner.inputs, "prepare", note)
+    outputs.append(driver.step(known={name: len(prompts[name]) + (name == "a") for name in ("x", "b", "y", "c", "a")}))
+    assert seen == [[1, 1, 1, 5, 13]]
+    for name, tokens in prompts.items():
+        found = [token_of(output, name) for output in outputs if name in output.req_ids]
+        assert found == oracle_greedy(LLAMA, tokens, len(found)) and len(found) >= 2
