@@ -16,6 +16,7 @@ from time import perf_counter
 
 import torch
 
+from ratoon.core.plan import BlockTransfer
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.execution.kv.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows, split_rows
 from ratoon.execution.kv.kv_tensors import staging_size
@@ -36,18 +37,18 @@ def main() -> None:
     show("pin host memory", seconds=perf_counter() - begin, gib=host.nbytes / 2**30)
     tensors = [torch.randint(0, 2**40, (num_blocks + 1, WORDS), device=DEVICE) for _ in range(NUM_TENSORS)]
     pages = Pages(tensors, DEVICE)
-    num_staged, slot_size = staging_size(BLOCK_BYTES, num_blocks)
+    num_staged, part_size = staging_size(BLOCK_BYTES, num_blocks)
     staging = torch.empty(num_staged, NUM_TENSORS * WORDS, dtype=torch.int64, device=DEVICE)
-    swaps = BlockSwaps(pages, host, staging, slot_size, CudaCopyStream(DEVICE))
+    swaps = BlockSwaps(pages, host, staging, part_size, CudaCopyStream(DEVICE))
     show("measured at start-up", gb_per_s=BLOCK_BYTES / swaps.measure() / 1e9)
     check(swaps, tensors, num_blocks)
     for count in (min(16, num_blocks), num_blocks // 2, num_blocks):
         pairs = [(number, number) for number in range(1, count + 1)]
         scattered = [(number, (number * 37) % num_blocks + 1) for number in range(1, count + 1)]
         for name, blocks in (("neighbours", pairs), ("scattered", scattered)):
-            back = [(there, here) for here, there in blocks]
-            show_swap(f"out, {count} {name}", count, lambda blocks=blocks: swaps.save(blocks), swaps)
-            show_swap(f"in, {count} {name}", count, lambda back=back: swaps.restore(back), swaps)
+            transfers = [BlockTransfer(*one) for one in blocks]
+            show_swap(f"out, {count} {name}", count, lambda transfers=transfers: swaps.store(transfers), swaps)
+            show_swap(f"in, {count} {name}", count, lambda transfers=transfers: swaps.load(transfers), swaps)
         by_kernel(pages, split_rows(host, [WORDS] * NUM_TENSORS), pairs)
     beside_work(swaps, min(num_staged, num_blocks))
 
@@ -56,10 +57,11 @@ def check(swaps: BlockSwaps, tensors: list[torch.Tensor], num_blocks: int) -> No
     """Out, overwritten at once, and back, while the device is late."""
     expected = [tensor.clone() for tensor in tensors]
     torch.cuda._sleep(20_000_000)
-    swaps.save([(block, num_blocks + 1 - block) for block in range(1, num_blocks + 1)])
+    transfers = [BlockTransfer(block, num_blocks + 1 - block) for block in range(1, num_blocks + 1)]
+    swaps.store(transfers)
     for tensor in tensors:
         tensor[1:] = -1
-    swaps.restore([(num_blocks + 1 - block, block) for block in range(1, num_blocks + 1)])
+    swaps.load(transfers)
     torch.cuda.synchronize()
     right = all(ours.equal(theirs) for ours, theirs in zip(tensors, expected))
     show("there and back", right=right)
@@ -102,7 +104,7 @@ def beside_work(swaps: BlockSwaps, num_blocks: int) -> None:
     """Products and reads of memory, as in steps, with a swap out of the whole staging buffer beside them."""
     factor = torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
     large = torch.randn(2**28, dtype=torch.bfloat16, device=DEVICE)
-    blocks = [(number, number) for number in range(1, num_blocks + 1)]
+    transfers = [BlockTransfer(number, number) for number in range(1, num_blocks + 1)]
     for name, work in (("products", lambda: factor @ factor), ("reads", lambda: large.sum())):
         times = {}
         for beside in (False, True):
@@ -110,7 +112,7 @@ def beside_work(swaps: BlockSwaps, num_blocks: int) -> None:
             for _ in range(ROUNDS):
                 torch.cuda.synchronize()
                 if beside:
-                    swaps.save(blocks)
+                    swaps.store(transfers)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
                 for _ in range(20):

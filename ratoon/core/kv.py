@@ -16,6 +16,7 @@ import msgspec
 
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
+KV_FORMAT_VERSION = 1  # of the bytes of a block, to be raised when the same spec and layout come to mean other bytes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -100,6 +101,23 @@ class PageLayout(msgspec.Struct, frozen=True):
     places: tuple[tuple[tuple[int, int], ...], ...]  # by group, for each of its layers: tensor, first byte in the row
 
 
+class KVFingerprint(msgspec.Struct, frozen=True):
+    """What must be equal for the bytes of a block to mean the same keys and values: with equal hashes, a block of one
+    engine can then be used by another. Plain data, made once at start-up."""
+
+    weights: str = ""  # a digest
+    dtype: str = ""  # in which the model computes
+    specs: tuple[str, ...] = ()  # of the KV groups: kind, sizes, dtype of keys and values
+    layout: PageLayout = PageLayout((), ())
+    page_orders: tuple[str, ...] = ()  # of the KV groups: how a backend arranges the elements of a page
+    version: int = KV_FORMAT_VERSION
+
+    def differences(self, other: KVFingerprint) -> str:
+        """The fields that differ, for error messages."""
+        names = [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
+        return ", ".join(f"{name} is {getattr(self, name)!r}, not {getattr(other, name)!r}" for name in names)
+
+
 class KVCacheConfig(msgspec.Struct, frozen=True):
     """The resolved pool. Block accounting and the runner's tensors use the same one."""
 
@@ -107,8 +125,9 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     block_size: int
     groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
     cross: KVCacheGroup | None = None  # of an encoder-decoder model: its tables are as long as encoder inputs
-    num_host_blocks: int = 0  # of the same size, in host memory, for swapped-out sequences
+    num_host_blocks: int = 0  # of the same size, in host memory: the first tier of the block store
     sized_by: str = "num_blocks"  # the setting that num_blocks follows from
+    fingerprint: KVFingerprint = KVFingerprint()
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:

@@ -47,6 +47,16 @@ class AsyncModelRunnerOutput(Protocol):
         ...
 
 
+class TransferReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What became of `loads` and `stores` since the last report. A transfer that is in none of the lists is still under
+    way. A block whose load failed has no defined content, and neither has a slot whose store failed."""
+
+    loaded: list[int] = []  # device blocks
+    failed_loads: list[int] = []
+    stored: list[int] = []  # slots
+    failed_stores: list[int] = []
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step produced, in plain lists: nothing here keeps a device tensor alive.
 
@@ -68,6 +78,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     late: list[str] = []
     # Branches that end because their grammar allows no token, and why: it exceeds a limit, or no text matches
     refused: dict[str, str] = {}
+    transfers: TransferReport | None = None  # None: there are no news of blocks that are loaded or stored
 
 
 @dataclass(slots=True)

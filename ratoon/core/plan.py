@@ -5,8 +5,8 @@ changed. The runner drops a preempted branch, which is sent in full again when i
 
 The runner executes a plan in this order:
   1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
-  2. copy the blocks of `swapped_out` to the host; read the sources of `block_copies`, then write those of `swapped_in`
-     and the targets of the copies;
+  2. read the blocks of `stores` and the sources of `block_copies`, then write the blocks of `loads` and the targets of
+     the copies. A step may store a block to a slot and load it from there;
   3. add new rows, apply the table entries of `block_copies` and the appended blocks of known rows;
   4. run the encoder over `encoder_steps`, and write what cross-attention reads;
   5. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
@@ -19,7 +19,7 @@ position of a token that only the runner has.
 
 A beam search has one branch, its trunk, which computes the prompt like any other. The runner also keeps a row for each
 beam, under the trunk's id: beams are identified by number, and a step names the parent of each beam in the previous
-step. A search that is swapped in with its beams has its trunk in `scheduled_new_reqs` to restore its row: none of the
+step. A search that is loaded with its beams has its trunk in `scheduled_new_reqs` to restore its row: none of the
 trunk's tokens run.
 """
 
@@ -33,7 +33,6 @@ from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 MAX_CAPTURE_SPANS = 64  # in a step, over all captures: each is a row of the batch
 
 BlockIds = tuple[list[int], ...]  # one list for each KV group whose tables grow with the sequence
-BlockSwap = tuple[int, int]  # block ids: from, to
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -74,6 +73,14 @@ class BlockCopy(msgspec.Struct, array_like=True, gc=False):
     dst: int
 
 
+class BlockTransfer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A whole block that moves between the device and a tier of the block store. The result of the step, or of a later
+    one, says whether it arrived (`TransferReport`)."""
+
+    block: int  # on the device
+    slot: int  # the place in the tier: in host memory, a block there
+
+
 class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One beam search in a step. All its beams have the same length. Lists over beams are flat, beam by beam."""
 
@@ -82,7 +89,7 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     num_tokens: int = 0
     num_computed_tokens: int = 0
     # Set: the beams are new. Beam i is the previous beam `parents[i]` (0: the trunk, if there were none), with the i-th
-    # part of `token_ids` after its computed tokens. For swapped-in beams the parts are all tokens after the prompt, of
+    # part of `token_ids` after its computed tokens. For loaded beams the parts are all tokens after the prompt, of
     # which `num_restored_tokens` are computed.
     parents: list[int] | None = None
     token_ids: list[int] = []
@@ -140,8 +147,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     finished_req_ids: list[str] = []
     preempted_req_ids: list[str] = []
     encoder_steps: list[EncoderStep] = []
-    swapped_out: list[BlockSwap] = []  # device block → host block
-    swapped_in: list[BlockSwap] = []  # host block → device block
+    stores: list[BlockTransfer] = []  # device block → slot
+    loads: list[BlockTransfer] = []  # slot → device block; no row of this step reads or writes the block
 
     @property
     def req_ids(self) -> list[str]:
@@ -170,5 +177,5 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     @property
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
-        told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.swapped_out
-        return self.is_empty and not told and not self.swapped_in
+        told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
+        return self.is_empty and not told and not self.loads

@@ -29,6 +29,15 @@ class LeaseStats(msgspec.Struct, gc=False):
     continued: int = 0  # continuations that found their lease
 
 
+class StoreStats(msgspec.Struct, gc=False):
+    """Blocks outside the device pool. The first figure is current, the others count blocks since the start."""
+
+    num_blocks: int = 0  # that can be found by their hash
+    stored: int = 0
+    loaded: int = 0
+    failed: int = 0  # transfers either way: such a block is computed again
+
+
 class GraphStats(msgspec.Struct, gc=False):
     """What CUDA graphs of small steps have cost so far."""
 
@@ -49,4 +58,5 @@ class SchedulerStats(msgspec.Struct, gc=False):
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     leases: LeaseStats = msgspec.field(default_factory=LeaseStats)
     num_encoder_runs: int = 0  # encoder inputs that were run, since the start
+    store: StoreStats = msgspec.field(default_factory=StoreStats)
     graphs: GraphStats = msgspec.field(default_factory=GraphStats)

@@ -243,7 +243,7 @@ class ModelRunner:
                 if copies is not None and len(copies) <= inputs.max_copies:
                     inputs.note_copies(copies, self.kv.copy_listed)
                     return
-        self.kv.move_blocks(plan)
+        self._output.transfers = self.kv.move_blocks(plan)
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:

@@ -4,7 +4,7 @@ Sequences are unknown here: tables, windows and copy-on-write are the KVCacheMan
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -49,6 +49,8 @@ class BlockPool:
         self.blocks[last].next = NULL_BLOCK
         self.num_free_blocks = last
         self._cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
+        # Called with a cached block and its hash before the block is taken for other content
+        self.on_evict: Callable[[Block, bytes], None] | None = None
 
     @property
     def num_usable_blocks(self) -> int:
@@ -70,6 +72,8 @@ class BlockPool:
             block = blocks[next_id]
             next_id = block.next
             if block.block_hash is not None:
+                if self.on_evict is not None:
+                    self.on_evict(block, block.block_hash)
                 self._forget_hash(block)
             block.ref_cnt = 1
             block.prev = block.next = 0
@@ -129,6 +133,11 @@ class BlockPool:
     def cached_blocks(self, group: int = 0) -> dict[bytes, Block]:
         """The whole map of a group, for loops that look up thousands of hashes. Read-only."""
         return self._cached[group]
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their hash, free or in use."""
+        return sum(map(len, self._cached))
 
     def uncache(self, block: Block) -> None:
         """Remove a block from the prefix cache, because its content is not valid or is kept elsewhere."""
@@ -190,7 +199,7 @@ class BlockPool:
                 found = self._cached[block.group].get(block.block_hash)
                 assert found is block, f"block {block.block_id} has a hash that maps to another block or none"
         num_hashed = sum(block.block_hash is not None for block in self.blocks)
-        num_cached = sum(len(cached) for cached in self._cached)
+        num_cached = self.num_cached_blocks
         assert num_hashed == num_cached, f"{num_hashed} blocks have a hash, {num_cached} are in the map"
 
     def _walk_free_list(self) -> set[int]:

@@ -11,23 +11,19 @@ from dataclasses import replace
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.block_store import BlockStore
 from ratoon.memory.growth import GrowthRule
 from ratoon.memory.hashing import hash_cross_block, hash_encoder_input
 from ratoon.memory.sequence import CrossTable, TokenSequence
-from ratoon.memory.swap import SwapSpace
-from ratoon.memory.transfers import Transfers
 
 
 class CrossTables:
     """All tables that sequences hold. When the last holder releases a table, its blocks go to the free list with their
-    hashes; while all of them are still cached, the table can be restored from them."""
+    hashes; while all of them are still cached, or in the block store, the table can be restored from them."""
 
-    def __init__(
-        self, pool: BlockPool, swap: SwapSpace, transfers: Transfers, rule: GrowthRule | None, group: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, store: BlockStore, rule: GrowthRule | None, group: int) -> None:
         self._pool = pool
-        self._swap = swap
-        self._transfers = transfers
+        self._store = store
         self._rule = rule  # None: the model has no encoder
         self._group = group  # in the prefix cache
         self._held: dict[bytes, CrossTable] = {}  # by key, those that new sequences may get
@@ -37,39 +33,43 @@ class CrossTables:
         assert self._rule is not None, "the model has no encoder"
         return self._rule.num_blocks(num_positions)
 
-    def num_missing_for(self, sequence: TokenSequence) -> int:
-        """Blocks that leave the free list when a swapped sequence gets its table back."""
-        key = self._swap.cross_key_of(sequence)
-        return 0 if key is None else self._num_missing(key, self._num_positions(key))
-
-    def is_there(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
+    def is_there(self, sequence: TokenSequence, encoder_input: EncoderInput, may_load: bool = True) -> bool:
         key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
-        return (
-            key in self._held
-            or self._swap.find_cross(key) is not None
-            or self._find_cached(key, encoder_input.num_positions) is not None
-        )
+        return key in self._held or self._find(key, encoder_input.num_positions, may_load) is not None
+
+    def num_missing(self, sequence: TokenSequence, encoder_input: EncoderInput) -> int:
+        """0 if a sequence holds the table; otherwise all of its blocks, because cached blocks are free ones too."""
+        key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
+        return 0 if key in self._held else self.num_blocks(encoder_input.num_positions)
+
+    def is_settled(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
+        """Whether this input's table needs no run of the encoder, not even one in the step being planned."""
+        key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
+        table = self._held.get(key)
+        return table.is_settled if table is not None else self._find(key, encoder_input.num_positions) is not None
+
+    def named_blocks(self, table: CrossTable) -> list[tuple[Block, bytes | None, int]]:
+        """Its blocks, each with its hash and the number of the group."""
+        return [(block, hash_cross_block(table.key, index), self._group) for index, block in enumerate(table.blocks)]
 
     # ---- holders ----
 
-    def attach(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Give a sequence its table; a new one is to be written in this step. False: not enough memory, and nothing
-        changed."""
+    def attach(self, sequence: TokenSequence, encoder_input: EncoderInput, may_load: bool = True) -> bool:
+        """Give a sequence its table: one that is there, one whose blocks begin to arrive from the block store, or a new
+        one, to be written in this step. False: not enough memory, and nothing changed."""
         key = hash_encoder_input(sequence.extra_keys.encoded, encoder_input.content_hash)
         if sequence.cross is not None:
             if sequence.cross.key != key:
                 raise ValueError(f"{sequence.branch_id} holds the table of another encoder input")
             return True
-        if self._num_missing(key, encoder_input.num_positions) > self._pool.num_free_blocks:
+        if self.num_missing(sequence, encoder_input) > self._pool.num_free_blocks:
             return False
-        self._hold(sequence, key, encoder_input.num_positions, encoder_input)
+        table = self._held.get(key)
+        if table is None:
+            table = self._held[key] = self._make(key, encoder_input, may_load)
+        table.holders[sequence] = None
+        sequence.cross = table
         return True
-
-    def attach_swapped(self, sequence: TokenSequence) -> None:
-        """Attaches a sequence that is being swapped in. There must be enough free blocks."""
-        key = self._swap.cross_key_of(sequence)
-        if key is not None:
-            self._hold(sequence, key, self._num_positions(key), None)
 
     def share(self, parent: TokenSequence, child: TokenSequence) -> None:
         """Let `child` hold the table of `parent`. Raises ValueError if it holds the table of another input."""
@@ -101,7 +101,6 @@ class CrossTables:
             self._unwritten.remove(table)
         if table.is_findable:
             del self._held[table.key]
-            self._swap.keep_cross(table.key, table.blocks)
         self._pool.free_blocks(reversed(table.blocks))
 
     def take_writes(self) -> list[tuple[str, CrossTable]]:
@@ -140,50 +139,26 @@ class CrossTables:
     def _invalidate(self, table: CrossTable) -> None:
         table.is_findable = False
         del self._held[table.key]
-        self._swap.forget_users(table.key)
-        for block in table.blocks:
+        for block, name, group in self.named_blocks(table):
+            self._store.forget(name, group)
             self._pool.uncache(block)
 
-    def _num_missing(self, key: bytes, num_positions: int) -> int:
-        """0 if a sequence holds the table; otherwise all of its blocks, because cached blocks are free ones too."""
-        return 0 if key in self._held else self.num_blocks(num_positions)
-
-    def _num_positions(self, key: bytes) -> int:
-        needed = self._swap.find_cross(key)
-        assert needed is not None, "a swapped sequence needs a cross table that was not kept"
-        return needed.num_positions
-
-    def _hold(self, sequence: TokenSequence, key: bytes, num_positions: int, new: EncoderInput | None) -> None:
-        table = self._held.get(key)
-        if table is None:
-            table = self._held[key] = self._make(key, num_positions, new)
-        table.holders[sequence] = None
-        sequence.cross = table
-
-    def _make(self, key: bytes, num_positions: int, new: EncoderInput | None) -> CrossTable:
-        """Makes a table from the prefix cache, from the host, or from new blocks."""
-        cached = self._find_cached(key, num_positions)
-        if cached is not None:
-            self._pool.touch(cached)
-            return CrossTable(key, num_positions, cached, None)
-        blocks = self._pool.get_new_blocks(self.num_blocks(num_positions))
-        on_host = self._swap.find_cross(key)
-        if on_host is not None:
-            table = CrossTable(key, num_positions, blocks, None)
-            for host_block, block in zip(on_host.host_blocks, blocks, strict=True):
-                self._transfers.restore(host_block, block)
-            self._name_blocks(table)
-            return table
-        table = CrossTable(key, num_positions, blocks, new)
+    def _make(self, key: bytes, encoder_input: EncoderInput, may_load: bool) -> CrossTable:
+        num_positions = encoder_input.num_positions
+        found = self._find(key, num_positions, may_load)
+        if found is not None:
+            return CrossTable(key, num_positions, self._store.bring(found), None)
+        table = CrossTable(key, num_positions, self._pool.get_new_blocks(self.num_blocks(num_positions)), encoder_input)
         self._unwritten.append(table)
         return table
 
-    def _find_cached(self, key: bytes, num_positions: int) -> list[Block] | None:
-        if not self._pool.enable_caching:
-            return None
-        blocks = []
+    def _find(self, key: bytes, num_positions: int, may_load: bool = True) -> list[Block] | None:
+        """Its blocks on the device and, if they may be loaded, slots of those that are only in the store. None: one of
+        them is nowhere."""
+        blocks: list[Block] = []
+        lookup = self._store.lookup(self._group) if may_load else self._pool.cached_blocks(self._group).get
         for index in range(self.num_blocks(num_positions)):
-            block = self._pool.get_cached_block(hash_cross_block(key, index), self._group)
+            block = lookup(hash_cross_block(key, index))
             if block is None:
                 return None
             blocks.append(block)

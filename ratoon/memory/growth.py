@@ -6,6 +6,7 @@ have no state; the KVCacheManager applies them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ratoon.core.kv import KVCacheSpec
@@ -38,11 +39,10 @@ class GrowthRule:
         return True
 
     def longest_hit(
-        self, block_hashes: list[bytes], limit: int, cached: dict[bytes, Block], null: Block
+        self, block_hashes: list[bytes], limit: int, lookup: Callable[[bytes], Block | None], null: Block
     ) -> list[Block]:
         """The table entries of the longest hit of at most `limit` blocks."""
         hit = []
-        lookup = cached.get
         for index in range(limit):
             block = lookup(block_hashes[index])
             if block is None:
@@ -74,13 +74,13 @@ class SlidingWindowRule(GrowthRule):
         return null not in table[self.num_unread_blocks(num_tokens) : self.num_blocks(num_tokens)]
 
     def longest_hit(
-        self, block_hashes: list[bytes], limit: int, cached: dict[bytes, Block], null: Block
+        self, block_hashes: list[bytes], limit: int, lookup: Callable[[bytes], Block | None], null: Block
     ) -> list[Block]:
         # From the right: the first run of cached blocks as wide as the window, or a run that reaches the first block.
         num_wanted = self.num_blocks(self.window)
         run: list[Block] = []  # in reverse
         for index in range(limit - 1, -1, -1):
-            block = cached.get(block_hashes[index])
+            block = lookup(block_hashes[index])
             if block is None:
                 run = []
                 continue

@@ -5,20 +5,23 @@ Decides which block holds which tokens. The scheduler decides when to run, preem
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.kv import NULL_BLOCK, KVCacheConfig
-from ratoon.core.plan import BlockCopy, BlockIds, BlockSwap, SchedulerOutput
+from ratoon.core.kv import NULL_BLOCK, KVCacheConfig, SwapCosts
+from ratoon.core.outputs import TransferReport
+from ratoon.core.plan import BlockCopy, BlockIds, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
+from ratoon.memory.block_copies import BlockCopies
 from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.block_store import BlockStore, HostTier, Lookup
 from ratoon.memory.cross_tables import CrossTables
 from ratoon.memory.growth import rule_for
 from ratoon.memory.hashing import BlockHasher
-from ratoon.memory.host_pool import HostPool
 from ratoon.memory.sequence import CrossTable, TokenSequence
-from ratoon.memory.swap import SwapSpace, Tables
-from ratoon.memory.transfers import Transfers
+from ratoon.memory.swap import SavedSequences, Tables, entries_of
 
 TablePlace = tuple[int, int]  # KV group, index into its table
 GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV group
@@ -43,17 +46,20 @@ class KVCacheManager:
         self.enable_caching = enable_caching and all(rule.is_cacheable for rule in self.rules)
         self._returning = [(group, rule) for group, rule in enumerate(self.rules) if rule.gives_back]
         self.has_cross_group = kv_config.cross is not None
-        self.has_host_pool = kv_config.num_host_blocks > 0
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
         self._given_back: list[Block] = []
         self._unregistered: tuple[TokenSequence, int] | None = None  # whose full blocks are added later, and how many
         self._hasher = BlockHasher(self.block_size)
-        self._host = HostPool(kv_config.num_host_blocks)
-        self._transfers = Transfers(self.pool, self._host)
-        self._swap = SwapSpace(self.pool, self._host, self._transfers)
+        self._copies = BlockCopies()
+        self.store = BlockStore(self.pool, self._copies, kv_config.fingerprint)
+        if kv_config.num_host_blocks:
+            num_groups = len(kv_config.all_groups)
+            self.store.attach(HostTier(kv_config.num_host_blocks, num_groups, kv_config.fingerprint))
+        self._saved = SavedSequences(self.pool, self.store)
+        self._loading: dict[TokenSequence, int] = {}  # tokens whose blocks are in its tables, or will arrive there
         cross_rule = None if kv_config.cross is None else rule_for(kv_config.cross.spec)
-        self.cross_tables = CrossTables(self.pool, self._swap, self._transfers, cross_rule, self.num_groups)
+        self.cross_tables = CrossTables(self.pool, self.store, cross_rule, self.num_groups)
 
     # ---- figures ----
 
@@ -75,8 +81,19 @@ class KVCacheManager:
         return self.num_usable_blocks // self.num_groups * self.block_size
 
     @property
-    def num_free_host_blocks(self) -> int:
-        return self._host.num_free_blocks
+    def num_slots(self) -> int:
+        """Places in the block store."""
+        return 0 if self.store.tier is None else self.store.tier.num_usable_blocks
+
+    @property
+    def num_free_slots(self) -> int:
+        """Places in the block store that no sequence keeps for itself."""
+        return 0 if self.store.tier is None else self.store.tier.num_free_blocks
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether the block store has a place for blocks outside the device."""
+        return self.store.tier is not None
 
     def block_ids(self, branch: TokenSequence) -> BlockIds:
         return tuple([block.block_id for block in table] for table in branch.block_tables)
@@ -108,32 +125,35 @@ class KVCacheManager:
         allocate_slots takes the references.
         """
         self.register_blocks()
+        lookups = [self.pool.cached_blocks(group).get for group in range(self.num_groups)]
+        return self._longest_prefix(branch, max_tokens, lookups)
+
+    def _longest_prefix(
+        self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup]
+    ) -> tuple[GroupBlocks, int]:
         limit = (branch.num_tokens - 1) // self.block_size
         if max_tokens is not None:
             limit = min(limit, max_tokens // self.block_size)
-        if not self.enable_caching or limit <= 0 or not self._begins_in_cache(branch):
+        if not self.enable_caching or limit <= 0 or not self._begins_with_hit(branch, lookups):
             return tuple([] for _ in self.rules), 0
         self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
         # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
         # group shortens it any more.
         while True:
             hits = []
-            for group, rule in enumerate(self.rules):
-                hit = rule.longest_hit(branch.block_hashes, limit, self.pool.cached_blocks(group), self.pool.null_block)
+            for rule, lookup in zip(self.rules, lookups):
+                hit = rule.longest_hit(branch.block_hashes, limit, lookup, self.pool.null_block)
                 limit = len(hit)
                 hits.append(hit)
             if all(len(hit) == limit for hit in hits):
                 return tuple(hits), limit * self.block_size
 
-    def _begins_in_cache(self, branch: TokenSequence) -> bool:
-        """Whether its first block is cached. Without that only windows have hits, and of a new prompt no further block
+    def _begins_with_hit(self, branch: TokenSequence, lookups: Sequence[Lookup]) -> bool:
+        """Whether its first block is found. Without that only windows have hits, and of a new prompt no further block
         need be hashed before its step is launched."""
         self._hasher.extend(branch.block_hashes, branch.token_ids, 1, branch.extra_keys)
         first = branch.block_hashes[0]
-        return all(
-            rule.gives_back or self.pool.get_cached_block(first, group) is not None
-            for group, rule in enumerate(self.rules)
-        )
+        return all(rule.gives_back or lookup(first) is not None for rule, lookup in zip(self.rules, lookups))
 
     @property
     def has_unregistered_blocks(self) -> bool:
@@ -154,7 +174,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks and their statistics. Refused (False) while any block is in use."""
         self.register_blocks()
-        if not self.pool.reset_prefix_cache():
+        if not self.pool.reset_prefix_cache() or not self.store.reset():
             return False
         self.prefix_cache_stats = PrefixCacheStats()
         return True
@@ -253,7 +273,7 @@ class KVCacheManager:
         `trusted=False` is for a sequence whose step failed: every block it holds leaves the prefix cache, shared ones
         included, because one bad block in a shared prefix would fail every request that hits it.
         """
-        self._swap.forget(branch)
+        self._saved.forget(branch)
         self.cross_tables.release(branch, trusted)
         self._free_tables(branch, trusted)
 
@@ -264,9 +284,12 @@ class KVCacheManager:
         for table in branch.block_tables:
             # Blocks of a branch that is removed from a plan were registered for a step that does not run.
             for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
+                if not trusted:
+                    self.store.forget(block.block_hash, block.group)
                 self.pool.uncache(block)
             self.pool.free_blocks(reversed(table))
-        self._transfers.forget_copies(branch.branch_id)
+        self._copies.forget_branch(branch.branch_id)
+        self._loading.pop(branch, None)
         branch.block_tables = []
         branch.num_computed_tokens = 0
         branch.num_registered_blocks = 0
@@ -299,15 +322,16 @@ class KVCacheManager:
         branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
         branch.write_limit = 0
 
-    def invalidate_writes(self, plan: SchedulerOutput) -> None:
+    def invalidate_writes(self, plan: SchedulerOutput) -> set[int]:
         """A plan was not executed, or failed midway: remove the blocks that it should have written from the prefix
-        cache, even if their sequence is gone."""
+        cache, even if their sequence is gone. Returns the device blocks that it should have loaded."""
         written = [copy.dst for copy in plan.block_copies]
-        written += [block_id for _, block_id in plan.swapped_in]
         written += [block_id for step in plan.encoder_steps for block_id in step.block_ids]
         self.uncache(self.pool.blocks[block_id] for block_id in written)
-        if self.has_host_pool:
-            self.invalidate_swaps(plan.swapped_out)
+        if not self.has_tier:
+            return set()
+        self._saved.forget_lost(self.store.unwritten_slots.union(store.slot for store in plan.stores))
+        return self.store.plan_failed(plan.stores, plan.loads)
 
     def uncache(self, blocks: Iterable[Block]) -> None:
         """Remove these blocks from the prefix cache. Sequences that hold them keep them."""
@@ -318,7 +342,7 @@ class KVCacheManager:
     def detach(self, branch: TokenSequence) -> TokenSequence:
         """Move what an ended sequence holds to a new, read-only sequence. The branch holds nothing afterwards."""
         self.register_blocks()
-        self._swap.forget(branch)  # a swapped-out one has no device blocks to keep
+        self._saved.forget(branch)  # a swapped-out one has no device blocks to keep
         self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.block_tables, branch.block_tables = branch.block_tables, []
@@ -352,46 +376,58 @@ class KVCacheManager:
         """A new block that replaces a shared one in a table, with its content. There must be a free one."""
         (own,) = self.pool.get_new_blocks(1)
         self.pool.free_blocks((shared,))
-        self._transfers.copy(branch_id, group, place, shared.block_id, own.block_id)
+        self._copies.add(branch_id, group, place, shared.block_id, own.block_id)
         return own
 
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to execute before the next forward pass, in order. Each is returned once."""
-        return self._transfers.take_copies()
+        return self._copies.take()
 
-    # ---- encoder inputs and swapping: see cross_tables.py and swap.py ----
+    # ---- encoder inputs: see cross_tables.py ----
 
     def num_cross_blocks(self, num_positions: int) -> int:
         return self.cross_tables.num_blocks(num_positions)
 
-    def has_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Whether this input's cross table exists, or is written in the step being planned."""
-        return self.cross_tables.is_there(sequence, encoder_input)
+    def num_missing_cross_blocks(self, sequence: TokenSequence, encoder_input: EncoderInput) -> int:
+        """The free blocks that the sequence's cross table takes: none if another sequence holds it."""
+        return self.cross_tables.num_missing(sequence, encoder_input)
 
-    def attach_cross(self, sequence: TokenSequence, encoder_input: EncoderInput) -> bool:
-        """Give a sequence its cross table. False: not enough memory, and nothing changed."""
-        return self.cross_tables.attach(sequence, encoder_input)
+    def has_cross(self, sequence: TokenSequence, encoder_input: EncoderInput, may_load: bool = True) -> bool:
+        """Whether this input's cross table exists, on the device or, if it may be loaded, in the block store, or is
+        written in the step being planned."""
+        return self.cross_tables.is_there(sequence, encoder_input, may_load)
+
+    def attach_cross(self, sequence: TokenSequence, encoder_input: EncoderInput, may_load: bool = True) -> bool:
+        """Give a sequence its cross table, which may be arriving. False: not enough memory, and nothing changed."""
+        return self.cross_tables.attach(sequence, encoder_input, may_load)
 
     def free_cross(self, sequence: TokenSequence) -> None:
-        """Free the cross table only, on device or host; `free` includes it."""
-        self._swap.forget_cross(sequence)
+        """Free the cross table only; `free` includes it."""
         self.cross_tables.release(sequence)
 
     def take_encoder_writes(self) -> list[tuple[str, CrossTable]]:
         """The tables to write in the step being planned, each with the id of a holder. Each is returned once."""
         return self.cross_tables.take_writes()
 
+    # ---- sequences in the block store: saved when they are preempted, and loaded ----
+
     def is_swapped(self, sequence: TokenSequence) -> bool:
-        """Do not cache the answer: once its host copy is lost, the sequence has no memory and is computed again."""
-        return sequence in self._swap
+        """Whether its blocks are kept in the store. Do not cache the answer: once one is lost, the sequence is computed
+        again."""
+        return self._saved.find(sequence) is not None
 
     def swap_out(self, branch: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
-        """Move all that a sequence holds to the host, and copy `tails` there: the tables of its beams, each with
-        `num_tail_tokens` computed. False: not enough host memory, or its cross table is not written or not valid, and
-        nothing changed. Not for a sequence with prefix cache hits of the current step, which may not be written before
-        it."""
+        """Move all that a sequence holds to the store, and copy `tails` there: the tables of its beams, each with
+        `num_tail_tokens` computed. False: not enough room, or its cross table is not written or not valid, and nothing
+        changed. Not for a sequence with prefix cache hits of the current step, which may not be written before it."""
         self.register_blocks()
-        if not self._swap.save(branch, tails, num_tail_tokens):
+        cross, num_tokens = branch.cross, branch.num_computed_tokens
+        if cross is not None and not cross.is_settled:
+            return False
+        tables = [table[: rule.num_blocks(num_tokens)] for rule, table in zip(self.rules, branch.block_tables)]
+        num_full = [num_tokens // rule.block_size for rule in self.rules]
+        own_cross = self.cross_tables.named_blocks(cross) if cross is not None and len(cross.holders) == 1 else ()
+        if not self._saved.save(branch, tables, num_full, tails, num_tail_tokens, own_cross):
             return False
         self.cross_tables.release(branch)
         self._free_tables(branch)
@@ -399,7 +435,7 @@ class KVCacheManager:
 
     def num_blocks_to_swap_out(self, branch: TokenSequence, tails: Sequence[Tables] = ()) -> int:
         """Blocks that a sequence and its beams hold, without a cross table."""
-        every = {block.block_id for tables in (branch.block_tables, *tails) for table in tables for block in table}
+        every = {block.block_id for block in entries_of(branch.block_tables, *tails)}
         return len(every - {NULL_BLOCK})
 
     def num_tokens_to_recompute(self, branch: TokenSequence) -> int:
@@ -415,49 +451,121 @@ class KVCacheManager:
         return max(branch.num_computed_tokens - num_shared, 0)
 
     def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
-        """Device blocks needed to swap a sequence in, and to go on to `num_tokens`. With sliding windows, which free
+        """Free blocks needed to load a saved sequence, and to go on to `num_tokens`. With sliding windows, which free
         blocks on the way, new blocks are not counted."""
-        num_columns = 0 if self._returning else -(-num_tokens // self.block_size)
-        num_new = self.num_groups * max(0, num_columns - self._swap.num_columns_of(branch))
-        return self._swap.num_blocks_of(branch) + self.cross_tables.num_missing_for(branch) + num_new
+        saved = self._saved.find(branch)
+        assert saved is not None
+        num_new = 0
+        if not self._returning:
+            num_new = sum(
+                max(0, rule.num_blocks(num_tokens) - len(table)) for rule, table in zip(self.rules, saved.tables)
+            )
+        return self._saved.num_blocks_to_load(saved) + num_new
 
-    def swap_in(self, branch: TokenSequence, max_new_tokens: int = 0) -> bool:
-        """Restore what a sequence held when it was swapped out. False: not enough memory, and nothing changed. It must
-        run in the step being planned, so that a failure of that step marks its content as invalid. It needs room for
-        `max_new_tokens` as well; otherwise it would be swapped out again at once."""
-        num_tokens = min(branch.num_tokens, self._swap.num_computed_tokens_of(branch) + max_new_tokens)
-        if self.num_blocks_to_swap_in(branch, num_tokens) > self.pool.num_free_blocks:
+    def load(self, branch: TokenSequence, max_new_tokens: int = 0, num_to_come: int = 0) -> bool:
+        """Begin to load a saved sequence. False: not enough memory, and nothing changed. It needs room for
+        `max_new_tokens` and `num_to_come` further blocks as well; otherwise it would be saved again at once. It waits
+        until `is_arriving` is False, and is settled then."""
+        saved = self._saved.find(branch)
+        assert saved is not None
+        num_tokens = min(branch.num_tokens, saved.num_computed_tokens + max_new_tokens)
+        if self.num_blocks_to_swap_in(branch, num_tokens) + num_to_come > self.pool.num_free_blocks:
             return False
-        self.cross_tables.attach_swapped(branch)
-        self._swap.restore(branch)
+        self._saved.load(branch)
+        self._loading[branch] = saved.num_computed_tokens
         return True
 
-    def num_tail_tokens_on_host(self, trunk: TokenSequence) -> int:
-        """Computed tokens of each beam of a swapped trunk; 0: they are not on the host. May change between calls."""
-        return self._swap.num_tail_tokens_of(trunk)
+    def load_prefix(self, branch: TokenSequence, num_new_tokens: int, costs: SwapCosts | None) -> bool:
+        """Begin to load what the store has of a sequence's prefix, if that is longer than what the device has, takes
+        less time than to compute it, and there is memory for it and for `num_new_tokens` after it. False: nothing
+        changed."""
+        self.register_blocks()
+        lookups = [self.store.lookup(group) for group in range(self.num_groups)]
+        hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups)
+        found = entries_of(hit_blocks)
+        num_slots = sum(map(self.store.is_slot, found))
+        if not num_slots and not self.store.is_arriving(found):
+            return False
+        num_more = num_tokens - self.get_computed_blocks(branch)[1]
+        if num_more <= 0 or (costs is not None and num_slots * costs.block > num_more * costs.token):
+            return False
+        last = min(branch.num_tokens, num_tokens + num_new_tokens)
+        num_wanted = sum(rule.num_blocks(last) - rule.num_blocks(num_tokens) for rule in self.rules)
+        num_free = self._count_free(([block for block in found if not self.store.is_slot(block)],))
+        if num_slots + num_free + num_wanted > self.pool.num_free_blocks:
+            return False
+        blocks = iter(self.store.bring(found))
+        branch.block_tables = [list(islice(blocks, len(hit))) for hit in hit_blocks]
+        self._loading[branch] = num_tokens
+        return True
 
-    def swap_in_with_tails(self, trunk: TokenSequence) -> list[Tables]:
-        """Restore what a trunk held when it was swapped out with its beams, and return the beams' tables. There must be
-        enough free blocks for all of it, and they must run in the step being planned."""
-        self.cross_tables.attach_swapped(trunk)
-        tails = self._swap.restore(trunk)
-        self._register_full_blocks(trunk, trunk.num_computed_tokens // self.block_size)
-        return tails
+    def load_cross(self, branch: TokenSequence, encoder_input: EncoderInput) -> None:
+        """Give a sequence that is loaded its cross table at once, if that is there or in the store, and there is memory
+        for it."""
+        if self.cross_tables.is_settled(branch, encoder_input):
+            self.cross_tables.attach(branch, encoder_input)
 
-    def take_swaps(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
-        """The blocks to swap out and in before the next forward pass. Each is returned once."""
-        return self._transfers.take_swaps()
+    def is_arriving(self, sequence: TokenSequence) -> bool:
+        """Whether blocks that it holds are still being loaded."""
+        cross = [] if sequence.cross is None else sequence.cross.blocks
+        return self.store.is_arriving([*entries_of(sequence.block_tables, *self.loaded_tails(sequence)), *cross])
 
-    def invalidate_swaps(self, swapped_out: list[BlockSwap]) -> None:
-        """The step with these swaps failed: sequences with these host copies, or swapped out since, are computed
-        again."""
-        self._swap.forget_invalid([host_block for _, host_block in swapped_out])
+    def settle(self, branch: TokenSequence, lost: set[int]) -> None:
+        """What a sequence waited for has arrived, except the blocks `lost`: it has computed what is there."""
+        cross, saved = branch.cross, self._saved.find(branch)
+        if cross is not None and not lost.isdisjoint(cross.block_ids):
+            self.cross_tables.release(branch, trusted=False)
+        if saved is not None and not lost.isdisjoint(block.block_id for block in entries_of(*saved.loaded_tails)):
+            self._saved.forget_tails(branch)
+        if branch not in self._loading:
+            return
+        branch.num_computed_tokens = num_tokens = self._loading.pop(branch)
+        for rule, table in zip(self.rules, branch.block_tables):
+            first_lost = next((place for place, block in enumerate(table) if block.block_id in lost), None)
+            if first_lost is not None:
+                num_tokens = min(num_tokens, first_lost * rule.block_size)
+        if num_tokens < branch.num_computed_tokens:
+            self._saved.forget(branch)
+        if not self.num_tail_tokens(branch):  # a token is left to run
+            num_tokens = min(num_tokens, branch.num_tokens - 1)
+        if not self._holds(branch, num_tokens):
+            branch.num_computed_tokens = 0  # what is lost must not enter the prefix cache
+            self._free_tables(branch)
+        elif num_tokens < branch.num_computed_tokens:
+            self.roll_back(branch, branch.num_computed_tokens - num_tokens)
+        self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
+
+    def unload(self, branch: TokenSequence) -> None:
+        """Free the device blocks of a sequence that was loaded and did not run yet. What is saved of it stays so."""
+        self._saved.unload(branch)
+        self.cross_tables.release(branch)
+        self._free_tables(branch)
+
+    def num_tail_tokens(self, trunk: TokenSequence) -> int:
+        """Computed tokens of each beam that is saved with its trunk; 0: there are none. May change between calls."""
+        saved = self._saved.find(trunk)
+        return 0 if saved is None else saved.num_tail_tokens
+
+    def loaded_tails(self, trunk: TokenSequence) -> list[Tables]:
+        """The tables of beams that were loaded with their trunk. They belong to the store until `resumed`."""
+        saved = self._saved.find(trunk)
+        return [] if saved is None else saved.loaded_tails
+
+    def resumed(self, branch: TokenSequence) -> None:
+        """A sequence runs again, and has taken over the tables of its beams: nothing is kept for it in the store."""
+        self._saved.forget(branch, keep_tails=True)
+
+    def take_report(self, report: TransferReport) -> set[int]:
+        """A step's news of loads and stores. Returns the device blocks whose content could not be loaded."""
+        if report.failed_stores:
+            self._saved.forget_lost(set(report.failed_stores))
+        return self.store.take_report(report)
 
     def reset(self, sequences: Iterable[TokenSequence]) -> bool:
         """Free all these, and drop all cached blocks and pending transfers. False: other holders remain."""
         for sequence in sequences:
             self.free(sequence)
-        self.take_encoder_writes(), self.take_block_copies(), self.take_swaps()
+        self.take_encoder_writes(), self.take_block_copies(), self.store.take_transfers()
         return self.reset_prefix_cache()
 
     def check(self, branches: Iterable[TokenSequence]) -> None:
@@ -465,9 +573,11 @@ class KVCacheManager:
         self.register_blocks()
         branches = list(branches)
         self.pool.check()
-        self._swap.check(branches)
-        tables = self.cross_tables.check(branches)
-        num_references = {block_id: 1 for table in tables for block_id in table.block_ids}
+        slots, tails = self._saved.check(branches)
+        references = self.store.check(slots)
+        references += [block_id for table in self.cross_tables.check(branches) for block_id in table.block_ids]
+        references += [block.block_id for block in entries_of(*tails) if block is not self.pool.null_block]
+        num_references = Counter(references)
         for branch in branches:
             lengths = {len(table) for table in branch.block_tables}
             assert len(lengths) <= 1, f"{branch.branch_id} has tables of different lengths: {sorted(lengths)}"
@@ -479,9 +589,9 @@ class KVCacheManager:
             for table in branch.block_tables:
                 for block in table:
                     if block is not self.pool.null_block:
-                        num_references[block.block_id] = num_references.get(block.block_id, 0) + 1
+                        num_references[block.block_id] += 1
         for block in self.pool.blocks[1:]:
-            expected = num_references.get(block.block_id, 0)
+            expected = num_references[block.block_id]
             assert block.ref_cnt == expected, (
                 f"block {block.block_id}: {block.ref_cnt} references, {expected} table entries"
             )

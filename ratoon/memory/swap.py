@@ -1,219 +1,151 @@
-"""The host side of swapping: which host blocks hold which sequence. Accounting only. A swapped sequence also needs its
-cross table, which other sequences may hold on the device or need on the host: it is kept by key, once for all of them.
-Beams are swapped with their trunk, all or none; a block that several of them share is on the host once. The scheduler
-decides when to swap; the device side is the KVCacheManager's.
+"""Preempted sequences whose blocks are in the block store: which slots hold which table entries. Accounting only.
+
+A sequence is saved whole. Its full blocks are in the store by their hashes, so that other sequences find them there,
+too. The partial last block, and the blocks of beams, are slots of its own: with them a sequence goes on with the same
+bits where it was, and no row runs twice. Slots of saved sequences are referenced, and so are not evicted. The scheduler
+decides when a sequence is saved and loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ratoon.memory.block_pool import Block, BlockPool
-from ratoon.memory.host_pool import HostPool
+from ratoon.memory.block_store import BlockStore
 from ratoon.memory.sequence import TokenSequence
-from ratoon.memory.transfers import Transfers
 
-Tables = list[list[Block]]  # one list of table entries for each KV group
-HostTables = list[list[int | None]]  # the same in host blocks; None for the null block
+Tables = list[list[Block]]  # one list of table entries for each KV group; the null block where there is none
 
 
 @dataclass(slots=True, eq=False)
-class HostCopy:
-    """What a sequence held when it was swapped out. Every table entry is a reference."""
+class SavedSequence:
+    """What a sequence held when it was preempted. The tables have slots in place of blocks, and every entry is a
+    reference to its slot."""
 
-    tables: HostTables
+    tables: Tables
     num_computed_tokens: int
-    cross_key: bytes | None
-    tails: list[HostTables]  # tables of the beams, if it is the trunk of a search
+    tails: list[Tables]  # of the beams, if it is the trunk of a search
     num_tail_tokens: int  # computed tokens of each beam, the trunk's included
+    cross: list[Block]  # slots of the cross table, if no other sequence held it
+    loaded_tails: list[Tables] = field(default_factory=list)  # on the device, from the load on
 
     @property
-    def own_host_blocks(self) -> list[int]:
-        return _host_blocks_of(self.tables)
-
-    @property
-    def host_blocks(self) -> list[int]:
-        return self.own_host_blocks + [host_block for tail in self.tails for host_block in _host_blocks_of(tail)]
+    def slots(self) -> list[Block]:
+        return [*self.cross, *entries_of(self.tables, *self.tails)]
 
 
-@dataclass(slots=True, eq=False)
-class HostCross:
-    """A cross table that swapped sequences need."""
-
-    num_positions: int
-    host_blocks: list[int] = field(default_factory=list)  # empty: a sequence holds it on the device
-    users: dict[TokenSequence, None] = field(default_factory=dict)
-
-
-class SwapSpace:
-    def __init__(self, pool: BlockPool, host: HostPool, transfers: Transfers) -> None:
+class SavedSequences:
+    def __init__(self, pool: BlockPool, store: BlockStore) -> None:
         self._pool = pool
-        self._host = host
-        self._transfers = transfers
-        self._copies: dict[TokenSequence, HostCopy] = {}
-        self._cross: dict[bytes, HostCross] = {}
+        self._store = store
+        self._saved: dict[TokenSequence, SavedSequence] = {}
 
-    def __contains__(self, sequence: TokenSequence) -> bool:
-        return sequence in self._copies
+    def find(self, sequence: TokenSequence) -> SavedSequence | None:
+        return self._saved.get(sequence)
 
-    def num_blocks_of(self, sequence: TokenSequence) -> int:
-        """Device blocks needed to restore a sequence, without its cross table and beams."""
-        return len(self._copies[sequence].own_host_blocks)
-
-    def num_columns_of(self, sequence: TokenSequence) -> int:
-        return max(map(len, self._copies[sequence].tables), default=0)
-
-    def num_computed_tokens_of(self, sequence: TokenSequence) -> int:
-        return self._copies[sequence].num_computed_tokens
-
-    def num_tail_tokens_of(self, sequence: TokenSequence) -> int:
-        """Computed tokens of each beam of a trunk; 0 where no beams are on the host."""
-        copy = self._copies.get(sequence)
-        return 0 if copy is None else copy.num_tail_tokens
-
-    def find_cross(self, key: bytes) -> HostCross | None:
-        return self._cross.get(key)
-
-    def cross_key_of(self, sequence: TokenSequence) -> bytes | None:
-        return self._copies[sequence].cross_key
-
-    # ---- out and in ----
-
-    def save(self, sequence: TokenSequence, tails: Sequence[Tables] = (), num_tail_tokens: int = 0) -> bool:
-        """Copy what a sequence holds to the host, and `tails`, the tables of its beams. False: not enough host blocks,
-        or its cross table is not written or not valid, and nothing changed. The sequence still holds its device blocks.
-        Its cross table is copied when its last holder releases it (keep_cross)."""
-        if sequence in self._copies:
+    def save(
+        self,
+        sequence: TokenSequence,
+        tables: Tables,
+        num_full_blocks: Sequence[int],
+        tails: Sequence[Tables] = (),
+        num_tail_tokens: int = 0,
+        cross: Sequence[tuple[Block, bytes | None, int]] = (),
+    ) -> bool:
+        """Keep the contents of these tables, of `tails`, the tables of its beams, and of its cross table. Of each table
+        so many blocks are full. False: not enough slots, and nothing changed. The sequence still holds its device
+        blocks."""
+        if sequence in self._saved:
             raise ValueError(f"{sequence.branch_id} is swapped out already")
-        cross = sequence.cross
-        if (cross is not None and not cross.is_settled) or not self._has_room_for(sequence, tails):
+        wanted = {entry[0].block_id: entry for entry in cross}
+        for group, (table, num_full) in enumerate(zip(tables, num_full_blocks)):
+            for place, block in enumerate(table):
+                wanted[block.block_id] = block, block.block_hash if place < num_full else None, group
+        for block in entries_of(*tails):
+            wanted.setdefault(block.block_id, (block, None, 0))
+        null = self._pool.null_block
+        wanted.pop(null.block_id, None)
+        slots = self._store.keep(list(wanted.values()))
+        if slots is None:
             return False
-        saved: dict[int, int] = {}
-        self._copies[sequence] = HostCopy(
-            self._save_tables(sequence.block_tables, saved),
+        slot_of = dict(zip(wanted, slots)) | {null.block_id: self._store.null_slot}
+        saved = self._saved[sequence] = SavedSequence(
+            _replaced(tables, slot_of),
             sequence.num_computed_tokens,
-            None if cross is None else cross.key,
-            [self._save_tables(tail, saved) for tail in tails],
+            [_replaced(tail, slot_of) for tail in tails],
             num_tail_tokens,
+            [slot_of[entry[0].block_id] for entry in cross],
         )
-        if cross is not None:
-            self._cross.setdefault(cross.key, HostCross(cross.num_positions)).users[sequence] = None
+        self._store.reference(saved.slots)
+        self._store.release(slots)
         return True
 
-    def restore(self, sequence: TokenSequence) -> list[Tables]:
-        """Restore a sequence's tables in new device blocks, and return those of its beams. There must be enough free
-        blocks."""
-        copy = self._copies[sequence]
-        restored: dict[int, Block] = {}
-        sequence.block_tables = self._restore_tables(copy.tables, restored)
-        tails = [self._restore_tables(tail, restored) for tail in copy.tails]
-        sequence.num_computed_tokens = copy.num_computed_tokens
-        self.forget(sequence)
-        return tails
+    def num_blocks_to_load(self, saved: SavedSequence) -> int:
+        """Device blocks that leave the free list when a sequence is loaded, without its cross table and beams."""
+        return sum(block is None or block.ref_cnt == 0 for block in self._found(saved.tables).values())
 
-    def keep_cross(self, key: bytes, blocks: list[Block]) -> None:
-        """A cross table is about to leave the device. If swapped sequences need it, copy it to the host; if there is no
-        room for it, they are computed again."""
-        needed = self._cross.get(key)
-        if needed is None or needed.host_blocks:
-            return
-        if self._transfers.num_to_save(blocks) <= self._host.num_free_blocks:
-            needed.host_blocks = [self._transfers.save(block) for block in blocks]
-        else:
-            self.forget_users(key)
+    def load(self, sequence: TokenSequence) -> None:
+        """Give a sequence its tables again, and its beams theirs. Blocks that are not on the device are loaded. There
+        must be enough free blocks."""
+        saved = self._saved[sequence]
+        found, null = self._found(saved.tables, *saved.tails), self._pool.null_block
+        taken = self._store.bring([block or slot for slot, block in found.items()])
+        block_of = {slot.block_id: block for slot, block in zip(found, taken)} | {null.block_id: null}
+        sequence.block_tables = _replaced(saved.tables, block_of)
+        saved.loaded_tails = [_replaced(tail, block_of) for tail in saved.tails]
+        self._pool.touch(entries_of(sequence.block_tables, *saved.loaded_tails))
+        self._pool.free_blocks(taken)
 
-    def forget(self, sequence: TokenSequence) -> None:
-        """Free a sequence's host blocks, if any. It has no memory afterwards."""
-        if sequence in self._copies:
-            self.forget_cross(sequence)
-            self._host.free(self._copies.pop(sequence).host_blocks)
+    def _found(self, *tables: Tables) -> dict[Block, Block | None]:
+        """The slots in these tables, each with the device block that has the same content, or will have."""
+        slots = {slot.block_id: slot for slot in entries_of(*tables)}
+        slots.pop(self._pool.null_block.block_id, None)
+        return {slot: self._store.find_on_device(slot) for slot in slots.values()}
 
-    def forget_cross(self, sequence: TokenSequence) -> None:
-        copy = self._copies.get(sequence)
-        if copy is None or copy.cross_key is None:
-            return
-        needed = self._cross[copy.cross_key]
-        del needed.users[sequence]
-        if not needed.users:
-            self._host.free(needed.host_blocks)
-            del self._cross[copy.cross_key]
-        copy.cross_key = None
+    def unload(self, sequence: TokenSequence) -> None:
+        """Free the beams' blocks on the device."""
+        saved = self._saved.get(sequence)
+        if saved is not None:
+            self._pool.free_blocks(entries_of(*saved.loaded_tails))
+            saved.loaded_tails = []
 
-    def forget_users(self, key: bytes) -> None:
-        """A cross table is invalid or lost: sequences that need it are computed again."""
-        needed = self._cross.get(key)
-        for sequence in [] if needed is None else list(needed.users):
-            self.forget(sequence)
+    def forget_tails(self, sequence: TokenSequence) -> None:
+        """The beams' contents are lost: they are computed again, after the trunk."""
+        saved = self._saved.get(sequence)
+        if saved is not None:
+            self.unload(sequence)
+            self._store.release(entries_of(*saved.tails))
+            saved.tails, saved.num_tail_tokens = [], 0
 
-    def forget_invalid(self, host_blocks: Collection[int]) -> None:
-        """The content of these host blocks, and of those not written yet, is undefined: sequences that would read them
-        are computed again."""
-        lost = self._transfers.unwritten_host_blocks.union(host_blocks)
-        for key, needed in list(self._cross.items()):
-            if not set(needed.host_blocks).isdisjoint(lost):
-                self.forget_users(key)
-        for sequence, copy in list(self._copies.items()):
-            if not set(copy.host_blocks).isdisjoint(lost):
+    def forget(self, sequence: TokenSequence, keep_tails: bool = False) -> None:
+        """A sequence runs again, or ends: its slots are not kept for it any more. `keep_tails`: the caller has taken
+        over the beams' blocks on the device."""
+        if sequence in self._saved:
+            if not keep_tails:
+                self.unload(sequence)
+            self._store.release(self._saved.pop(sequence).slots)
+
+    def forget_lost(self, lost: set[int]) -> None:
+        """The content of these slots is undefined: sequences that need them are computed again."""
+        for sequence, saved in list(self._saved.items()):
+            if not lost.isdisjoint(slot.block_id for slot in saved.slots):
                 self.forget(sequence)
 
-    def check(self, sequences: Iterable[TokenSequence]) -> None:
-        """Raise AssertionError unless host blocks are exactly those of swapped sequences and of pending reads."""
-        known = set(sequences)
-        entries = self._transfers.host_blocks_read
-        for sequence, copy in self._copies.items():
-            assert sequence in known, f"{sequence.branch_id} has ended but has host blocks"
-            assert not sequence.block_tables and sequence.cross is None, (
-                f"{sequence.branch_id} is not swapped out whole"
-            )
-            assert copy.cross_key is None or sequence in self._cross[copy.cross_key].users
-            entries += copy.host_blocks
-        for needed in self._cross.values():
-            assert needed.users, "a cross table on the host has no users"
-            assert needed.users.keys() <= self._copies.keys(), "a user of a cross table on the host is not swapped out"
-            entries += needed.host_blocks
-        expected: dict[int, int] = {}
-        for host_block in entries:
-            expected[host_block] = expected.get(host_block, 0) + 1
-        self._host.check(expected)
-
-    def _has_room_for(self, sequence: TokenSequence, tails: Sequence[Tables]) -> bool:
-        null, cross = self._pool.null_block, sequence.cross
-        every = [block for tables in (sequence.block_tables, *tails) for table in tables for block in table]
-        blocks = list({block.block_id: block for block in every if block is not null}.values())
-        if cross is not None and len(cross.holders) == 1:
-            needed = self._cross.get(cross.key)
-            if needed is None or not needed.host_blocks:
-                blocks += cross.blocks
-        return self._transfers.num_to_save(blocks) <= self._host.num_free_blocks
-
-    def _save_tables(self, tables: Tables, saved: dict[int, int]) -> HostTables:
-        """`saved`: device block → host block, of blocks already saved."""
-        return [[self._save_block(block, saved) for block in table] for table in tables]
-
-    def _save_block(self, block: Block, saved: dict[int, int]) -> int | None:
-        if block is self._pool.null_block:
-            return None
-        if block.block_id in saved:
-            self._host.share(saved[block.block_id])
-        else:
-            saved[block.block_id] = self._transfers.save(block)
-        return saved[block.block_id]
-
-    def _restore_tables(self, tables: HostTables, restored: dict[int, Block]) -> Tables:
-        """`restored`: host block → device block, of blocks already restored."""
-        return [[self._restore_block(host_block, restored) for host_block in table] for table in tables]
-
-    def _restore_block(self, host_block: int | None, restored: dict[int, Block]) -> Block:
-        if host_block is None:
-            return self._pool.null_block
-        if host_block in restored:
-            self._pool.touch((restored[host_block],))
-        else:
-            (restored[host_block],) = self._pool.get_new_blocks(1)
-            self._transfers.restore(host_block, restored[host_block])
-        return restored[host_block]
+    def check(self, sequences: Iterable[TokenSequence]) -> tuple[list[Block], list[Tables]]:
+        """Raise AssertionError unless these are all sequences that have something saved. Returns the referenced slots,
+        one entry for each reference, and the tables of beams on the device."""
+        known, slots, tables = set(sequences), [], []
+        for sequence, saved in self._saved.items():
+            assert sequence in known, f"{sequence.branch_id} has ended but has slots"
+            slots += [slot for slot in saved.slots if slot is not self._store.null_slot]
+            tables += saved.loaded_tails
+        return slots, tables
 
 
-def _host_blocks_of(tables: HostTables) -> list[int]:
-    return [host_block for table in tables for host_block in table if host_block is not None]
+def entries_of(*tables: Iterable[list[Block]]) -> list[Block]:
+    return [block for groups in tables for table in groups for block in table]
+
+
+def _replaced(tables: Tables, by_id: dict[int, Block]) -> Tables:
+    return [[by_id[block.block_id] for block in table] for table in tables]

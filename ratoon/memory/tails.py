@@ -38,20 +38,19 @@ class BeamTails:
         self._are_unknown = False  # whether the runner has yet to be sent their tables
 
     @classmethod
-    def from_host(cls, kv_cache: KVCacheManager, trunk: TokenSequence) -> BeamTails:
-        """Swap in the beams and their trunk. There must be enough free blocks for both."""
-        num_computed_tokens = kv_cache.num_tail_tokens_on_host(trunk)
-        restored = kv_cache.swap_in_with_tails(trunk)
+    def loaded(cls, kv_cache: KVCacheManager, trunk: TokenSequence) -> BeamTails:
+        """The beams that were loaded with their trunk. Their blocks belong to the block store until the caller has
+        called `resumed` of the manager; until then these must not be released."""
         tails = cls(kv_cache, trunk)
         tails.release()  # the initial one
-        tails._tails = restored
-        tails.num_computed_tokens = num_computed_tokens
+        tails._tails = kv_cache.loaded_tails(trunk)
+        tails.num_computed_tokens = kv_cache.num_tail_tokens(trunk)
         tails._are_unknown = True
         return tails
 
     def swap_out(self, num_unwritten_tokens: int) -> bool:
-        """Move the trunk to the host, and copies of the beams' blocks, without the last `num_unwritten_tokens`, which
-        were counted as computed but do not run. False: not enough host blocks, or the beams have computed nothing;
+        """Move the trunk to the block store, and copies of the beams' blocks, without the last `num_unwritten_tokens`,
+        which were counted as computed but do not run. False: not enough room, or the beams have computed nothing;
         nothing changed."""
         num_tokens = self.num_computed_tokens - num_unwritten_tokens
         if num_tokens <= self._trunk.num_tokens:

@@ -180,9 +180,9 @@ class BeamGroup(Task):
         self._kept.clear()
         return True
 
-    def is_on_host(self, kv_cache: KVCacheManager) -> bool:
-        """Whether the beams are swapped out with their trunk. Do not cache the answer: their host copy may be lost."""
-        return kv_cache.num_tail_tokens_on_host(self.trunk) > 0
+    def is_saved(self, kv_cache: KVCacheManager) -> bool:
+        """Whether the beams are in the block store with their trunk. Do not cache the answer: they may be lost."""
+        return kv_cache.num_tail_tokens(self.trunk) > 0
 
     def tails(self) -> list[Tables]:
         return [] if self._tails is None else self._tails.tables()
@@ -195,23 +195,27 @@ class BeamGroup(Task):
         return len(self._tails) * num_of_each
 
     def swap_out(self) -> bool:
-        """Move the trunk and the beams to the host. Kept memory of finished texts is freed. False: not enough host
-        memory, or no beam has computed anything, and nothing changed."""
+        """Move the trunk and the beams to the block store. Kept memory of finished texts is freed. False: not enough
+        room there, or no beam has computed anything, and nothing changed."""
         if self._tails is None or not self._tails.swap_out(self._num_unwritten_tokens):
             return False
         self.reclaim()
         return True
 
-    def swap_in(self, kv_cache: KVCacheManager) -> bool:
-        """Swap in the trunk and the beams, if there is memory for them and for their tokens to compute. False: not
-        enough memory, and nothing changed."""
-        num_wanted = kv_cache.num_blocks_to_swap_in(self.trunk) + self.num_blocks_to_come(kv_cache)
-        if num_wanted > kv_cache.num_free_blocks:
-            return False
-        self._tails = BeamTails.from_host(kv_cache, self.trunk)
-        self._num_restored_tokens = self._tails.num_computed_tokens - self.trunk.num_tokens
+    def resume(self, kv_cache: KVCacheManager, most: int) -> int:
+        """Go on with the loaded beams, by up to `most` tokens of each. Returns how many; 0: not enough memory, and
+        nothing changed."""
+        tails = BeamTails.loaded(kv_cache, self.trunk)
+        num_tokens = min(most, self.trunk.num_tokens + self.search.num_tokens - tails.num_computed_tokens)
+        self._num_restored_tokens = tails.num_computed_tokens - self.trunk.num_tokens
+        changed = tails.allocate(num_tokens)
+        if changed is None:
+            self._num_restored_tokens = 0
+            return 0
+        kv_cache.resumed(self.trunk)
+        self._tails, self._changed, self._num_unwritten_tokens = tails, changed, num_tokens
         self._move_all_from_trunk()
-        return True
+        return num_tokens
 
     def reclaim(self) -> None:
         """Free the memory of the beams. The state of the search is kept."""

@@ -224,7 +224,7 @@ class StepPlanner:
             has_rows = state.has_rows_for(branch)
             budget = step.budget
             admission = self._admit(step, branch) if has_rows else Admission.NOT_NOW
-            if admission == Admission.ADMITTED:
+            if admission in (Admission.ADMITTED, Admission.LOADING):
                 state.waiting.take(branch)
                 if state.shares.contended:
                     state.shares.charge(branch.request.owner, budget - step.budget)
@@ -259,7 +259,8 @@ class StepPlanner:
                 if gap:
                     self._schedule_with_memory(step, branch, gap)
             elif branch.status != BranchStatus.FINISHED:
-                while not self._state.has_rows_for(branch) or self._admit(step, branch) != Admission.ADMITTED:
+                there = (Admission.ADMITTED, Admission.LOADING)
+                while not self._state.has_rows_for(branch) or self._admit(step, branch) not in there:
                     if not self._preemption.preempt_another(step, request):
                         return
                 self._state.waiting.remove({branch})
@@ -272,7 +273,9 @@ class StepPlanner:
             admission = self._try_to_admit(step, branch)
             if admission != Admission.NO_MEMORY:
                 return admission
-            if self._state.may_take_memory and self._state.readings.free_one():
+            if self._state.may_take_memory and (
+                self._state.readings.free_one() or self._state.loads.free_one(sparing=branch)
+            ):
                 continue
             spared = self._state.spared_owners(branch)
             num_at_most = self._state.kv_cache.num_free_blocks + leases.num_reclaimable_blocks(spared)
@@ -287,29 +290,37 @@ class StepPlanner:
     def _num_wanted_blocks(self, branch: Branch) -> int:
         """Blocks that must be free before a branch is admitted."""
         kv_cache = self._state.kv_cache
-        if kv_cache.is_swapped(branch):
+        if branch.block_tables:  # loaded already
+            num_wanted = 0
+        elif kv_cache.is_swapped(branch):
             num_wanted = kv_cache.num_blocks_to_swap_in(branch)
         else:
             num_wanted = kv_cache.required_blocks(min(branch.num_tokens, self._state.max_step_tokens))
-            num_wanted += self._beginnings.num_missing_cross_blocks(branch)
+        num_wanted += self._beginnings.num_missing_cross_blocks(branch)
         return num_wanted + branch.request.task.num_blocks_to_come(kv_cache)
 
     def _try_to_admit(self, step: StepDraft, branch: Branch) -> Admission:
         kv_cache = self._state.kv_cache
         hit_blocks: GroupBlocks | None = None
-        num_encoder_inputs = len(step.encoder_lengths)
-        was_swapped = kv_cache.is_swapped(branch)
-        if was_swapped:
-            admission = self._kinds.of(branch.request).resume(step, branch)
-            if admission is not None:
-                return admission
-            if not kv_cache.swap_in(branch, self._part_of(step.budget, step, branch)):
-                return Admission.NO_MEMORY
-            num_inherited = num_hit_tokens = branch.num_computed_tokens
-        else:
-            num_inherited = num_hit_tokens = self._beginnings.inherit(branch, branch.request.num_inheritable_tokens)
+        num_encoder_inputs, num_inherited = len(step.encoder_lengths), 0
+        if not branch.block_tables and not kv_cache.is_swapped(branch):
+            num_inherited = self._beginnings.inherit(branch, branch.request.num_inheritable_tokens)
+        if kv_cache.has_tier and not branch.block_tables:
+            loading = self._beginnings.load(branch, self._part_of(step.budget, step, branch))
+            if loading is not None:
+                return loading
+        is_held, had_cross = bool(branch.block_tables) and not num_inherited, branch.cross is not None
+        num_hit_tokens = branch.num_computed_tokens
         # Before the prefix lookup: hits are not referenced yet, and this allocation may evict them.
         attached = self._beginnings.attach_cross(step, branch)
+        if attached == Admission.ADMITTED and kv_cache.is_arriving(branch):
+            self._state.loads.wait(branch)
+            return Admission.LOADING
+        if attached == Admission.ADMITTED and kv_cache.is_swapped(branch):
+            resumed = self._kinds.of(branch.request).resume(step, branch)
+            if resumed == Admission.ADMITTED:
+                return resumed
+            attached = resumed or attached
         if attached == Admission.ADMITTED and not num_hit_tokens:
             hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
@@ -319,17 +330,22 @@ class StepPlanner:
         if attached == Admission.ADMITTED:
             attached = Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
             if fits_step and self._has_memory_to_come(branch, num_hit_tokens, hit_blocks):
-                num_found_tokens = num_hit_tokens - num_inherited  # inherited blocks are in its tables already
+                num_found_tokens = num_hit_tokens - branch.num_computed_tokens  # of blocks that it does not hold yet
                 appended = kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
-            if not (was_swapped and kv_cache.swap_out(branch)):
+            if not is_held:
                 kv_cache.free(branch)
+                self._state.loads.forget(branch)
+            elif not had_cross:
+                kv_cache.free_cross(branch)
             del step.encoder_lengths[num_encoder_inputs:]
             return attached
+        kv_cache.resumed(branch)
+        self._state.loads.forget(branch)
         self._state.running.append(branch)
         if branch.status == BranchStatus.WAITING:  # first admission; a resumed branch finds its own blocks
             branch.num_cached_tokens = num_hit_tokens
-            if hit_blocks is not None or num_inherited:  # inherited tokens count as hits too
+            if hit_blocks is not None or num_hit_tokens:  # inherited and loaded tokens count as hits too
                 self._state.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
@@ -388,8 +404,8 @@ class StepPlanner:
         for rows in step.rows:
             rows.write(plan)
         self.num_encoder_runs += len(plan.encoder_steps)
-        if self._state.kv_cache.has_host_pool:
-            plan.swapped_out, plan.swapped_in = self._state.kv_cache.take_swaps()
+        if self._state.kv_cache.has_tier:
+            plan.stores, plan.loads = self._state.kv_cache.store.take_transfers()
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         if self._state.kv_cache.gives_blocks_back:
             self._state.note_given_back()

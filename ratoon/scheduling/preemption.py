@@ -13,7 +13,7 @@ class Preemption:
     def __init__(self, state: SchedulerState) -> None:
         self.num_preemptions = 0
         # They free memory before any branch is preempted: each returns whether it did.
-        self.free_first: list[Callable[[], bool]] = [state.readings.free_one]
+        self.free_first: list[Callable[[], bool]] = [state.readings.free_one, state.loads.free_one]
         self._state = state
 
     def make_room(self, step: StepDraft, branch: Branch) -> Branch | None:

@@ -27,6 +27,8 @@ class StepResults:
 
         Results for branches that ended while the step ran are dropped.
         """
+        if output.transfers is not None:
+            self._state.take_transfers(output.transfers)
         children = [child for kind in self._kinds for child in kind.fork(plan)] if plan.fanout else []
         inherited = self._state.inherited.copy()  # a request may end with its first token
         outputs: list[EngineCoreOutput] = []

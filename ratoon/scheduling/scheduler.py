@@ -127,9 +127,9 @@ class Scheduler:
         """The oldest step in flight raised, and later ones were skipped. Call this before anything else is done with
         the scheduler.
 
-        A request alone in the step is the cause, and fails. With several the cause is unknown: all are preempted, and
-        each runs alone until it gets a result; the faulty one then fails alone, and the others go on. Requests of the
-        skipped steps are planned again. Blocks that the step may have corrupted leave the prefix cache.
+        A request alone in the step is the cause, and fails. With several, or with loads, the cause is unknown: all are
+        preempted, and each runs alone until it gets a result; the faulty one then fails alone, and the others go on.
+        Requests of the skipped steps are planned again. Blocks that the step may have corrupted leave the prefix cache.
         """
         state = self.state
         assert state.in_flight and state.in_flight[0] is plan, "the oldest step in flight fails first"
@@ -137,7 +137,7 @@ class Scheduler:
         still_there = self._still_there(plan)
         suspects = state.find_requests(still_there)
         outputs = []
-        if len(suspects) == 1 and len(still_there) == len(plan.req_ids):
+        if len(suspects) == 1 and len(still_there) == len(plan.req_ids) and not plan.loads:
             outputs = state.fail_requests([suspects[0].request_id], message)
         else:
             state.quarantined.update((request.request_id, request) for request in suspects)
@@ -234,7 +234,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.state.running),
-            num_waiting=len(self.state.waiting),
+            num_waiting=len(self.state.waiting) + len(self.state.loads),
             kv_usage=self.kv_cache.usage,
             num_preemptions=self.preemption.num_preemptions,
             num_scheduled_tokens=self.planner.num_scheduled_tokens,
@@ -242,6 +242,7 @@ class Scheduler:
             prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache_stats),
             leases=self.leases.snapshot(),
             num_encoder_runs=self.planner.num_encoder_runs,
+            store=self.kv_cache.store.snapshot(),
         )
 
     def check(self) -> None:

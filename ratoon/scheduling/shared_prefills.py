@@ -1,5 +1,5 @@
-"""What a branch starts with: its parent's memory, a prefix cache hit, the cross table of its encoder input, or its
-swapped-out blocks. The planners decide whether it is admitted and what is preempted for it.
+"""What a branch starts with: its parent's memory, a prefix cache hit, the cross table of its encoder input, or what the
+block store has of it. The planners decide whether it is admitted and what is preempted for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Admission(enum.Enum):
     ADMITTED = enum.auto()
     NO_MEMORY = enum.auto()
     NOT_NOW = enum.auto()  # it does not fit in the rest of this step
+    LOADING = enum.auto()  # it waits for blocks, outside the queue
 
 
 class SharedPrefills:
@@ -69,25 +70,42 @@ class SharedPrefills:
             return None, 0
         return self._state.kv_cache.get_computed_blocks(branch)
 
-    def attach_cross(self, step: StepDraft, branch: Branch) -> Admission:
-        """Give the branch its cross table: an existing one, or a new one that the encoder writes in this step. An input
-        is never split; one that is longer than the budget runs alone."""
+    def load(self, branch: Branch, max_new_tokens: int) -> Admission | None:
+        """Begin to load what the block store has of a branch: what was saved when it was preempted, or a prefix that
+        other requests computed. `max_new_tokens`: it could run so many now. None: it has what there is."""
+        kv_cache, task = self._state.kv_cache, branch.request.task
+        if kv_cache.is_swapped(branch):
+            num_to_come = task.num_blocks_to_come(kv_cache) + self.num_missing_cross_blocks(branch)
+            if not kv_cache.load(branch, max_new_tokens, num_to_come):
+                return Admission.NO_MEMORY
+        elif (branch.choice == 0 and task.needs_every_prompt_row) or not kv_cache.load_prefix(
+            branch, max_new_tokens, self._state.swap_costs
+        ):
+            return None
+        if branch.request.encoder_input is not None:
+            kv_cache.load_cross(branch, branch.request.encoder_input)
+        return Admission.LOADING if self._state.loads.wait(branch) else None
+
+    def attach_cross(self, step: StepDraft, branch: Branch, may_load: bool = True) -> Admission:
+        """Give the branch its cross table: an existing one, which is loaded from the block store if the branch may wait
+        for that, or a new one that the encoder writes in this step. An input is never split; one that is longer than
+        the budget runs alone."""
         encoder_input = branch.request.encoder_input
         if encoder_input is None or branch.cross is not None:
             return Admission.ADMITTED
         kv_cache = self._state.kv_cache
-        runs = not kv_cache.has_cross(branch, encoder_input)
+        runs = not kv_cache.has_cross(branch, encoder_input, may_load)
         if runs and not step.fits_encoder(encoder_input.num_positions):
             return Admission.NOT_NOW
-        if not kv_cache.attach_cross(branch, encoder_input):
+        if not kv_cache.attach_cross(branch, encoder_input, may_load):
             return Admission.NO_MEMORY
         if runs:
             step.encoder_lengths.append(encoder_input.num_positions)
         return Admission.ADMITTED
 
     def num_missing_cross_blocks(self, branch: Branch) -> int:
-        """Blocks needed for the cross table of its encoder input, if it does not exist."""
-        encoder_input, kv_cache = branch.request.encoder_input, self._state.kv_cache
-        if encoder_input is None or kv_cache.has_cross(branch, encoder_input):
+        """Free blocks needed for the cross table of its encoder input, if no sequence holds it."""
+        encoder_input = branch.request.encoder_input
+        if encoder_input is None or branch.cross is not None:
             return 0
-        return kv_cache.num_cross_blocks(encoder_input.num_positions)
+        return self._state.kv_cache.num_missing_cross_blocks(branch, encoder_input)

@@ -11,6 +11,7 @@ from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import SwapCosts
 from ratoon.core.messages import Fault
+from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
@@ -21,6 +22,7 @@ from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.events import EventLog
+from ratoon.scheduling.loading import LoadingBranches
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.prefix_reads import PrefixReads
 from ratoon.scheduling.queues import FairQueue, sort_key_for
@@ -43,6 +45,7 @@ class SchedulerState:
         self.kv_cache = kv_cache
         self.leases = leases
         self.readings = PrefixReads(kv_cache)
+        self.loads = LoadingBranches(kv_cache)
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.branches: dict[str, Branch] = {}  # unfinished ones
@@ -144,9 +147,17 @@ class SchedulerState:
             self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]
         self.events.step_done(step, self.now)
 
+    def take_transfers(self, report: TransferReport) -> None:
+        """Blocks were loaded or stored: branches that waited for them go back to the front of the queue."""
+        self._put_in_front(self.loads.arrived(self.kv_cache.take_report(report)))
+
+    def _put_in_front(self, branches: list[Branch]) -> None:
+        for branch in sorted(branches, key=self.order, reverse=True):
+            self.waiting.prepend(branch)
+
     def steps_failed(self) -> list[SchedulerOutput]:
         """The oldest step in flight failed, and later ones were skipped: they are returned. Blocks that they should
-        have written leave the prefix cache; dropped rows are sent again with the next plan."""
+        have written leave the prefix cache; dropped rows are sent again with the next plan. Their loads have failed."""
         failed, self.in_flight = self.in_flight, []
         self.pace.skipped()
         left, self.left_in_flight = self.left_in_flight, []
@@ -156,12 +167,13 @@ class SchedulerState:
             self.kv_cache.invalidate_writes(plan)
         for _, blocks in left:
             self.kv_cache.uncache(blocks)
+        self._put_in_front(self.loads.fail())
         return failed
 
     def has_rows_for(self, branch: Branch) -> bool:
         """Whether there are enough free rows. While searches run, rows are limited to the token budget, so that all of
         them fit in one step."""
-        num_rows, limit = len(self.running) + branch.num_rows, self.config.max_num_seqs
+        num_rows, limit = len(self.running) + self.loads.num_rows + branch.num_rows, self.config.max_num_seqs
         if self.all_or_none:
             num_rows += sum(
                 other.num_rows - 1 for other in self.all_or_none.values() if other.status == BranchStatus.RUNNING
@@ -280,7 +292,7 @@ class SchedulerState:
 
     def _swap_out(self, branch: Branch) -> bool:
         task = branch.request.task
-        if not self.kv_cache.has_host_pool or not task.can_be_swapped or not self._is_worth_swapping(branch):
+        if not self.kv_cache.has_tier or not task.can_be_swapped or not self._is_worth_swapping(branch):
             return False
         if task.swap_out():
             return True
@@ -313,6 +325,7 @@ class SchedulerState:
             request = branch.request
             request.task.release()
             self.resting.pop(branch, None)
+            self.loads.forget(branch)
             is_there = self.discard_in_flight(branch)
             is_text = ended_well and request.task.branches_are_texts
             if not is_there:
@@ -354,11 +367,11 @@ class SchedulerState:
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held])
         self.leases.check()
         self.shares.check(request.owner for request in self.requests.values())
-        running, waiting = set(self.running), set(self.waiting)
+        running, waiting, loading = set(self.running), set(self.waiting), self.loads.outside()
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self.events.request_ids() <= self.requests.keys(), "events of a request that is gone"
         assert self.quarantined.keys() <= self.requests.keys(), "a request is quarantined that is gone"
-        queues = (running, waiting, own_running, own_waiting)
+        queues = (running, waiting, loading, own_running, own_waiting)
         assert set().union(*queues) == set(self.branches.values()), "the queues do not hold the unfinished branches"
         assert sum(map(len, queues)) == len(self.branches), "a branch is in several queues"
         assert self.all_or_none.keys() <= self.branches.keys(), "rows of a branch that is gone"
@@ -366,12 +379,14 @@ class SchedulerState:
         assert num_rows <= self.config.max_num_seqs, f"{num_rows} branches run, {self.config.max_num_seqs} may"
         for branch in running | own_running:
             assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
-        for branch in waiting | own_waiting:
+        assert self.loads.holders() <= waiting, "a branch that does not wait is kept with its blocks"
+        for branch in waiting | own_waiting | loading:
             assert branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED), (
                 f"{branch.branch_id}: {branch.status!r}"
             )
-            assert not any(branch.block_tables), f"{branch.branch_id} waits and holds blocks"
-            assert branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
+            may_hold = branch in loading or branch in self.loads.holders()
+            assert may_hold or not any(branch.block_tables), f"{branch.branch_id} waits and holds blocks"
+            assert may_hold or branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
         for branch in self.branches.values():
             assert branch.num_tokens == len(branch.token_ids), f"{branch.branch_id}: miscounted tokens"
             assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending, (

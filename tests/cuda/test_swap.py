@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from ratoon import SamplingParams
+from ratoon.core.plan import BlockTransfer
 from ratoon.core.request import EngineCoreRequest
 from ratoon.execution.kv.block_kernels import Pages
 from ratoon.execution.kv.block_swaps import BlockSwaps, CudaCopyStream, pinned_rows
@@ -37,7 +38,7 @@ def test_preemption_and_swaps_change_no_text(
 
     def watch(planner: StepPlanner) -> Any:
         plan = plan_step(planner)
-        swapped.extend(plan.swapped_in)
+        swapped.extend(plan.loads)
         return plan
 
     tiny, expected = tiny_models.tiny_llama(), texts_without_graphs()
@@ -53,24 +54,24 @@ def test_preemption_and_swaps_change_no_text(
     assert found == expected
 
 
-@pytest.mark.parametrize("slot_size", [3, 16])
-def test_copies_beside_a_late_device_read_and_write_what_the_order_of_steps_means(slot_size: int) -> None:
+@pytest.mark.parametrize("part_size", [3, 16])
+def test_copies_beside_a_late_device_read_and_write_what_the_order_of_steps_means(part_size: int) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
     widths, num_blocks = [512, 8, 1500], 33
     tensors = [torch.randint(0, 2**40, (num_blocks, width), device=DEVICE) for width in widths]
     expected = [tensor.clone() for tensor in tensors]
-    staging = torch.empty(2 * slot_size, sum(widths), dtype=torch.int64, device=DEVICE)
+    staging = torch.empty(2 * part_size, sum(widths), dtype=torch.int64, device=DEVICE)
     host = pinned_rows(num_blocks, sum(widths))
     assert host.is_pinned()
-    swaps = BlockSwaps(Pages(tensors, DEVICE), host, staging, slot_size, CudaCopyStream(DEVICE))
-    there = [(block, 1 + block * 7 % 32) for block in range(1, num_blocks)]
+    swaps = BlockSwaps(Pages(tensors, DEVICE), host, staging, part_size, CudaCopyStream(DEVICE))
+    transfers = [BlockTransfer(block, 1 + block * 7 % 32) for block in range(1, num_blocks)]
     for turn in range(4):
         torch.cuda._sleep(10_000_000)
-        swaps.save(there)
+        swaps.store(transfers)
         for tensor in tensors:
             tensor[1:] = turn
         torch.cuda._sleep(10_000_000)
-        swaps.restore([(host_block, block) for block, host_block in there])
+        swaps.load(transfers)
         content = [tensor.clone() for tensor in tensors]
         torch.cuda.synchronize()
         for found, right in zip(content, expected):

@@ -119,13 +119,16 @@ def test_a_step_that_fails_once_changes_no_bit(number: int, moment: str) -> None
 
 @both_depths
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("what", ["swapped_out", "swapped_in", "encoder_steps", "block_copies"])
+@pytest.mark.parametrize("what", ["stores", "loads", "encoder_steps", "block_copies"])
 @pytest.mark.one_in(5)
 def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str) -> None:
     """Sequences that were being swapped out or in, or were on the host, are computed again or restored unchanged."""
     with core_of(FAMILY, **TIGHT) as driver:
+        least = 0 if what == "loads" else 2  # a request that is alone in a step without loads would be at fault
         failing = Failing(
-            driver, moment, lambda plan: bool(getattr(plan, what)) and num_requests(plan) > 1 and not failing.num_failed
+            driver,
+            moment,
+            lambda plan: bool(getattr(plan, what)) and num_requests(plan) >= least and not failing.num_failed,
         )
         ask_all(driver)
         driver.run()

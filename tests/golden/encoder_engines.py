@@ -29,6 +29,7 @@ from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
+from ratoon.memory.block_pool import BlockPool
 from ratoon.observe.startup import StartupTimer
 from tests.depths import depth_settings
 from tests.golden import tiny_encoder_models as tiny_encoders
@@ -230,16 +231,17 @@ class Driver(CoreDriver):
         self.prompt_logprobs: dict[str, list[PromptLogprobsChunk]] = {}
         execute = core.executor.execute_model
         core.executor.execute_model = lambda plan: (self.plans.append(plan), execute(plan))  # type: ignore
-        pool, host = core.scheduler.kv_cache.pool, core.scheduler.kv_cache._host
+        pool, tier = core.scheduler.kv_cache.pool, core.scheduler.kv_cache.store.tier
         pool.get_new_blocks = self._noting(pool.get_new_blocks, self._overwritten)  # type: ignore
-        host.take = self._noting(host.take, self._overwritten_on_host)  # type: ignore
+        if tier is not None:
+            tier.get_new_blocks = self._noting(tier.get_new_blocks, self._overwritten_on_host)  # type: ignore
 
     def _noting(self, take: Callable[..., Any], overwritten: set[int]) -> Callable[..., Any]:
         """Blocks that were taken have to be overwritten again, even if they are given back within the same step."""
 
         def take_and_note(*count: int) -> Any:
             taken = take(*count)
-            overwritten.difference_update({taken} if isinstance(taken, int) else {block.block_id for block in taken})
+            overwritten.difference_update(block.block_id for block in taken)
             return taken
 
         return take_and_note
@@ -254,12 +256,12 @@ class Driver(CoreDriver):
         return self.runner.encoder.num_runs
 
     @property
-    def num_swapped_out(self) -> int:
-        return sum(len(plan.swapped_out) for plan in self.plans)
+    def num_stored(self) -> int:
+        return sum(len(plan.stores) for plan in self.plans)
 
     @property
-    def num_swapped_in(self) -> int:
-        return sum(len(plan.swapped_in) for plan in self.plans)
+    def num_loaded(self) -> int:
+        return sum(len(plan.loads) for plan in self.plans)
 
     @property
     def num_preemptions(self) -> int:
@@ -296,10 +298,9 @@ class Driver(CoreDriver):
         if not self.overwrites_unheld_memory:
             return
         kv_cache = self.core.scheduler.kv_cache
-        awaited = set(kv_cache._transfers._saved.values())
-        blocks = [block for block in kv_cache.pool.blocks[1:] if block.ref_cnt == 0 and block.block_hash is None]
-        unheld = {block.block_id for block in blocks} - awaited
-        free_on_host = set(kv_cache._host._free)
+        awaited, tier = set(kv_cache.store._stores.values()), kv_cache.store.tier
+        unheld = unheld_blocks(kv_cache.pool) - awaited
+        free_on_host = set() if tier is None else unheld_blocks(tier)
 
         def write() -> None:
             self._overwrite(self.runner.kv._tensors, unheld, self._overwritten)
@@ -329,9 +330,14 @@ class Driver(CoreDriver):
         scheduler.leases.end_all()
         kv_cache = scheduler.kv_cache
         assert kv_cache.num_free_blocks == kv_cache.num_usable_blocks
-        assert kv_cache.num_free_host_blocks == kv_cache._host.num_blocks
+        assert kv_cache.num_free_slots == kv_cache.num_slots
         assert not kv_cache.cross_tables._held and not kv_cache.cross_tables._unwritten
         assert len(self.runner.input_batch) == 0 and len(self.runner.beam_rows) == 0
+
+
+def unheld_blocks(pool: BlockPool) -> set[int]:
+    """Blocks that no sequence holds, and that can't be found."""
+    return {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0 and block.block_hash is None}
 
 
 @contextmanager

@@ -30,9 +30,9 @@ def search_and_preempt(llm: LLM, family: str) -> tuple[int, bool, bool, list[tup
     (trunk,) = scheduler_of(llm).state.branches.values()
     assert step_without_free_memory(llm)
     kv_cache = scheduler_of(llm).kv_cache
-    was_swapped, had_beams = kv_cache.is_swapped(trunk), kv_cache.num_tail_tokens_on_host(trunk) > 0
+    was_swapped, had_beams = kv_cache.is_swapped(trunk), kv_cache.num_tail_tokens(trunk) > 0
     outputs += stream
-    assert llm.stats().num_preemptions == 1 and kv_cache.num_free_host_blocks == kv_cache._host.num_blocks
+    assert llm.stats().num_preemptions == 1 and kv_cache.num_free_slots == kv_cache.num_slots
     rules = LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)])
     theirs = oracle_search(tiny_model(family).oracle, PROMPT, SEARCH, None, rules)
     assert_same_texts(texts_of(outputs[-1]), theirs, PROMPT)

@@ -157,7 +157,7 @@ def texts_over_encoders(family, device, num_blocks, **cache):
 
     def watch():
         plan = schedule()
-        swapped.extend(plan.swapped_in)
+        swapped.extend(plan.loads)
         return plan
 
     core.scheduler.schedule = watch

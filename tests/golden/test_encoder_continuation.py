@@ -253,7 +253,7 @@ def test_continuations_under_pressure_give_the_same_bits(swap_blocks: int) -> No
                 )  # fmt: skip
             driver.run()
             if "swap_blocks" in settings:
-                assert driver.num_preemptions > 3 and (driver.num_swapped_in > 0) == (swap_blocks > 0)
+                assert driver.num_preemptions > 3 and (driver.num_loaded > 0) == (swap_blocks > 0)
             return [answers(driver, f"child {number}", 2) for number in range(6)]
 
     assert run(num_blocks=18, swap_blocks=swap_blocks) == run()

@@ -89,7 +89,7 @@ def test_preempted_requests_get_the_texts_that_they_get_alone(family: str, swap:
         driver.run()
         assert answers_of(driver) == alone(family)
         assert driver.num_preemptions > 4
-        assert (driver.num_swapped_out > 0) == (driver.num_swapped_in > 0) == (SWAP[swap] > 0)
+        assert (driver.num_stored > 0) == (driver.num_loaded > 0) == (SWAP[swap] > 0)
         assert driver.num_encoder_runs == driver.core.stats().num_encoder_runs >= 3
 
 
@@ -124,7 +124,7 @@ def test_who_comes_back_from_the_host_computes_nothing_again() -> None:
         for request_id, request in kinds.items():
             driver.ask(request_id, *request)
         driver.run()
-        assert driver.num_preemptions > 2 and driver.num_swapped_in > 0
+        assert driver.num_preemptions > 2 and driver.num_loaded > 0
         num_tokens = sum(len(prompt) + params.n * (params.max_tokens - 1) for _, prompt, params in kinds.values())
         assert driver.num_computed_tokens == num_tokens
         for plan in driver.plans:
@@ -154,12 +154,13 @@ def test_the_last_reader_of_an_input_takes_its_table_to_the_host_and_back() -> N
         driver.ask("first", one, decoder_prompt(17), greedy(80))
         driver.ask("second", other, decoder_prompt(17), greedy(40))
         driver.run()
-        (out,) = [plan for plan in driver.plans if plan.swapped_out]
-        (back,) = [plan for plan in driver.plans if plan.swapped_in]
+        (out,) = [plan for plan in driver.plans if plan.preempted_req_ids]
+        (loading,) = [plan for plan in driver.plans if plan.loads]
+        (back,) = [plan for plan in driver.plans if plan.step > out.step and plan.scheduled_new_reqs]
         assert out.preempted_req_ids == ["second"]
-        assert sorted(host for _, host in out.swapped_out) == sorted(host for host, _ in back.swapped_in)
+        assert {store.slot for store in out.stores} >= {load.slot for load in loading.loads}
         (new,) = back.scheduled_new_reqs
-        restored = {block for _, block in back.swapped_in}
+        restored = {load.block for load in loading.loads}
         assert restored >= set(new.cross_block_ids) and len(new.cross_block_ids) == 3
         assert restored <= {*new.cross_block_ids, *new.block_ids[0]}
         assert driver.num_encoder_runs == 2 and not back.encoder_steps
@@ -197,7 +198,7 @@ def test_tables_come_from_the_device_from_the_cache_from_the_host_and_anew() -> 
                 if driver.core.has_work():
                     driver.step()
         driver.run()
-        assert driver.num_swapped_in > 0
+        assert driver.num_loaded > 0
         for number, (source, prompt, _) in enumerate(requests):
             assert_greedy(family, source, prompt, driver.tokens(str(number)), number)
 

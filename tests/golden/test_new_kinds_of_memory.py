@@ -18,8 +18,9 @@ from ratoon.attention import select
 from ratoon.attention.interface import AttentionNeeds, LayerCache
 from ratoon.attention.torch_reference import ReferenceMetadata, TorchReferenceBackend
 from ratoon.core.kv import KVCacheSpec, PageTensor
+from ratoon.core.outputs import TransferReport
 from ratoon.core.params import BeamSearchParams, SamplingParams
-from ratoon.core.plan import BlockSwap, SchedulerOutput
+from ratoon.core.plan import BlockTransfer, SchedulerOutput
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
 from ratoon.models import base
@@ -123,12 +124,12 @@ def test_layers_with_one_tensor_of_another_width_answer_as_ordinary_ones_do() ->
 
 @both_depths
 def test_such_blocks_are_swapped_out_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    swapped: list[BlockSwap] = []
+    swapped: list[BlockTransfer] = []
     move_blocks = KVTensors.move_blocks
 
-    def count(self: KVTensors, plan: SchedulerOutput) -> None:
-        swapped.extend(plan.swapped_in)
-        move_blocks(self, plan)
+    def count(self: KVTensors, plan: SchedulerOutput) -> TransferReport | None:
+        swapped.extend(plan.loads)
+        return move_blocks(self, plan)
 
     monkeypatch.setattr(KVTensors, "move_blocks", count)
     with engine_of(KeyIsValueLayer) as llm:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ratoon.core.plan import BlockSwap, SchedulerOutput
+from collections.abc import Callable
+
+from ratoon.core.outputs import TransferReport
+from ratoon.core.plan import BlockTransfer, SchedulerOutput
 
 GARBAGE = "garbage"
 Content = list[object]  # by offset
@@ -14,15 +17,22 @@ class BlockStore:
         self.device: dict[int, Content] = {}
         self.host: dict[int, Content] = {}
 
-    def move(self, plan: SchedulerOutput) -> None:
-        """Step 2 of the order in core/plan.py. Contents are copied without checks; readers detect errors."""
-        for device_block, host_block in plan.swapped_out:
-            self.host[host_block] = self._read(self.device, device_block)
+    def move(self, plan: SchedulerOutput, fails: Callable[[BlockTransfer], bool] = lambda _: False) -> TransferReport:
+        """Step 2 of the order in core/plan.py. Contents are copied without checks; readers detect errors. Transfers
+        that fail leave garbage."""
+        report = TransferReport([], [], [], [])
+        for store in plan.stores:
+            failed = fails(store)
+            (report.failed_stores if failed else report.stored).append(store.slot)
+            self.host[store.slot] = self._garbage() if failed else self._read(self.device, store.block)
         copied = [self._read(self.device, copy.src) for copy in plan.block_copies]
-        for host_block, device_block in plan.swapped_in:
-            self.device[device_block] = self._read(self.host, host_block)
+        for load in plan.loads:
+            failed = fails(load)
+            (report.failed_loads if failed else report.loaded).append(load.block)
+            self.device[load.block] = self._garbage() if failed else self._read(self.host, load.slot)
         for copy, content in zip(plan.block_copies, copied, strict=True):
             self.device[copy.dst] = content
+        return report
 
     def write(self, block: int, offset: int, content: object) -> None:
         assert block != 0, "the null block is written"
@@ -34,10 +44,13 @@ class BlockStore:
     def read(self, block: int, offset: int) -> object:
         return self._read(self.device, block)[offset]
 
-    def spoil(self, device_blocks: set[int], swapped_out: list[BlockSwap]) -> None:
+    def spoil(self, device_blocks: set[int], stores: list[BlockTransfer]) -> None:
         """What a step that failed may leave behind."""
-        self.device.update((block, [GARBAGE] * self.block_size) for block in device_blocks)
-        self.host.update((host_block, [GARBAGE] * self.block_size) for _, host_block in swapped_out)
+        self.device.update((block, self._garbage()) for block in device_blocks)
+        self.host.update((store.slot, self._garbage()) for store in stores)
+
+    def _garbage(self) -> Content:
+        return [GARBAGE] * self.block_size
 
     def _read(self, where: dict[int, Content], block: int) -> Content:
         return list(where.get(block, [None] * self.block_size))

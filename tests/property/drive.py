@@ -75,7 +75,7 @@ class Drive:
             load.max_model_len,
             load.swap_costs,
         )
-        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst, load.lateness)
+        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots)
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         self.swaps = SwapWatch(self.scheduler)
         self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)
@@ -337,7 +337,7 @@ class Drive:
         assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
         for capture in plan.captures:
             assert 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
-        if plan.is_empty and not self.in_flight:
+        if plan.is_empty and not plan.loads and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
     def take(self, outputs: list[EngineCoreOutput]) -> None:

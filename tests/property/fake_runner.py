@@ -77,6 +77,7 @@ class FakeRunner:
         vocabulary: int,
         burst: int = 1,
         lateness: int = 0,
+        lost_slots: frozenset[int] = frozenset(),
     ) -> None:
         self.block_size = kv_config.block_size
         self.num_host_blocks = kv_config.num_host_blocks
@@ -91,6 +92,7 @@ class FakeRunner:
         self.rows: dict[str, Row] = {}
         self.beams: dict[str, list[Row]] = {}  # by the trunk's id
         self.store = BlockStore(kv_config.block_size)
+        self.lost_slots = lost_slots  # transfers from and to these fail
         self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
         self.named_before: set[str] = set()  # by steps that raised: they may be named again, known or not
 
@@ -98,8 +100,8 @@ class FakeRunner:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._drop_rows(plan)
-        self._check_swaps(plan)
-        self.store.move(plan)
+        self._check_transfers(plan)
+        report = self.store.move(plan, lambda transfer: transfer.slot in self.lost_slots)
         for new in plan.scheduled_new_reqs:
             self._add_row(new)
         for step in plan.beam_steps:
@@ -109,8 +111,7 @@ class FakeRunner:
         self._append_blocks(plan)
         self.spans = [span for capture in plan.captures for span in self._spans_of(capture)]
         held = self._readers(plan, self.spans)
-        brought = {block for _, block in plan.swapped_in}
-        assert held.keys() | self._held_by_beams_that_are_back(plan) >= brought, "no branch holds what came back"
+        assert held.keys().isdisjoint(load.block for load in plan.loads), "a branch does not wait for its blocks"
         self._run_encoder(plan, held)
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
@@ -118,7 +119,9 @@ class FakeRunner:
         for row_id, row, count in scheduled:
             self._read(row_id, row, count)
             self._read_across(row_id, row)
-        return self._results(plan)
+        result = self._results(plan)
+        result.transfers = report
+        return result
 
     def fail(self, plan: SchedulerOutput, held_elsewhere: set[int], begun: bool) -> None:
         """What a step that raised may leave behind: garbage in every block that only its own branches read or write,
@@ -128,7 +131,7 @@ class FakeRunner:
             own = set(plan.req_ids) | {name for row_id in plan.req_ids for name, _ in self._named_beams(row_id)}
             readers = self._readers(plan, self.spans)
             spoilt = {block for block, ids in readers.items() if ids <= own} - held_elsewhere
-            self.store.spoil(spoilt, plan.swapped_out)
+            self.store.spoil(spoilt.union(load.block for load in plan.loads), plan.stores)
         self.named_before.update(plan.req_ids, plan.finished_req_ids, plan.preempted_req_ids)
 
     def _drop_rows(self, plan: SchedulerOutput) -> None:
@@ -137,13 +140,13 @@ class FakeRunner:
             self.rows.pop(row_id, None)
             self.beams.pop(row_id, None)
 
-    def _check_swaps(self, plan: SchedulerOutput) -> None:
-        targets = [copy.dst for copy in plan.block_copies] + [block for _, block in plan.swapped_in]
+    def _check_transfers(self, plan: SchedulerOutput) -> None:
+        targets = [copy.dst for copy in plan.block_copies] + [load.block for load in plan.loads]
         assert len(set(targets)) == len(targets), "a block is the target of two transfers"
-        host_targets = [host_block for _, host_block in plan.swapped_out]
-        assert len(set(host_targets)) == len(host_targets), "a host block is the target of two transfers"
-        for host_block in [*host_targets, *(host_block for host_block, _ in plan.swapped_in)]:
-            assert 1 <= host_block <= self.num_host_blocks
+        slots = [store.slot for store in plan.stores]
+        assert len(set(slots)) == len(slots), "a slot is the target of two transfers"
+        for transfer in [*plan.stores, *plan.loads]:
+            assert 1 <= transfer.slot <= self.num_host_blocks
 
     def _enter_copies(self, plan: SchedulerOutput) -> None:
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
@@ -301,13 +304,6 @@ class FakeRunner:
                 for block in table[first:]:
                     readers.setdefault(block, set()).add(row_id)
         return readers
-
-    def _held_by_beams_that_are_back(self, plan: SchedulerOutput) -> set[int]:
-        """Beams and their trunk keep what their window has passed."""
-        new_ids = {new.req_id for new in plan.scheduled_new_reqs}
-        back = [step.req_id for step in plan.beam_steps if step.num_tokens and step.req_id in new_ids]
-        rows = [row for row_id in back for row in (self.rows[row_id], *self.beams[row_id])]
-        return {block for row in rows for table in row.tables for block in table}
 
     def _first_read(self, group: int, position: int) -> int:
         window = self.windows[group]

@@ -40,6 +40,7 @@ BUDGET = st.one_of(st.integers(1, 40), st.integers(20, 60))
 POLICY = st.sampled_from(SchedulingPolicy)
 BOOLEAN = st.booleans()
 RESTARTS = st.sets(st.integers(1, 30), min_size=1, max_size=3)
+LOST_SLOTS = st.one_of(st.just(frozenset()), st.just(frozenset()), st.frozensets(st.integers(1, 12), max_size=4))
 RARE_STEPS = st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, 25), max_size=2))
 # What pools hold of the longest sequence: just that, or a few; sometimes less.
 POOL_SHARES = {
@@ -91,6 +92,7 @@ class Load:
     num_cut: int  # tokens behind the stop string, if there are so many
     seconds_to_tell: int  # steps until the front end tells how many tokens count of a text that ended in the engine
     swap_costs: SwapCosts | None  # by which some preempted branches are computed again
+    lost_slots: frozenset[int]  # of the block store: transfers from and to these fail
 
 
 @st.composite
@@ -264,4 +266,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         num_cut=draw(among(0, 0, 1, 3)),
         seconds_to_tell=draw(among(0, 0, 1, 4)),
         swap_costs=draw(among(None, None, SwapCosts(3.0, 1.0), SwapCosts(4.0, 1.0))),
+        lost_slots=draw(LOST_SLOTS),
     )

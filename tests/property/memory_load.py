@@ -1,14 +1,17 @@
-"""Memory as a scheduler uses it, in any valid order: sequences arrive, run, fork, are swapped and end, and steps that
-are carried out, or fail, on blocks with contents. Every sequence must always find what is its own.
+"""Memory as a scheduler uses it, in any valid order: sequences arrive, run, fork, are saved, loaded and end, and steps
+that are carried out, or fail, in whole or for single blocks. Every sequence must always find what is its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from hypothesis import event
 
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
-from ratoon.core.plan import SchedulerOutput
+from ratoon.core.outputs import TransferReport
+from ratoon.core.plan import BlockTransfer, SchedulerOutput
 from ratoon.memory.hashing import ExtraKeys, MediaSpan
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
@@ -34,6 +37,8 @@ class MemoryLoad:
         self.inputs: dict[TokenSequence, EncoderInput | None] = {}
         self.salts: dict[TokenSequence, str] = {}
         self.draft: dict[TokenSequence, int] = {}  # sequences in the step being planned → tokens
+        self.loading: dict[TokenSequence, set[int]] = {}  # sequences that wait for blocks → those lost so far
+        self.loaded: set[TokenSequence] = set()  # that were loaded, and did not run yet
         self.num_made = 0
         self.time = 0.0
 
@@ -53,6 +58,13 @@ class MemoryLoad:
         if sequence is not None:
             self.admit(sequence, most)
 
+    def load_prefix(self, which: int, other: int, most: int) -> None:
+        """What the store has of a sequence that has not begun."""
+        sequence = self.choose(which, [one for one in self.waiting() if not self.manager.is_swapped(one)])
+        if sequence is not None and sequence.cross is None and self.manager.load_prefix(sequence, most, None):
+            event("prefix loaded")
+            self.wait_for(sequence)
+
     def run(self, which: int, other: int, most: int) -> None:
         sequence = self.choose(which, [one for one in self.running() if one not in self.draft])
         if sequence is None:
@@ -63,7 +75,7 @@ class MemoryLoad:
 
     def fork(self, which: int, other: int, most: int) -> None:
         """As choices of one request do, between steps."""
-        parent = None if self.draft else self.choose(which, self.running())
+        parent = None if self.draft else self.choose(which, [one for one in self.running() if one not in self.loaded])
         if parent is None:
             return
         count = parent.num_computed_tokens - other % min(4, parent.num_computed_tokens)
@@ -105,7 +117,8 @@ class MemoryLoad:
             self.remove(sequence)
 
     def lease(self, which: int, other: int, most: int) -> None:
-        sequence = None if self.draft else self.choose(which, self.sequences)
+        ready = [one for one in self.sequences if one not in self.loaded and one not in self.loading]
+        sequence = None if self.draft else self.choose(which, ready)
         if sequence is None:
             return
         if self.leases.grant(sequence, self.time + other % 20):
@@ -130,6 +143,13 @@ class MemoryLoad:
         sequence = self.choose(which, [one for one in self.running() if self.may_leave(one)])
         if sequence is None:
             return
+        if sequence in self.loaded:
+            event("given up after it was loaded")
+            self.loaded.remove(sequence)
+            self.manager.unload(sequence)
+            return
+        if sequence.num_computed_tokens == sequence.num_tokens:  # there is always a token to run
+            self.append(sequence, other % 5)
         hashes = sequence.block_hashes
         if not (other % 4 and self.is_settled(sequence) and self.swap_out(sequence)):
             self.manager.free(sequence)
@@ -139,14 +159,14 @@ class MemoryLoad:
 
     def swap_out(self, sequence: TokenSequence) -> bool:
         manager = self.manager
-        before = (manager.num_free_blocks, manager.num_free_host_blocks, manager.block_ids(sequence), sequence.cross)
+        before = (manager.num_free_blocks, manager.num_free_slots, manager.block_ids(sequence), sequence.cross)
         if manager.swap_out(sequence):
             event("swapped out in the step that it came in" if sequence in self.draft else "swapped out")
             assert manager.is_swapped(sequence)
             return True
         event("not swapped out")
         assert not manager.is_swapped(sequence)
-        after = (manager.num_free_blocks, manager.num_free_host_blocks, manager.block_ids(sequence), sequence.cross)
+        after = (manager.num_free_blocks, manager.num_free_slots, manager.block_ids(sequence), sequence.cross)
         assert before == after, "refused, and something changed"
         return False
 
@@ -155,57 +175,80 @@ class MemoryLoad:
         if sequence is None:
             return
         num_free, num_wanted = self.manager.num_free_blocks, self.manager.num_blocks_to_swap_in(sequence)
-        fits = self.manager.swap_in(sequence)
-        assert fits == (num_wanted <= num_free) and self.manager.is_swapped(sequence) != fits
+        fits = self.manager.load(sequence)
+        assert fits == (num_wanted <= num_free) and self.manager.is_swapped(sequence)
         assert self.manager.num_free_blocks == num_free - (num_wanted if fits else 0)
         if not fits:
             assert sequence.block_tables == [] and sequence.cross is None
             return
         event("swapped in")
-        assert (sequence.cross is not None) == (self.inputs[sequence] is not None)
-        if sequence.num_computed_tokens == sequence.num_tokens:
-            self.append(sequence, 1)
-        if not self.schedule(sequence, most):  # it must run in this step, or go
-            event("swapped in and out again")
-            assert self.manager.swap_out(sequence), "there is no room where it has just been"
+        self.wait_for(sequence)
+
+    def wait_for(self, sequence: TokenSequence) -> None:
+        encoder_input = self.inputs[sequence]
+        if encoder_input is not None:
+            self.manager.load_cross(sequence, encoder_input)
+        self.loading[sequence] = set()
+        self.settle(set())
+
+    def settle(self, lost: set[int]) -> None:
+        """Sequences whose blocks have arrived, or failed to, can go on."""
+        for sequence, lost_before in list(self.loading.items()):
+            lost_before |= lost
+            if self.manager.is_arriving(sequence):
+                continue
+            self.manager.settle(sequence, self.loading.pop(sequence))
+            if lost_before:
+                event("settled without some blocks")
+            if sequence.block_tables:
+                self.loaded.add(sequence)
+            elif sequence.cross is not None:
+                self.manager.free_cross(sequence)
 
     def reset(self, which: int, other: int, most: int) -> None:
         self.leases.end_all()
         assert self.manager.reset(self.sequences)
-        self.sequences, self.draft = [], {}
+        self.sequences, self.draft, self.loading, self.loaded = [], {}, {}, set()
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks
-        assert self.manager.num_free_host_blocks == self.config.num_host_blocks
+        assert self.manager.num_free_slots == self.config.num_host_blocks
         assert self.manager.take_encoder_writes() == [] and self.manager.take_block_copies() == []
-        assert self.manager.take_swaps() == ([], [])
+        assert self.manager.store.take_transfers() == ([], []) and self.manager.store.snapshot().num_blocks == 0
 
     # ---- steps ----
 
     def step(self, which: int, other: int, most: int) -> None:
-        self.execute()
+        """Of some steps the transfers from and to some slots fail."""
+        _, report = self.execute(lambda transfer: other % 4 == 0 and transfer.slot % 5 == which % 5)
         self.draft = {}
-        for sequence in self.holders():
-            self.check_content(sequence)
+        self.settle(self.manager.take_report(report))
+        self.check_contents()
 
     def failing_step(self, which: int, other: int, most: int) -> None:
-        """Sequences in it are computed again; others are not affected."""
-        plan = self.execute()
+        """Sequences in it, and those that loaded something, are computed again; others are not affected."""
+        plan, _ = self.execute()
         spared = {block for one in self.holders() if one not in self.draft for block in self.blocks_of(one)}
         spoilt = {block for one in self.draft for block in self.blocks_of(one)} - spared
-        self.store.spoil(spoilt, plan.swapped_out)
-        self.manager.invalidate_swaps(plan.swapped_out)
+        self.store.spoil(spoilt.union(load.block for load in plan.loads), plan.stores)
+        self.manager.invalidate_writes(plan)
+        for sequence in self.loading:
+            self.manager.free(sequence)
+        for sequence in self.loaded:
+            self.manager.unload(sequence)
+        self.loading, self.loaded = {}, set()
         for sequence in self.draft:
             self.manager.free(sequence, trusted=False)
         self.draft = {}
-        for sequence in self.holders():
-            self.check_content(sequence)
+        self.check_contents()
 
-    def execute(self) -> SchedulerOutput:
+    def execute(
+        self, fails: Callable[[BlockTransfer], bool] = lambda _: False
+    ) -> tuple[SchedulerOutput, TransferReport]:
         """In the order that core/plan.py says."""
         manager, store = self.manager, self.store
-        swapped_out, swapped_in = manager.take_swaps()
-        plan = SchedulerOutput(block_copies=manager.take_block_copies(), swapped_out=swapped_out, swapped_in=swapped_in)
+        stores, loads = manager.store.take_transfers()
+        plan = SchedulerOutput(block_copies=manager.take_block_copies(), stores=stores, loads=loads)
         self.check_moves(plan)
-        store.move(plan)
+        report = store.move(plan, fails)
         for holder_id, table in manager.take_encoder_writes():
             (holder,) = [one for one in self.draft if one.branch_id == holder_id]
             assert table.encoder_input == self.inputs[holder] and table.block_ids == holder.cross.block_ids
@@ -217,18 +260,26 @@ class MemoryLoad:
                 for group, blocks in enumerate(manager.block_ids(sequence)):
                     store.write(blocks[place], offset, self.content(sequence, group, position))
             sequence.num_computed_tokens += count
-        return plan
+        return plan, report
 
     def check_moves(self, plan: SchedulerOutput) -> None:
-        targets = [copy.dst for copy in plan.block_copies] + [device for _, device in plan.swapped_in]
+        copied, loaded = [copy.dst for copy in plan.block_copies], [load.block for load in plan.loads]
+        targets = copied + loaded
         assert len(set(targets)) == len(targets), "a block is the target of two transfers"
-        assert len({host for _, host in plan.swapped_out}) == len(plan.swapped_out)
+        assert len({store.slot for store in plan.stores}) == len(plan.stores)
         used = {block for sequence in self.holders() for block in self.blocks_of(sequence)}
-        assert used.issuperset(targets), "a written block has no holder"
-        if plan.swapped_in and plan.swapped_out:
-            event("swapped both ways in a step")
-        if plan.swapped_in and plan.block_copies:
-            event("swapped in and copied in a step")
+        assert used.issuperset(copied), "a written block has no holder"
+        running = {block for sequence in self.draft for block in self.blocks_of(sequence)}
+        assert running.isdisjoint(loaded), "a sequence runs while its blocks arrive"
+        if plan.loads and plan.stores:
+            event("loads and stores in a step")
+        if plan.loads and plan.block_copies:
+            event("loads and copies in a step")
+
+    def check_contents(self) -> None:
+        for sequence in self.holders():
+            if sequence not in self.loading:
+                self.check_content(sequence)
 
     def check_content(self, sequence: TokenSequence) -> None:
         store = self.store
@@ -239,7 +290,7 @@ class MemoryLoad:
                 found = store.read(blocks[position // store.block_size], position % store.block_size)
                 assert found == self.content(sequence, group, position), f"{sequence.branch_id} at {position}"
         encoder_input = self.inputs[sequence]
-        if encoder_input is not None:
+        if encoder_input is not None and not (sequence.cross is None and sequence in self.loaded):
             assert sequence.cross is not None and sequence.cross.encoder_input is None
             assert len(sequence.cross.blocks) == self.manager.num_cross_blocks(encoder_input.num_positions)
             for index, block in enumerate(sequence.cross.block_ids):
@@ -262,9 +313,12 @@ class MemoryLoad:
         self.manager.check(all_sequences)
         self.leases.check()
         used = {block for sequence in all_sequences for block in self.blocks_of(sequence)}
+        arriving = self.manager.store.arriving_blocks
+        used.update(arriving)
         assert self.manager.num_free_blocks == self.manager.num_usable_blocks - len(used)
         tables = {sequence.cross for sequence in all_sequences if sequence.cross is not None}
-        assert all(block.ref_cnt == 1 for table in tables for block in table.blocks)
+        blocks = [block for table in tables for block in table.blocks]
+        assert all(block.ref_cnt == 1 + (block.block_id in arriving) for block in blocks)
         keys = [table.key for table in tables if table.is_findable]
         assert len(set(keys)) == len(keys), "one input has two tables that can be found"
 
@@ -288,12 +342,14 @@ class MemoryLoad:
     def remove(self, sequence: TokenSequence) -> None:
         self.sequences.remove(sequence)
         self.draft.pop(sequence, None)
+        self.loading.pop(sequence, None)
+        self.loaded.discard(sequence)
 
     def choose(self, which: int, those: list[TokenSequence]) -> TokenSequence | None:
         return those[which % len(those)] if those else None
 
     def waiting(self) -> list[TokenSequence]:
-        return [sequence for sequence in self.sequences if not sequence.block_tables]
+        return [one for one in self.sequences if not one.block_tables and one not in self.loading]
 
     def running(self) -> list[TokenSequence]:
         return [sequence for sequence in self.sequences if sequence.num_computed_tokens]
@@ -314,6 +370,9 @@ class MemoryLoad:
             assert self.manager.num_free_blocks == num_free
             return False
         assert sequence.cross is not None and self.manager.has_cross(sequence, encoder_input)
+        if self.manager.is_arriving(sequence):
+            event("encoder input arrives")
+            return False
         is_new = sequence.cross.encoder_input is not None and len(sequence.cross.holders) == 1
         assert is_there != is_new
         event("encoder input is " + ("new" if is_new else "there"))
@@ -331,8 +390,12 @@ class MemoryLoad:
 
     def schedule(self, sequence: TokenSequence, most: int) -> bool:
         count = min(most, sequence.num_tokens - sequence.num_computed_tokens)
+        if not self.attach(sequence) or self.manager.is_arriving(sequence):
+            return False
         if self.manager.allocate_slots(sequence, count) is None:
             return False
+        self.manager.resumed(sequence)
+        self.loaded.discard(sequence)
         self.draft[sequence] = count
         return True
 

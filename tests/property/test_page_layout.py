@@ -18,7 +18,7 @@ from ratoon.core.kv import (
     PageTensor,
     lay_out_pages,
 )
-from ratoon.core.plan import BlockCopy, SchedulerOutput
+from ratoon.core.plan import BlockCopy, BlockTransfer, SchedulerOutput
 from ratoon.execution.kv.kv_tensors import KVTensors
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 4
@@ -101,9 +101,9 @@ def test_blocks_keep_what_their_group_wrote_and_take_it_along(
     assert all(holds(block, block) for block in range(1, NUM_BLOCKS))
     # 1 goes to the host and is overwritten by a copy of 2, which 3 replaces; then 1 comes back where 4 was
     copies = [BlockCopy("a", 0, 0, 2, 1), BlockCopy("a", 0, 0, 3, 2)]
-    kv.move_blocks(SchedulerOutput(swapped_out=[(1, 2)], block_copies=copies))
+    kv.move_blocks(SchedulerOutput(stores=[BlockTransfer(1, 2)], block_copies=copies))
     assert holds(1, 2) and holds(2, 3) and holds(3, 3)
-    kv.move_blocks(SchedulerOutput(swapped_in=[(2, 4)]))
+    kv.move_blocks(SchedulerOutput(loads=[BlockTransfer(4, 2)]))
     assert holds(4, 1)
     assert all(holds(block, block) for block in range(5, NUM_BLOCKS)), "others are as they were"
     kv.release()

@@ -10,7 +10,7 @@ from tests.property.memory_load import MemoryLoad
 
 OPERATIONS = (
     ["arrive"] * 5 + ["run"] * 7 + ["preempt"] * 6 + ["swap_in"] * 5 + ["step"] * 8 + ["fork"] * 3 + ["go_on"] * 3
-    + ["admit_again", "admit_again", "end", "end", "lease", "evict_lease", "wait", "failing_step"]
+    + ["load_prefix"] * 4 + ["admit_again", "admit_again", "end", "end", "lease", "evict_lease", "wait", "failing_step"]
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from ratoon.scheduling.scheduler import Scheduler
 
 class SwapWatch:
     """A swapped-out branch resumes with what it had computed: a search with what its beams had, or with its prompt
-    but for the last token, behind which they are computed again."""
+    but for the last token, behind which they are computed again. One that lost its blocks in the store, by a transfer
+    or a step that failed, is not swapped out any more."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._state = scheduler.state
@@ -30,26 +31,20 @@ class SwapWatch:
         self._swapped = {branch: count for branch, count in self._swapped.items() if is_swapped(branch)}
 
     def after_plan(self, plan: SchedulerOutput) -> None:
-        restored = {block for _, block in plan.swapped_in}
         num_restored = {step.req_id: step.num_restored_tokens for step in plan.beam_steps if step.num_tokens}
         for new in plan.scheduled_new_reqs:
             num_computed = self._swapped.pop(self._state.branches[new.req_id], None)
             if num_computed is None:
                 continue
-            if restored.isdisjoint(block for table in new.block_ids for block in table):
-                # An evicted lease was the last holder of its table, and the host had no room for it.
-                event("computed again, for its cross table was lost")
-                assert new.cross_block_ids
-            else:
-                event("beams swapped in" if new.req_id in num_restored else "swapped in")
-                found = new.num_computed_tokens + num_restored.get(new.req_id, 0)
-                assert found == num_computed, f"{new.req_id} came back with other tokens"
-                assert (new.req_id in plan.num_scheduled_tokens) != (new.req_id in num_restored)
+            event("beams swapped in" if new.req_id in num_restored else "swapped in")
+            found = new.num_computed_tokens + num_restored.get(new.req_id, 0)
+            assert found == num_computed, f"{new.req_id} came back with other tokens"
+            assert (new.req_id in plan.num_scheduled_tokens) != (new.req_id in num_restored)
         for branch in self._state.branches.values():
             if self._state.kv_cache.is_swapped(branch) and branch not in self._swapped:
                 assert not isinstance(branch.request.task, ExtractionTask)
                 beams, num_computed = beams_of(branch), self._num_computed[branch]
-                if beams is not None and beams.is_on_host(self._state.kv_cache):
+                if beams is not None and beams.is_saved(self._state.kv_cache):
                     event("beams swapped out")
                     assert num_computed > branch.num_tokens
                 elif beams is not None:

@@ -1,4 +1,4 @@
-"""Swapped blocks on CUDA: copies between the KV cache and pinned host memory, on a stream beside that of the steps.
+"""Loads and stores of blocks on CUDA: copies between the KV cache and pinned host memory, on a stream of their own.
 
 Blocks that leave the device are gathered in a staging buffer on the stream of the steps, which takes microseconds, and
 travel from there beside the steps that follow: these may overwrite the blocks at once. Blocks that return travel into
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ratoon.core.errors import ConfigError
-from ratoon.core.plan import BlockSwap
+from ratoon.core.plan import BlockTransfer
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 
 Tensor = torch.Tensor
@@ -66,7 +66,7 @@ class CudaCopyStream:
 
 
 @dataclass(slots=True)
-class Slot:
+class StagingPart:
     """Some rows of the staging buffer."""
 
     first_row: int
@@ -76,9 +76,9 @@ class Slot:
 
 
 class BlockSwaps:
-    def __init__(self, pages: Pages, host_rows: Tensor, staging_rows: Tensor, slot_size: int, stream: CopyStream):
+    def __init__(self, pages: Pages, host_rows: Tensor, staging_rows: Tensor, part_size: int, stream: CopyStream):
         """`host_rows` [host blocks, words] and `staging_rows` [blocks, words]: a row is a block of all tensors of
-        `pages`, one after the other. `slot_size`: blocks of the staging buffer that are filled and emptied together."""
+        `pages`, one after the other. `part_size`: blocks of the staging buffer that are filled and emptied together."""
         self._pages = pages
         self._host_rows = host_rows
         self._staging_rows = staging_rows
@@ -86,31 +86,31 @@ class BlockSwaps:
             split_rows(staging_rows, [tensor.shape[1] for tensor in pages.tensors]), pages.table.device
         )
         self._stream = stream
-        self._slot_size = slot_size
+        self._part_size = part_size
         # Used in turn
-        self._slots = [Slot(row) for row in range(0, len(staging_rows) - slot_size + 1, slot_size)]
+        self._parts = [StagingPart(row) for row in range(0, len(staging_rows) - part_size + 1, part_size)]
         weakref.finalize(self, _drain, stream).atexit = False  # before its memory is freed
 
-    def save(self, swapped_out: Sequence[BlockSwap]) -> None:
+    def store(self, stores: Sequence[BlockTransfer]) -> None:
         """Copy blocks of the device to the host, with their content at this point of the steps."""
-        for slot, swaps in self._in_slots(swapped_out, by=1):
-            if slot.copied is not None:
-                self._stream.wait(slot.copied)
-            rows = range(slot.first_row, slot.first_row + len(swaps))
-            copy_blocks(self._pages, self._staging, [(block, row) for (block, _), row in zip(swaps, rows)])
-            runs = runs_of(rows, [host_block for _, host_block in swaps])
-            slot.used = self._stream.mark()
-            slot.copied = self._stream.submit(copying(self._staging_rows, self._host_rows, runs), after=slot.used)
+        for part, transfers in self._in_parts(stores):
+            if part.copied is not None:
+                self._stream.wait(part.copied)
+            rows = range(part.first_row, part.first_row + len(transfers))
+            copy_blocks(self._pages, self._staging, [(one.block, row) for one, row in zip(transfers, rows)])
+            runs = runs_of(rows, [one.slot for one in transfers])
+            part.used = self._stream.mark()
+            part.copied = self._stream.submit(copying(self._staging_rows, self._host_rows, runs), after=part.used)
 
-    def restore(self, swapped_in: Sequence[BlockSwap]) -> None:
+    def load(self, loads: Sequence[BlockTransfer]) -> None:
         """Copy blocks of the host to the device. What the steps launch from now on finds them there."""
-        for slot, swaps in self._in_slots(swapped_in, by=0):
-            rows = range(slot.first_row, slot.first_row + len(swaps))
-            runs = runs_of([host_block for host_block, _ in swaps], rows)
-            slot.copied = self._stream.submit(copying(self._host_rows, self._staging_rows, runs), after=slot.used)
-            self._stream.wait(slot.copied)
-            copy_blocks(self._staging, self._pages, [(row, block) for (_, block), row in zip(swaps, rows)])
-            slot.used = self._stream.mark()
+        for part, transfers in self._in_parts(loads):
+            rows = range(part.first_row, part.first_row + len(transfers))
+            runs = runs_of([one.slot for one in transfers], rows)
+            part.copied = self._stream.submit(copying(self._host_rows, self._staging_rows, runs), after=part.used)
+            self._stream.wait(part.copied)
+            copy_blocks(self._staging, self._pages, [(row, one.block) for one, row in zip(transfers, rows)])
+            part.used = self._stream.mark()
 
     def drain(self) -> None:
         self._stream.drain()
@@ -118,7 +118,7 @@ class BlockSwaps:
     def measure(self) -> float:
         """Seconds to fetch a block from the host. The way there is not counted: it takes as long, but no step waits for
         it. Before the first swap: it reads and writes any blocks of the host and the staging buffer."""
-        num_blocks = min(self._slot_size, len(self._host_rows) - 1)
+        num_blocks = min(self._part_size, len(self._host_rows) - 1)
         fetch = copying(self._host_rows, self._staging_rows, [(row + 1, row, 1) for row in range(num_blocks)])
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for copy in (fetch, begin.record, fetch, end.record):  # the first turn is not counted
@@ -126,14 +126,14 @@ class BlockSwaps:
         self._stream.drain()
         return begin.elapsed_time(end) / 1e3 / num_blocks
 
-    def _in_slots(self, swaps: Sequence[BlockSwap], by: int) -> Iterator[tuple[Slot, list[BlockSwap]]]:
-        """The swaps in parts that fit in a slot, each with the slot that was used least recently. Sorted by the host
-        block (`by`), so that neighbours are copied together."""
-        ordered = iter(sorted(swaps, key=lambda swap: swap[by]))
-        while part := list(islice(ordered, self._slot_size)):
-            slot = self._slots.pop(0)
-            self._slots.append(slot)
-            yield slot, part
+    def _in_parts(self, transfers: Sequence[BlockTransfer]) -> Iterator[tuple[StagingPart, list[BlockTransfer]]]:
+        """The transfers in parts that fit in a part of the staging buffer, each with the one that was used least
+        recently. Sorted by the block on the host, so that neighbours are copied together."""
+        ordered = iter(sorted(transfers, key=lambda transfer: transfer.slot))
+        while some := list(islice(ordered, self._part_size)):
+            part = self._parts.pop(0)
+            self._parts.append(part)
+            yield part, some
 
 
 Run = tuple[int, int, int]  # first row, first row of the target, number of rows

@@ -12,6 +12,7 @@ import torch
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
+from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.sizes import format_size
 from ratoon.execution.inputs.buffers import indices_on
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 WORD = torch.int64  # the unit of block copies, for any dtype: pages are whole numbers of words
 
-# Of the buffer on a GPU through which swapped blocks pass, and of each part of it that is filled and emptied on its own
+# Of the buffer on a GPU through which blocks pass on their way from and to the host, and of each part of it that is
+# filled and emptied on its own
 STAGING_BYTES = 256 * 2**20
-STAGING_SLOT_BYTES = 64 * 2**20
+STAGING_PART_BYTES = 64 * 2**20
 
 
 class KVTensors:
@@ -40,9 +42,9 @@ class KVTensors:
         self._layout = lay_out_pages(config.all_groups)
         self._device = device
         self._tensors: list[torch.Tensor] = []  # [blocks, words]
-        self._host_tensors: list[torch.Tensor] = []  # the same, for swapped-out blocks on a CPU
+        self._host_tensors: list[torch.Tensor] = []  # the same, for the block store's host tier on a CPU
         self._pages: Pages | None = None  # for the kernel that copies blocks on CUDA
-        self._swaps: BlockSwaps | None = None  # for swapped-out blocks on CUDA
+        self._swaps: BlockSwaps | None = None  # between CUDA and the host tier
         self.allocate()
 
     @property
@@ -75,10 +77,10 @@ class KVTensors:
         self._pages = Pages(self._tensors, self._device)
         if config.num_host_blocks:
             num_words = config.bytes_per_block // WORD.itemsize
-            num_staged, slot_size = staging_size(config.bytes_per_block, config.num_host_blocks)
+            num_staged, part_size = staging_size(config.bytes_per_block, config.num_host_blocks)
             staging = torch.empty((num_staged, num_words), dtype=WORD, device=self._device)
             host = pinned_rows(config.num_host_blocks + 1, num_words)
-            self._swaps = BlockSwaps(self._pages, host, staging, slot_size, CudaCopyStream(self._device))
+            self._swaps = BlockSwaps(self._pages, host, staging, part_size, CudaCopyStream(self._device))
 
     def release(self) -> None:
         """Free the memory. The content of all blocks is lost, and nothing may run before `allocate`."""
@@ -94,33 +96,36 @@ class KVTensors:
         """Seconds to fetch a block from the host. None: it is not known."""
         return None if self._swaps is None else self._swaps.measure()
 
-    def move_blocks(self, plan: SchedulerOutput) -> None:
-        """Swap out, copy on write and swap in, in all layers and in the plan's order. All sources of copies are read
-        before a target is written: a block that was freed and reallocated within the step may be both."""
-        copies = plan.block_copies
-        if not (copies or plan.swapped_out or plan.swapped_in):
-            return
-        if self._pages is not None:
-            self._move_by_kernel(plan, self._pages)
-            return
-        device = self._tensors[0].device
-        if device.type == "cpu" and self._copy_rows(plan):
-            return
+    def move_blocks(self, plan: SchedulerOutput) -> TransferReport | None:
+        """Store, copy on write and load, in all layers and in the plan's order. All sources of copies are read before a
+        target is written: a block that was freed and reallocated within the step may be both. Copies between the device
+        and host memory do not fail one by one: for the steps that follow, all of them are done."""
+        if plan.block_copies or plan.stores or plan.loads:
+            if self._pages is not None:
+                self._move_by_kernel(plan, self._pages)
+            elif not (self._tensors[0].device.type == "cpu" and self._copy_rows(plan)):
+                self._move(plan)
+        if not plan.stores and not plan.loads:
+            return None
+        return TransferReport([load.block for load in plan.loads], stored=[store.slot for store in plan.stores])
+
+    def _move(self, plan: SchedulerOutput) -> None:
+        copies, device = plan.block_copies, self._tensors[0].device
         sources = indices_on(device, [copy.src for copy in copies])
         targets = indices_on(device, [copy.dst for copy in copies])
         for index, tensor in enumerate(self._tensors):
-            for block, host_block in plan.swapped_out:
-                self._host_tensors[index][host_block].copy_(tensor[block], non_blocking=True)
+            for store in plan.stores:
+                self._host_tensors[index][store.slot].copy_(tensor[store.block], non_blocking=True)
             content = tensor.index_select(0, sources)
-            for host_block, block in plan.swapped_in:
-                tensor[block].copy_(self._host_tensors[index][host_block], non_blocking=True)
+            for load in plan.loads:
+                tensor[load.block].copy_(self._host_tensors[index][load.slot], non_blocking=True)
             tensor.index_copy_(0, targets, content)
 
     def _copy_rows(self, plan: SchedulerOutput) -> bool:
         """Copy blocks one by one, on a CPU. False: others are moved too, or a block is both read and written."""
         copies = [(copy.src, copy.dst) for copy in plan.block_copies]
         is_free = {source for source, _ in copies}.isdisjoint(target for _, target in copies)
-        if plan.swapped_out or plan.swapped_in or not is_free:
+        if plan.stores or plan.loads or not is_free:
             return False
         for tensor in self._tensors:
             first, size = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize
@@ -131,7 +136,7 @@ class KVTensors:
     def copies_in_any_order(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
         """The blocks (from, to) that a plan copies, if it moves no others and `copy_listed` may copy them. None:
         `move_blocks` does it."""
-        if self._pages is None or plan.swapped_out or plan.swapped_in:
+        if self._pages is None or plan.stores or plan.loads:
             return None
         from ratoon.execution.kv.block_kernels import FEW_BLOCKS
 
@@ -147,13 +152,13 @@ class KVTensors:
         copy_listed_blocks(self._pages, self._pages, pairs)
 
     def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages) -> None:
-        """The same on CUDA, without waiting. Copies can go before swaps in: no block is the target of both."""
+        """The same on CUDA, without waiting. Copies can go before loads: no block is the target of both."""
         from ratoon.execution.kv.block_kernels import copy_blocks
 
         copies = [(copy.src, copy.dst) for copy in plan.block_copies]
-        if plan.swapped_out:
+        if plan.stores:
             assert self._swaps is not None
-            self._swaps.save(plan.swapped_out)
+            self._swaps.store(plan.stores)
         if {source for source, _ in copies}.isdisjoint(target for _, target in copies):
             copy_blocks(pages, pages, copies)
         else:  # the kernel reads and writes in no order
@@ -161,16 +166,16 @@ class KVTensors:
             targets = indices_on(self._device, [target for _, target in copies])
             for tensor in self._tensors:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
-        if plan.swapped_in:
+        if plan.loads:
             assert self._swaps is not None
-            self._swaps.restore(plan.swapped_in)
+            self._swaps.load(plan.loads)
 
 
 def staging_size(block_bytes: int, num_host_blocks: int) -> tuple[int, int]:
     """Blocks of the staging buffer, and of each of its parts."""
-    slot_size = max(1, min(STAGING_SLOT_BYTES // block_bytes, num_host_blocks))
-    num_slots = max(2, min(STAGING_BYTES // block_bytes, num_host_blocks) // slot_size)
-    return num_slots * slot_size, slot_size
+    part_size = max(1, min(STAGING_PART_BYTES // block_bytes, num_host_blocks))
+    num_parts = max(2, min(STAGING_BYTES // block_bytes, num_host_blocks) // part_size)
+    return num_parts * part_size, part_size
 
 
 def dtype_name(dtype: torch.dtype) -> str:

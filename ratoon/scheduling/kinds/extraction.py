@@ -240,10 +240,10 @@ class ExtractionKind(RequestKind):
             num_full_blocks = parent.num_computed_tokens // state.kv_cache.block_size
             num_settled = min(most, num_full_blocks * state.kv_cache.block_size)
         num_inherited = self._beginnings.inherit(branch, num_settled, num_left=0)
-        while (found := self._beginnings.attach_cross(step, branch)) == Admission.NO_MEMORY:
+        while (found := self._beginnings.attach_cross(step, branch, may_load=False)) == Admission.NO_MEMORY:
             if not self._make_room(step, task):
                 break
-        if found != Admission.ADMITTED:
+        if found != Admission.ADMITTED or state.kv_cache.is_arriving(branch):
             state.kv_cache.free(branch)
             return False
         if not num_inherited:
@@ -266,8 +266,9 @@ class ExtractionKind(RequestKind):
         self.queue.begin(task)
 
     def _make_room(self, step: StepDraft, task: ExtractionTask) -> bool:
-        """Preempt extractions that began later, so that the first always makes progress; evict leases if it waited too
-        long or is alone. With steps in flight nothing is preempted."""
+        """Preempt extractions that began later, so that the first always makes progress; take the blocks of branches
+        that were loaded, and evict leases, if it waited too long or is alone. With steps in flight nothing is
+        preempted."""
         if not self._state.may_take_memory:
             self._state.wants_drain = True
             return False
@@ -279,7 +280,8 @@ class ExtractionKind(RequestKind):
         if last is not task and task in running and not is_planned:
             self._state.reclaim(last.branch)
             return True
-        return (task is self.queue.aged or step.is_empty) and self._state.leases.evict_one()
+        goes_first = task is self.queue.aged or step.is_empty
+        return goes_first and (self._state.loads.free_one() or self._state.leases.evict_one())
 
     # ---- results ----
 

@@ -44,7 +44,7 @@ class PlannedBeams:
 
     def write(self, plan: SchedulerOutput) -> None:
         trunk = self.group.trunk
-        if not trunk.known_to_runner:  # swapped in and already computed: only its beams run
+        if not trunk.known_to_runner:  # loaded and already computed: only its beams run
             plan.scheduled_new_reqs.append(trunk.as_new_request(self.kv_cache.block_ids(trunk)))
             trunk.known_to_runner = True
         plan.beam_steps.append(self.group.take_step(self.tokens_each))
@@ -115,7 +115,8 @@ class SearchKind(RequestKind):
         budget while any search runs. Beams that catch up take what the others leave."""
         if not self._state.all_or_none:
             return
-        ready = [group for group in self._groups() if group.is_ready(self._state.kv_cache) and group.gap]
+        running = [group for group in self._groups() if group.trunk.status == BranchStatus.RUNNING]
+        ready = [group for group in running if group.is_ready(self._state.kv_cache) and group.gap]
         ready = [group for group in ready if step.may_run(group.trunk)]
         held_back = sum(group.num_beams for group in ready)
         for group in ready:
@@ -126,12 +127,14 @@ class SearchKind(RequestKind):
         """Plans the beams of a search as other branches are planned, but all of them or none."""
         if group.trunk.status != BranchStatus.RUNNING:
             return
-        at_once = min(budget, self._state.max_step_tokens) // group.num_beams
-        num_new_tokens = min(group.gap, max(1, at_once))  # more than one after preemption
+        num_new_tokens = min(group.gap, self._most_at_once(group, budget))  # more than one after preemption
         while not group.allocate(num_new_tokens):
             if not group.forget_kept() and self._preemption.make_room(step, group.trunk) is group.trunk:
                 return
         step.add_rows(PlannedBeams(group, num_new_tokens, self._state.kv_cache))
+
+    def _most_at_once(self, group: BeamGroup, budget: int) -> int:
+        return max(1, min(budget, self._state.max_step_tokens) // group.num_beams)
 
     def plan_alone(self, step: StepDraft, request: Request) -> bool:
         """Plans the beams of a request that runs alone, once the trunk is computed."""
@@ -144,19 +147,21 @@ class SearchKind(RequestKind):
         return True
 
     def resume(self, step: StepDraft, branch: Branch) -> Admission | None:
-        """A search that was swapped out with its beams. They run at once, since the prompt is computed."""
+        """A search that was saved and loaded with its beams. They run at once, since the prompt is computed."""
         group = _group_of(branch)
-        if not group.is_on_host(self._state.kv_cache):
+        if not group.is_saved(self._state.kv_cache):
             return None
         if step.budget < group.num_beams:
             return Admission.NOT_NOW
-        if not group.swap_in(self._state.kv_cache):
+        num_new_tokens = group.resume(self._state.kv_cache, self._most_at_once(group, step.budget))
+        if not num_new_tokens:
             return Admission.NO_MEMORY
+        self._state.loads.forget(branch)
         self._state.running.append(branch)
         branch.status = BranchStatus.RUNNING
         branch.first_step = self._state.next_step
         self._state.events.scheduled(branch, self._state.now)
-        self._plan_beams(step, group, step.budget)  # in memory allocated by swap_in
+        step.add_rows(PlannedBeams(group, num_new_tokens, self._state.kv_cache))
         return Admission.ADMITTED
 
     # ---- results ----
@@ -208,8 +213,8 @@ class SearchKind(RequestKind):
     # ---- checks ----
 
     def held(self) -> Sequence[TokenSequence]:
-        assert not any(group.held() for group in self._groups() if group.is_on_host(self._state.kv_cache)), (
-            "beams are swapped out but have device blocks"
+        assert not any(group.held() for group in self._groups() if group.is_saved(self._state.kv_cache)), (
+            "beams are saved but have device blocks of their own"
         )
         return [held for group in self._groups() for held in group.held()]
 

@@ -13,9 +13,10 @@ from ratoon.execution.kv.kv_tensors import KVTensors
 
 def moved(copies: list[tuple[int, int]]) -> list[list[int]]:
     tensors: Any = SimpleNamespace(_tensors=[torch.arange(12).view(6, 2), torch.arange(6).view(6, 1)], _pages=None)
+    tensors._move = lambda plan: KVTensors._move(tensors, plan)
     tensors._copy_rows = lambda plan: KVTensors._copy_rows(tensors, plan)
     blocks = [SimpleNamespace(src=source, dst=target) for source, target in copies]
-    plan: Any = SimpleNamespace(block_copies=blocks, swapped_out=[], swapped_in=[])
+    plan: Any = SimpleNamespace(block_copies=blocks, stores=[], loads=[])
     KVTensors.move_blocks(tensors, plan)
     assert torch.equal(tensors._tensors[0][:, 0], 2 * tensors._tensors[1][:, 0])
     return tensors._tensors[1].flatten().tolist()

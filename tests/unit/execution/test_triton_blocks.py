@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, group_layers
 from ratoon.core.plan import BlockCopy, SchedulerOutput
+from ratoon.core.plan import BlockTransfer as Move
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.execution.kv.block_swaps import BlockSwaps, CopyStream, CudaCopyStream, runs_of, split_rows
 from ratoon.execution.kv.kv_tensors import KVTensors, staging_size
@@ -117,11 +118,15 @@ def content_after(kv: KVTensors, plans: Sequence[SchedulerOutput], written: Sequ
     "plan",
     [
         SchedulerOutput(block_copies=[BlockCopy("a", 0, 0, 3, 7), BlockCopy("b", 0, 0, 3, 8)]),
-        # Block 4 is swapped out, then a target; 5 is a source, then swapped in.
-        SchedulerOutput(block_copies=[BlockCopy("a", 0, 0, 5, 4)], swapped_out=[(4, 2), (6, 1)], swapped_in=[(3, 5)]),
+        # Block 4 is stored, then a target; 5 is a source, then loaded.
+        SchedulerOutput(
+            block_copies=[BlockCopy("a", 0, 0, 5, 4)],
+            stores=[Move(4, 2), Move(6, 1)],
+            loads=[Move(5, 3)],
+        ),
         # 2 is a source and a target: not by the kernel
-        SchedulerOutput(block_copies=[BlockCopy("a", 0, 0, 2, 9), BlockCopy("b", 0, 0, 6, 2)], swapped_out=[(9, 4)]),
-        SchedulerOutput(swapped_out=[(4, 2)], swapped_in=[(3, 4), (2, 5)]),
+        SchedulerOutput(block_copies=[BlockCopy("a", 0, 0, 2, 9), BlockCopy("b", 0, 0, 6, 2)], stores=[Move(9, 4)]),
+        SchedulerOutput(stores=[Move(4, 2)], loads=[Move(4, 3), Move(5, 2)]),
     ],
 )
 def test_a_plan_moves_blocks_as_without_the_kernel(plan: SchedulerOutput) -> None:
@@ -135,13 +140,25 @@ def test_swaps_of_many_steps_read_what_the_plan_means_whenever_the_copies_run() 
     """More blocks than the staging buffer has; blocks that a step overwrites at once; host blocks that are read, and
     written again, while earlier copies may not have run."""
     plans = [
-        SchedulerOutput(swapped_out=[(number, 8 - number) for number in range(1, 8)]),
+        SchedulerOutput(stores=[Move(1, 8)]),
         SchedulerOutput(),
-        SchedulerOutput(swapped_in=[(3, 9), (7, 10)], swapped_out=[(8, 8)]),
-        SchedulerOutput(swapped_out=[(9, 3), (1, 7), (10, 1)], block_copies=[BlockCopy("a", 0, 0, 10, 11)]),
-        SchedulerOutput(swapped_in=[(number, 12 - number) for number in range(8, 1, -1)]),
-        SchedulerOutput(swapped_in=[(8, 4), (3, 5), (1, 6), (7, 9), (2, 8)], swapped_out=[(11, 4), (10, 5)]),
-        SchedulerOutput(swapped_in=[(4, 1), (5, 2)]),
+        SchedulerOutput(loads=[Move(9, 3), Move(10, 7)], stores=[Move(8, 8)]),
+        SchedulerOutput(
+            stores=[Move(9, 3), Move(1, 7), Move(10, 1)],
+            block_copies=[BlockCopy("a", 0, 0, 10, 11)],
+        ),
+        SchedulerOutput(loads=[]),
+        SchedulerOutput(
+            loads=[
+                Move(4, 8),
+                Move(5, 3),
+                Move(6, 1),
+                Move(9, 7),
+                Move(8, 2),
+            ],
+            stores=[Move(11, 4), Move(10, 5)],
+        ),
+        SchedulerOutput(loads=[Move(1, 4), Move(2, 5)]),
     ]
     expected = content_after(make_kv(num_host_blocks=9), plans, written=[1, 2, 3])
     for stream in streams():
@@ -152,16 +169,16 @@ def test_swaps_of_many_steps_read_what_the_plan_means_whenever_the_copies_run() 
 def test_a_step_that_swaps_out_waits_for_no_copy_while_the_staging_buffer_has_room() -> None:
     stream = LazyStream()
     kv = make_kv(stream)
-    kv.move_blocks(SchedulerOutput(swapped_out=[(1, 1), (2, 2), (3, 3), (4, 4)]))
+    kv.move_blocks(SchedulerOutput(stores=[Move(1, 1), Move(2, 2), Move(3, 3), Move(4, 4)]))
     assert stream._num_done == 0 and len(stream._copies) == 2
-    kv.move_blocks(SchedulerOutput(swapped_out=[(5, 5)]))
+    kv.move_blocks(SchedulerOutput(stores=[Move(5, 5)]))
     assert stream._num_done == 1, "the first part of the buffer is used again"
 
 
 def test_copies_have_ended_before_their_memory_is_freed() -> None:
     stream = LazyStream()
     kv = make_kv(stream)
-    kv.move_blocks(SchedulerOutput(swapped_out=[(1, 1), (2, 2)]))
+    kv.move_blocks(SchedulerOutput(stores=[Move(1, 1), Move(2, 2)]))
     assert stream._num_done == 0
     del kv
     assert stream._num_done == 1

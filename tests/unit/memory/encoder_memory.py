@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from ratoon.core.outputs import TransferReport
+from ratoon.core.plan import BlockTransfer
 from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
@@ -52,11 +56,31 @@ def append(sequence: TokenSequence, *tokens: int) -> None:
     sequence.num_tokens += len(tokens)
 
 
-def finish_step(memory: KVCacheManager) -> None:
-    """Carry out all pending copies, swaps and writes."""
+def finish_step(memory: KVCacheManager, lost: Sequence[int] = ()) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+    """Carry out all pending copies, stores, loads and writes. Transfers from and to the slots `lost` fail. Returns the
+    stores and loads."""
     memory.take_encoder_writes()
     memory.take_block_copies()
-    memory.take_swaps()
+    stores, loads = memory.store.take_transfers()
+    memory.take_report(
+        TransferReport(
+            [load.block for load in loads if load.slot not in lost],
+            [load.block for load in loads if load.slot in lost],
+            [store.slot for store in stores if store.slot not in lost],
+            [store.slot for store in stores if store.slot in lost],
+        )
+    )
+    return stores, loads
+
+
+def bring_back(memory: KVCacheManager, sequence: TokenSequence) -> list[BlockTransfer]:
+    """Load a saved sequence, which then runs again. Returns what was loaded."""
+    assert memory.load(sequence)
+    _, loads = finish_step(memory)
+    assert not memory.is_arriving(sequence)
+    memory.settle(sequence, set())
+    memory.resumed(sequence)
+    return loads
 
 
 def running(

@@ -161,9 +161,9 @@ def test_a_reset_frees_and_forgets_everything() -> None:
     memory.attach_cross(sequences[3], document(5))
     assert not memory.reset(sequences[:2]), "others are here"
     assert memory.reset(sequences)
-    assert memory.num_free_blocks == 19 and memory.num_free_host_blocks == 20
+    assert memory.num_free_blocks == 19 and memory.num_free_slots == 20
     assert not memory.has_cross(sequence_of("e"), document(9))
-    assert memory.take_swaps() == ([], []) and memory.take_encoder_writes() == []
+    assert memory.store.take_transfers() == ([], []) and memory.take_encoder_writes() == []
     memory.check([])
 
 

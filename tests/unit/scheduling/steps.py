@@ -6,7 +6,7 @@ from typing import Any
 
 from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import ModelRunnerOutput, TransferReport
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest
@@ -55,9 +55,14 @@ def add(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
 
 
 def answer_of(plan: SchedulerOutput, tokens: dict[str, int] | None = None) -> ModelRunnerOutput:
-    """One token for every sampled branch: 7, unless `tokens` says otherwise."""
+    """One token for every sampled branch: 7, unless `tokens` says otherwise. Blocks arrive where they should."""
     ids = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
-    return ModelRunnerOutput(ids, [[(tokens or {}).get(branch_id, 7)] for branch_id in ids])
+    result = ModelRunnerOutput(ids, [[(tokens or {}).get(branch_id, 7)] for branch_id in ids])
+    if plan.loads or plan.stores:
+        result.transfers = TransferReport(
+            [load.block for load in plan.loads], stored=[store.slot for store in plan.stores]
+        )
+    return result
 
 
 def step(

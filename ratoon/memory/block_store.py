@@ -1,0 +1,267 @@
+"""The block store: blocks outside the device pool, found by hash. Accounting only; a step's plan moves the contents.
+
+A tier holds blocks in another memory; host memory is the only one today. A tier has three verbs: it is *offered* a
+block that leaves the device pool, it is asked to *find* a hash, and it *loads* a block into one of the device. Hashes
+say what tokens a block stands for; the fingerprint says what its bytes mean, and is compared once, when a tier is
+attached. Which sequences wait for a load is known to the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from ratoon.core.kv import KVFingerprint
+from ratoon.core.outputs import TransferReport
+from ratoon.core.plan import BlockTransfer
+from ratoon.core.stats import StoreStats
+from ratoon.memory.block_copies import BlockCopies
+from ratoon.memory.block_pool import Block, BlockPool
+
+Lookup = Callable[[bytes], Block | None]
+
+
+class HostTier(BlockPool):
+    """Blocks in host memory, in a pool like the device's: those with a hash and without references are kept until they
+    are the least recently used, references keep what belongs to one sequence."""
+
+    def __init__(self, num_blocks: int, num_groups: int, fingerprint: KVFingerprint) -> None:
+        super().__init__(num_blocks + 1, num_groups=num_groups)  # slots begin with 1, as on the device
+        self.fingerprint = fingerprint
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A load under way. It references its device block and its slot until a step's result says how it ended."""
+
+    block: Block
+    slot: Block
+    block_hash: bytes | None  # of the slot when the load began; None: the content belongs to one sequence
+    is_valid: bool = True  # False: the slot turned out to be without content
+
+
+class BlockStore:
+    """A plan executes its stores before its loads, and plans are executed in order, so a slot can be found as soon as
+    its store is planned. Without a tier nothing is stored or found."""
+
+    def __init__(self, pool: BlockPool, copies: BlockCopies, fingerprint: KVFingerprint) -> None:
+        self.tier: HostTier | None = None
+        self.fingerprint = fingerprint
+        self._stats = StoreStats()
+        self._pool = pool
+        self._copies = copies
+        self._stores: dict[int, int] = {}  # slot → device block that is read in the next plan
+        self._loads: list[BlockTransfer] = []  # of the next plan
+        self._arriving: dict[int, Arrival] = {}  # by device block
+        self._arriving_hashes: dict[tuple[int, bytes], Block] = {}  # group and hash → device block
+
+    def attach(self, tier: HostTier) -> None:
+        """Blocks that are evicted from the device are offered to this tier from now on. Raises ValueError if the bytes
+        of its blocks mean something else than those of the device."""
+        if tier.fingerprint != self.fingerprint:
+            raise ValueError(f"the tier's blocks are of another kind: {tier.fingerprint.differences(self.fingerprint)}")
+        self.tier = tier
+        self._pool.on_evict = self.offer
+
+    # ---- offer ----
+
+    def offer(self, block: Block, block_hash: bytes) -> None:
+        """A full block of the device pool is about to get other content: keep this one, if there is room."""
+        slots = self.keep([(block, block_hash, block.group)])
+        if slots is not None:
+            self.release(slots)  # it is the most recently used one now
+
+    def keep(self, blocks: Sequence[tuple[Block, bytes | None, int]]) -> list[Block] | None:
+        """Slots with the content of these device blocks, each with a reference for the caller. A full block comes with
+        its hash and the number of its group; others, without a hash, are of use to the caller only. None: there is no
+        room for all, and nothing changed."""
+        tier = self.tier
+        if tier is None:
+            return None
+        found = [name and tier.get_cached_block(name, group) for _, name, group in blocks]
+        if sum(not slot or slot.ref_cnt == 0 for slot in found) > tier.num_free_blocks:
+            return None
+        tier.touch(slot for slot in found if slot)  # before new slots are taken, which may evict them
+        return [slot or self._store(block, name, group) for (block, name, group), slot in zip(blocks, found)]
+
+    def forget(self, block_hash: bytes | None, group: int) -> None:
+        """The content of this hash is not to be trusted: it is not found any more."""
+        slot = None if self.tier is None or block_hash is None else self.tier.get_cached_block(block_hash, group)
+        if slot is not None:
+            assert self.tier is not None
+            self.tier.uncache(slot)
+
+    def _store(self, block: Block, block_hash: bytes | None, group: int) -> Block:
+        """A new slot, with one reference."""
+        assert self.tier is not None
+        (slot,) = self.tier.get_new_blocks(1)
+        if block_hash is not None:
+            self.tier.cache_full_block(slot, block_hash, group)
+        self._stores[slot.block_id] = self._copies.source_of(block.block_id)
+        return slot
+
+    @property
+    def null_slot(self) -> Block:
+        """It has the place of a slot where a table has the null block."""
+        assert self.tier is not None
+        return self.tier.null_block
+
+    def reference(self, slots: Iterable[Block]) -> None:
+        assert self.tier is not None
+        self.tier.touch(slots)
+
+    def release(self, slots: Sequence[Block]) -> None:
+        """Drop a reference to each slot. The last ones of a sequence are evicted first. Without a prefix cache, blocks
+        are found only as long as a sequence keeps them."""
+        assert self.tier is not None
+        self.tier.free_blocks(reversed(slots))
+        if not self._pool.enable_caching:
+            for slot in slots:
+                if slot.ref_cnt == 0:
+                    self.tier.uncache(slot)
+
+    # ---- find ----
+
+    def lookup(self, group: int) -> Lookup:
+        """A function from a hash to a block of the device, which may be arriving, or to a slot of the tier."""
+        on_device = self._pool.cached_blocks(group).get
+        if self.tier is None:
+            return on_device
+        in_tier = self.tier.cached_blocks(group).get
+
+        def find(block_hash: bytes) -> Block | None:
+            return on_device(block_hash) or self._arriving_hashes.get((group, block_hash)) or in_tier(block_hash)
+
+        return find
+
+    def find_on_device(self, slot: Block) -> Block | None:
+        """A device block with the content of this slot, which may be arriving."""
+        if slot.block_hash is None:
+            return None
+        cached = self._pool.get_cached_block(slot.block_hash, slot.group)
+        return cached or self._arriving_hashes.get((slot.group, slot.block_hash))
+
+    def is_slot(self, block: Block) -> bool:
+        """Whether a block that `lookup` found is in the tier, and not on the device."""
+        blocks = self._pool.blocks
+        return block.block_id >= len(blocks) or blocks[block.block_id] is not block
+
+    # ---- load ----
+
+    def load(self, slots: Sequence[Block]) -> list[Block]:
+        """Device blocks that get the content of these slots, each with a reference for the caller. They arrive with the
+        result of a step. There must be as many free blocks."""
+        tier = self.tier
+        assert tier is not None
+        tier.touch(slots)  # before blocks are taken: what these evict is offered to the tier
+        blocks = self._pool.get_new_blocks(len(slots))
+        self._pool.touch(blocks)
+        for block, slot in zip(blocks, slots):
+            self._copies.forget_target(block.block_id)
+            self._loads.append(BlockTransfer(block.block_id, slot.block_id))
+            self._arriving[block.block_id] = Arrival(block, slot, slot.block_hash)
+            if slot.block_hash is not None:
+                self._arriving_hashes[slot.group, slot.block_hash] = block
+        return blocks
+
+    def bring(self, found: Sequence[Block]) -> list[Block]:
+        """The blocks that `lookup` found, all on the device: slots are loaded. Each has a reference for the caller."""
+        self._pool.touch(block for block in found if not self.is_slot(block))  # before blocks are taken
+        slots = [block for block in found if self.is_slot(block)]
+        loaded = iter(self.load(slots) if slots else ())
+        return [next(loaded) if self.is_slot(block) else block for block in found]
+
+    @property
+    def arriving_blocks(self) -> Collection[int]:
+        """The device blocks that are being loaded."""
+        return self._arriving.keys()
+
+    def is_arriving(self, blocks: Iterable[Block]) -> bool:
+        return any(block.block_id in self._arriving for block in blocks)
+
+    # ---- plans and results ----
+
+    @property
+    def unwritten_slots(self) -> set[int]:
+        """Slots that the next plan writes."""
+        return set(self._stores)
+
+    def take_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+        """The stores and loads of the next plan. Each is returned once."""
+        stores = [BlockTransfer(block, slot) for slot, block in self._stores.items()]
+        loads, self._loads = self._loads, []
+        self._stores.clear()
+        return stores, loads
+
+    def take_report(self, report: TransferReport) -> set[int]:
+        """Blocks arrived, or not. Returns those of the device whose content is not there."""
+        self._stats.stored += len(report.stored)
+        self.lose_slots(report.failed_stores)
+        return self._end_loads(report.loaded) | self._end_loads(report.failed_loads, failed=True)
+
+    def plan_failed(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> set[int]:
+        """A plan was not executed, or failed midway. Returns the device blocks whose content is not there. What was to
+        be stored since is not trusted either."""
+        self.lose_slots([store.slot for store in stores])
+        self.lose_slots(list(self._stores))
+        return self._end_loads([load.block for load in loads], failed=True)
+
+    def lose_slots(self, slots: Iterable[int]) -> None:
+        """The content of these slots is undefined: they are not found any more, and loads from them fail."""
+        lost = set(slots)
+        if not lost:
+            return
+        assert self.tier is not None
+        self._stats.failed += len(lost)
+        for slot in lost:
+            self.tier.uncache(self.tier.blocks[slot])
+            self._stores.pop(slot, None)
+        for arrival in self._arriving.values():
+            arrival.is_valid = arrival.is_valid and arrival.slot.block_id not in lost
+
+    def _end_loads(self, block_ids: Iterable[int], failed: bool = False) -> set[int]:
+        lost = set()
+        for block_id in block_ids:
+            arrival = self._arriving.pop(block_id)
+            block, slot, block_hash = arrival.block, arrival.slot, arrival.block_hash
+            assert self.tier is not None
+            if block_hash is not None:
+                self._arriving_hashes.pop((slot.group, block_hash), None)
+            if failed or not arrival.is_valid:
+                lost.add(block_id)
+                self._stats.failed += 1
+                self.tier.uncache(slot)  # the next sequence computes the block, and does not try again
+            else:
+                self._stats.loaded += 1
+                if block_hash is not None:
+                    self._pool.cache_full_block(block, block_hash, slot.group)
+            self._pool.free_blocks((block,))
+            self.tier.free_blocks((slot,))
+        return lost
+
+    # ---- figures and checks ----
+
+    def snapshot(self) -> StoreStats:
+        tier, stats = self.tier, self._stats
+        return StoreStats(0 if tier is None else tier.num_cached_blocks, stats.stored, stats.loaded, stats.failed)
+
+    def reset(self) -> bool:
+        """Forget all hashes. Refused (False) while slots have references."""
+        return self.tier is None or self.tier.reset_prefix_cache()
+
+    def check(self, slot_references: Iterable[Block]) -> list[int]:
+        """Raise AssertionError unless slots are referenced exactly by these, each entry a reference, and by loads.
+        Returns the device blocks that loads reference."""
+        if self.tier is None:
+            return []
+        self.tier.check()
+        expected: dict[int, int] = {}
+        for slot in [*slot_references, *(arrival.slot for arrival in self._arriving.values())]:
+            assert self.tier.blocks[slot.block_id] is slot, "a reference to a block that is no slot"
+            expected[slot.block_id] = expected.get(slot.block_id, 0) + 1
+        for slot in self.tier.blocks[1:]:
+            wanted = expected.get(slot.block_id, 0)
+            assert slot.ref_cnt == wanted, f"slot {slot.block_id}: {slot.ref_cnt} references, {wanted} holders"
+        for block_id, arrival in self._arriving.items():
+            assert arrival.block.block_hash is None, f"block {block_id} can be found before it has arrived"
+        return list(self._arriving)
