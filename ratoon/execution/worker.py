@@ -29,6 +29,7 @@ from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
+from ratoon.execution.kv.fingerprint import fingerprint_of
 from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -112,7 +113,9 @@ class Worker:
             with timer.phase("compile kernels"):
                 self._kernels.wait()
         step_bytes, token_seconds = measure(choices, self._model, self._capture, timer)
-        self._pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes)
+        pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes)
+        fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype_name(choices.dtype))
+        self._pool = replace(pool, fingerprint=fingerprint)
         size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
         self._measurements = Measurements(size, step_bytes, token_seconds)
         return self._measurements

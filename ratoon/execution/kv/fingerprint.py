@@ -1,0 +1,29 @@
+"""The fingerprint of this engine's KV blocks: what must be equal for their bytes to be of use to another one."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
+from ratoon.execution.kv.geometry import Geometry
+from ratoon.layers.weights import TensorSource
+
+
+def fingerprint_of(kv_config: KVCacheConfig, geometry: Geometry, tensors: TensorSource, dtype: str) -> KVFingerprint:
+    """`dtype`: in which the model computes."""
+    groups = kv_config.all_groups
+    shapes = [choice.backend.page_shapes(group.spec) for choice, group in zip(geometry.choices, groups, strict=True)]
+    return KVFingerprint(
+        weights=digest_of_weights(tensors),
+        dtype=dtype,
+        specs=tuple(repr(group.spec) for group in groups),
+        layout=lay_out_pages(groups),
+        page_orders=tuple(f"{choice.backend.name} {shape}" for choice, shape in zip(geometry.choices, shapes)),
+    )
+
+
+def digest_of_weights(tensors: TensorSource) -> str:
+    """A digest of where the weights come from, and of their names and shapes. Their numbers are not read: a tier that
+    outlives the process and its files needs a digest of those, too."""
+    parts = [tensors.name, *(f"{name} {shape}" for name, shape in sorted(tensors.shapes().items()))]
+    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

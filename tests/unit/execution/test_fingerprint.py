@@ -1,0 +1,40 @@
+"""The fingerprint of KV blocks: what makes the bytes of a block mean something else changes it."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import msgspec
+
+from ratoon.core.config import CacheConfig, EngineConfig
+from ratoon.core.kv import KVFingerprint
+from ratoon.distributed.uniproc import UniProcExecutor
+from ratoon.observe.startup import StartupTimer
+from tests.golden.tiny_models import tiny_llama
+
+
+def fingerprint(name: str = "here", **cache: Any) -> KVFingerprint:
+    tiny = tiny_llama()
+    config = EngineConfig(model="tiny", device="cpu", dtype="float32", cache=CacheConfig(num_blocks=8, **cache))
+    source = copy(tiny.source)
+    source.name = name
+    executor = UniProcExecutor(config, tiny.config, source, StartupTimer())
+    try:
+        return executor.facts.kv_config.fingerprint
+    finally:
+        executor.close()
+
+
+def test_engines_of_one_model_and_the_same_settings_agree() -> None:
+    found = fingerprint()
+    assert found == fingerprint()
+    assert found.weights and found.dtype == "float32" and len(found.specs) == len(found.page_orders) == 1
+    assert msgspec.structs.replace(found, version=0).differences(found) == "version is 0, not 1"
+
+
+def test_other_weights_sizes_and_types_are_told_apart() -> None:
+    found = fingerprint()
+    assert "weights" in fingerprint("elsewhere").differences(found)
+    assert "specs" in fingerprint(block_size=32).differences(found)
+    assert "specs" in fingerprint(kv_cache_dtype="float16").differences(found)
