@@ -160,14 +160,16 @@ class CacheConfig:
     )
     swap_bytes: int = setting(
         0,
-        "host memory for the blocks of preempted sequences; 0: they are computed again",
+        "host memory for the blocks of preempted sequences, and for those that the KV cache evicts and later requests "
+        "may need; 0: they are computed again",
         name="swap_memory",
         size=True,
     )
     preemption_mode: str = setting(
         "auto",
-        "what becomes of a preempted sequence if there is swap_memory: swap, recompute, or auto: whichever takes less "
-        "time, by what was measured at start-up; on a CPU nothing is measured, and auto is swap",
+        "what becomes of a preempted sequence if there is swap_memory: swap, recompute (the memory is not used then), "
+        "or auto: whichever takes less time, by what was measured at start-up; on a CPU nothing is measured, and auto "
+        "is swap",
         one_of("auto", "swap", "recompute"),
     )
 
