@@ -94,7 +94,7 @@ class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     parents: list[int] | None = None
     token_ids: list[int] = []
     num_restored_tokens: int = 0
-    first_column: int = 0  # the first block table column that changes
+    first_columns: list[int] = []  # the first block table column that changes, by KV group
     block_ids: BlockIds = ()  # the entries from there on, of every beam
     num_candidates: int = 0  # 0: the beams are not up to date yet
     scores: list[float] = []  # of the beams; added to the candidates' scores

@@ -5,9 +5,10 @@ Decides which block holds which tokens. The scheduler decides when to run, preem
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import NULL_BLOCK, KVCacheConfig, SwapCosts
@@ -34,14 +35,13 @@ class KVCacheManager:
     without one."""
 
     def __init__(self, kv_config: KVCacheConfig, max_model_len: int, enable_caching: bool = True) -> None:
-        for group in kv_config.all_groups:
-            if group.spec.block_size != kv_config.block_size:
-                raise ValueError(
-                    f"a group has blocks of {group.spec.block_size} tokens, the pool has {kv_config.block_size}"
-                )
-        self.block_size = kv_config.block_size
         self.max_model_len = max_model_len
         self.rules = [rule_for(group.spec) for group in kv_config.groups]
+        self._sizes = [rule.block_size for rule in self.rules]
+        self._unit = math.gcd(*self._sizes)
+        self._one_size = self._unit if len(set(self._sizes)) == 1 else 0  # 0: groups have different ones
+        # At multiples of this many tokens all groups have whole blocks: prefix cache hits are as long
+        self.block_size = math.lcm(*self._sizes)
         self.num_groups = len(self.rules)
         self.enable_caching = enable_caching and all(rule.is_cacheable for rule in self.rules)
         self._returning = [(group, rule) for group, rule in enumerate(self.rules) if rule.gives_back]
@@ -49,8 +49,13 @@ class KVCacheManager:
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
         self._given_back: list[Block] = []
-        self._unregistered: tuple[TokenSequence, int] | None = None  # whose full blocks are added later, and how many
-        self._hasher = BlockHasher(self.block_size)
+        # The sequence whose full blocks are added later, and up to which token
+        self._unregistered: tuple[TokenSequence, int] | None = None
+        self._hashers = [BlockHasher(size) for size in dict.fromkeys(self._sizes)]
+        self._groups_by_size = [
+            (hasher.block_size, hasher, [g for g, size in enumerate(self._sizes) if size == hasher.block_size])
+            for hasher in self._hashers
+        ]
         self._copies = BlockCopies()
         self.store = BlockStore(self.pool, self._copies, kv_config.fingerprint)
         if kv_config.num_host_blocks:
@@ -78,7 +83,12 @@ class KVCacheManager:
     @property
     def num_usable_tokens(self) -> int:
         """Tokens that fit in the empty pool, for sequences that keep all their blocks."""
-        return self.num_usable_blocks // self.num_groups * self.block_size
+        return self.num_usable_blocks // sum(self.block_size // size for size in self._sizes) * self.block_size
+
+    @property
+    def sizes_of_blocks(self) -> str:
+        """The tokens of a block, for messages."""
+        return " or ".join(map(str, dict.fromkeys(self._sizes)))
 
     @property
     def num_slots(self) -> int:
@@ -107,8 +117,8 @@ class KVCacheManager:
         self, num_tokens: int, num_hit_tokens: int, hit_blocks: GroupBlocks | None, max_step_tokens: int
     ) -> int:
         """The most free blocks that a sequence takes until `num_tokens` are computed, given these prefix cache hits."""
-        columns = -(-num_tokens // self.block_size) - num_hit_tokens // self.block_size
-        missing = self.num_groups * columns + (0 if hit_blocks is None else self._count_free(hit_blocks))
+        missing = sum(-(-num_tokens // size) - num_hit_tokens // size for size in self._sizes)
+        missing += 0 if hit_blocks is None else self._count_free(hit_blocks)
         return min(missing, self.required_blocks(num_tokens, max_step_tokens))
 
     # ---- prefix cache ----
@@ -131,29 +141,37 @@ class KVCacheManager:
     def _longest_prefix(
         self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup]
     ) -> tuple[GroupBlocks, int]:
-        limit = (branch.num_tokens - 1) // self.block_size
-        if max_tokens is not None:
-            limit = min(limit, max_tokens // self.block_size)
+        limit = branch.num_tokens - 1 if max_tokens is None else min(branch.num_tokens - 1, max_tokens)
+        limit -= limit % self.block_size
         if not self.enable_caching or limit <= 0 or not self._begins_with_hit(branch, lookups):
             return tuple([] for _ in self.rules), 0
-        self._hasher.extend(branch.block_hashes, branch.token_ids, limit, branch.extra_keys)
+        self._hash_blocks(branch, limit)
         # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
         # group shortens it any more.
         while True:
-            hits = []
-            for rule, lookup in zip(self.rules, lookups):
-                hit = rule.longest_hit(branch.block_hashes, limit, lookup, self.pool.null_block)
-                limit = len(hit)
+            hits, longest = [], limit
+            for rule, size, lookup in zip(self.rules, self._sizes, lookups):
+                hit = rule.longest_hit(branch.block_hashes[size], limit // size, lookup, self.pool.null_block)
+                limit = len(hit) * size
+                limit -= limit % self.block_size
                 hits.append(hit)
-            if all(len(hit) == limit for hit in hits):
-                return tuple(hits), limit * self.block_size
+            if limit == longest:
+                return tuple(hits), limit
 
     def _begins_with_hit(self, branch: TokenSequence, lookups: Sequence[Lookup]) -> bool:
         """Whether its first block is found. Without that only windows have hits, and of a new prompt no further block
         need be hashed before its step is launched."""
-        self._hasher.extend(branch.block_hashes, branch.token_ids, 1, branch.extra_keys)
-        first = branch.block_hashes[0]
-        return all(rule.gives_back or lookup(first) is not None for rule, lookup in zip(self.rules, lookups))
+        self._hash_blocks(branch, self.block_size if len(self._hashers) > 1 else self._unit)
+        firsts = [branch.block_hashes[size][0] for size in self._sizes]
+        return all(
+            rule.gives_back or lookup(first) is not None for rule, lookup, first in zip(self.rules, lookups, firsts)
+        )
+
+    def _hash_blocks(self, branch: TokenSequence, num_tokens: int) -> None:
+        """Hash the full blocks of the first `num_tokens`, in all sizes that groups have."""
+        for hasher in self._hashers:
+            size = hasher.block_size
+            hasher.extend(branch.block_hashes[size], branch.token_ids, num_tokens // size, branch.extra_keys)
 
     @property
     def has_unregistered_blocks(self) -> bool:
@@ -163,9 +181,9 @@ class KVCacheManager:
         """Add to the prefix cache what the last allocation left for later. To be called while a step runs; before the
         manager does anything that depends on it, it does so itself."""
         if self._unregistered is not None:
-            branch, num_full_blocks = self._unregistered
+            branch, num_tokens = self._unregistered
             self._unregistered = None
-            self._register_full_blocks(branch, num_full_blocks)
+            self._register_full_blocks(branch, num_tokens)
 
     def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
         self.prefix_cache_stats.queries += num_tokens
@@ -199,23 +217,32 @@ class KVCacheManager:
         """
         if self._unregistered is not None and self._unregistered[0] is not branch:
             self.register_blocks()
-        block_size = self.block_size
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
         num_total = num_computed + num_new_tokens
-        num_blocks = -(-num_total // block_size)
-        tables = branch.block_tables or [[] for _ in self.rules]
-        num_held = len(tables[0])  # the tables of all groups have the same length
-        if new_computed_blocks is not None:
-            num_held += len(new_computed_blocks[0])
-        num_missing = num_blocks - num_held if num_blocks > num_held else 0
+        tables = branch.block_tables or [[] for _ in self._sizes]
 
         # Count first, so that a refusal changes nothing. A decoding branch at the end of a block, the most frequent
-        # case, needs none of the three helpers.
-        num_wanted, num_available = num_missing * self.num_groups, self.pool.num_free_blocks
+        # case, needs none of the helpers.
+        size = self._one_size
+        if size:
+            num_held = len(tables[0])  # the tables of all groups have the same length
+            writes_held = num_computed // size < num_held
+            if new_computed_blocks is not None:
+                num_held += len(new_computed_blocks[0])
+            num_blocks = -(-num_total // size)
+            missing = num_blocks - num_held if num_blocks > num_held else 0
+            num_missing, num_wanted = (missing,) * self.num_groups, missing * self.num_groups
+            write_limit = (num_held + missing) * size
+        else:
+            num_missing, writes_held, write_limit = self._count_by_group(
+                tables, num_computed, num_total, new_computed_blocks
+            )
+            num_wanted = sum(num_missing)
+        num_available = self.pool.num_free_blocks
         to_copy: list[TablePlace] = []
         unread: list[TablePlace] = []
-        if num_computed // block_size < len(tables[0]):
-            to_copy = self._places_to_copy(tables, num_computed // block_size, num_blocks)
+        if writes_held:
+            to_copy = self._places_to_copy(tables, num_computed, num_total)
             num_wanted += len(to_copy)
         if self._returning:
             unread = self._unread_places(tables, num_computed)
@@ -234,14 +261,14 @@ class KVCacheManager:
                 table.extend(blocks)
         for group, place in to_copy:
             self._copy_on_write(branch, group, place)
-        appended = tuple([self._append_blocks(table, num_missing) for table in tables])
-        branch.write_limit = (num_held + num_missing) * block_size
+        appended = tuple(map(self._append_blocks, tables, num_missing))
+        branch.write_limit = write_limit
         num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
-        num_unregistered = num_known // block_size - branch.num_registered_blocks
+        num_unregistered = (num_known - branch.num_registered_tokens) // self._unit
         if num_unregistered >= MANY_BLOCKS and not self._returning:  # those could be given back before
-            self._unregistered = branch, num_known // block_size
+            self._unregistered = branch, num_known
         elif num_unregistered > 0:
-            self._register_full_blocks(branch, num_known // block_size)
+            self._register_full_blocks(branch, num_known)
         return appended
 
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
@@ -255,16 +282,14 @@ class KVCacheManager:
                 f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
             )
         self.register_blocks()
-        num_blocks = -(-num_tokens // self.block_size)
         if not self._holds(parent, num_tokens):
             raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were freed")
         self.cross_tables.share(parent, child)
-        child.block_tables = [table[:num_blocks] for table in parent.block_tables]
+        child.block_tables = [table[: -(-num_tokens // size)] for table, size in zip(parent.block_tables, self._sizes)]
         for table in child.block_tables:
             self.pool.touch(table)
-        num_full = num_tokens // self.block_size
-        child.block_hashes = parent.block_hashes[:num_full]
-        child.num_registered_blocks = min(parent.num_registered_blocks, num_full)
+        child.block_hashes = hashes_up_to(parent, num_tokens)
+        child.num_registered_tokens = min(parent.num_registered_tokens, num_tokens - num_tokens % self._unit)
         child.num_computed_tokens = num_tokens
         parent.write_limit = child.write_limit = 0  # the last block is shared now: both must allocate before they write
 
@@ -279,11 +304,11 @@ class KVCacheManager:
 
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         self.register_blocks()
-        num_valid = branch.num_computed_tokens // self.block_size if trusted else 0
+        num_valid = branch.num_computed_tokens if trusted else 0
         self._register_full_blocks(branch, num_valid)
-        for table in branch.block_tables:
+        for table, size in zip(branch.block_tables, self._sizes):
             # Blocks of a branch that is removed from a plan were registered for a step that does not run.
-            for block in table[num_valid : branch.num_registered_blocks if trusted else None]:
+            for block in table[num_valid // size : branch.num_registered_tokens // size if trusted else None]:
                 if not trusted:
                     self.store.forget(block.block_hash, block.group)
                 self.pool.uncache(block)
@@ -292,21 +317,21 @@ class KVCacheManager:
         self._loading.pop(branch, None)
         branch.block_tables = []
         branch.num_computed_tokens = 0
-        branch.num_registered_blocks = 0
+        branch.num_registered_tokens = 0
         branch.write_limit = 0
 
     def roll_back(self, branch: TokenSequence, num_tokens: int) -> None:
         """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed."""
         self.register_blocks()
         branch.num_computed_tokens -= num_tokens
-        num_kept = -(-branch.num_computed_tokens // self.block_size)
-        num_full = branch.num_computed_tokens // self.block_size
-        for table in branch.block_tables:
-            for block in table[num_full : branch.num_registered_blocks]:  # registered before the step
+        num_left = branch.num_computed_tokens
+        for table, size in zip(branch.block_tables, self._sizes):
+            for block in table[num_left // size : branch.num_registered_tokens // size]:  # registered before the step
                 self.pool.uncache(block)
+            num_kept = -(-num_left // size)
             self.pool.free_blocks(reversed(table[num_kept:]))
             del table[num_kept:]
-        branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
+        branch.num_registered_tokens = min(branch.num_registered_tokens, num_left - num_left % self._unit)
         branch.write_limit = 0
 
     def take_back_last(self, branch: TokenSequence) -> None:
@@ -314,12 +339,12 @@ class KVCacheManager:
         where others share it, in a copy."""
         self.register_blocks()
         branch.num_computed_tokens -= 1
-        num_full = branch.num_computed_tokens // self.block_size
-        for table in branch.block_tables:
-            for block in table[num_full : branch.num_registered_blocks]:
+        num_left = branch.num_computed_tokens
+        for table, size in zip(branch.block_tables, self._sizes):
+            for block in table[num_left // size : branch.num_registered_tokens // size]:
                 if block.ref_cnt == 1:
                     self.pool.uncache(block)
-        branch.num_registered_blocks = min(branch.num_registered_blocks, num_full)
+        branch.num_registered_tokens = min(branch.num_registered_tokens, num_left - num_left % self._unit)
         branch.write_limit = 0
 
     def invalidate_writes(self, plan: SchedulerOutput) -> set[int]:
@@ -343,12 +368,12 @@ class KVCacheManager:
         """Move what an ended sequence holds to a new, read-only sequence. The branch holds nothing afterwards."""
         self.register_blocks()
         self._saved.forget(branch)  # a swapped-out one has no device blocks to keep
-        self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
+        self._register_full_blocks(branch, branch.num_computed_tokens)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.block_tables, branch.block_tables = branch.block_tables, []
         kept.block_hashes = branch.block_hashes
         kept.num_computed_tokens, branch.num_computed_tokens = branch.num_computed_tokens, 0
-        kept.num_registered_blocks, branch.num_registered_blocks = branch.num_registered_blocks, 0
+        kept.num_registered_tokens, branch.num_registered_tokens = branch.num_registered_tokens, 0
         branch.write_limit = 0
         self.cross_tables.hand_over(branch, kept)
         return kept
@@ -444,10 +469,7 @@ class KVCacheManager:
         self.register_blocks()
         num_shared = 0
         if self.enable_caching:
-            for entries in zip(*branch.block_tables):
-                if not all(block.ref_cnt > 1 and block.block_hash is not None for block in entries):
-                    break
-                num_shared += self.block_size
+            num_shared = min(_num_shared(table) * size for table, size in zip(branch.block_tables, self._sizes))
         return max(branch.num_computed_tokens - num_shared, 0)
 
     def num_blocks_to_swap_in(self, branch: TokenSequence, num_tokens: int = 0) -> int:
@@ -507,6 +529,8 @@ class KVCacheManager:
 
     def is_arriving(self, sequence: TokenSequence) -> bool:
         """Whether blocks that it holds are still being loaded."""
+        if not self.store.arriving_blocks:
+            return False
         cross = [] if sequence.cross is None else sequence.cross.blocks
         return self.store.is_arriving([*entries_of(sequence.block_tables, *self.loaded_tails(sequence)), *cross])
 
@@ -533,7 +557,7 @@ class KVCacheManager:
             self._free_tables(branch)
         elif num_tokens < branch.num_computed_tokens:
             self.roll_back(branch, branch.num_computed_tokens - num_tokens)
-        self._register_full_blocks(branch, branch.num_computed_tokens // self.block_size)
+        self._register_full_blocks(branch, branch.num_computed_tokens)
 
     def unload(self, branch: TokenSequence) -> None:
         """Free the device blocks of a sequence that was loaded and did not run yet. What is saved of it stays so."""
@@ -579,9 +603,12 @@ class KVCacheManager:
         references += [block.block_id for block in entries_of(*tails) if block is not self.pool.null_block]
         num_references = Counter(references)
         for branch in branches:
-            lengths = {len(table) for table in branch.block_tables}
-            assert len(lengths) <= 1, f"{branch.branch_id} has tables of different lengths: {sorted(lengths)}"
-            num_covered = max(lengths, default=0) * self.block_size
+            lengths = [len(table) * size for table, size in zip(branch.block_tables, self._sizes)]
+            num_covered = min(lengths, default=0)
+            differ = 0 if len(self._hashers) == 1 else 2 * max(self._sizes)  # a tail begins and ends within a block
+            assert max(lengths, default=0) - num_covered <= differ, (
+                f"{branch.branch_id} has tables of different lengths: {lengths}"
+            )
             assert branch.num_computed_tokens <= num_covered, (
                 f"{branch.branch_id}: {branch.num_computed_tokens} tokens computed, memory for {num_covered}"
             )
@@ -598,12 +625,26 @@ class KVCacheManager:
 
     # ---- helpers ----
 
-    def _places_to_copy(self, tables: list[list[Block]], first_written: int, num_blocks: int) -> list[TablePlace]:
+    def _count_by_group(
+        self, tables: list[list[Block]], num_computed: int, num_total: int, hit_blocks: GroupBlocks | None
+    ) -> tuple[tuple[int, ...], bool, int]:
+        """The blocks that each group misses, whether blocks in the tables are written, and up to which token there is
+        room then."""
+        num_missing, writes_held, write_limits = [], False, []
+        for group, (table, size) in enumerate(zip(tables, self._sizes)):
+            num_held = len(table) + (0 if hit_blocks is None else len(hit_blocks[group]))
+            missing = max(0, -(-num_total // size) - num_held)
+            num_missing.append(missing)
+            write_limits.append((num_held + missing) * size)
+            writes_held = writes_held or num_computed // size < len(table)
+        return tuple(num_missing), writes_held, min(write_limits)
+
+    def _places_to_copy(self, tables: list[list[Block]], num_computed: int, num_total: int) -> list[TablePlace]:
         """Blocks to be written that are shared, or may be found in the prefix cache."""
         return [
             (group, place)
-            for group, table in enumerate(tables)
-            for place in range(first_written, min(len(table), num_blocks))
+            for group, (table, size) in enumerate(zip(tables, self._sizes))
+            for place in range(num_computed // size, min(len(table), -(-num_total // size)))
             if table[place].ref_cnt > 1 or table[place].block_hash is not None
         ]
 
@@ -653,19 +694,35 @@ class KVCacheManager:
         table = branch.block_tables[group]
         table[place] = self.copy_block(branch.branch_id, group, place, table[place])
 
-    def _register_full_blocks(self, branch: TokenSequence, num_full_blocks: int) -> None:
-        """Add the new full blocks to the prefix cache. A block that decoding fills is added when the next one is
-        allocated (or the sequence is freed), so that a decoding branch calls the manager once per block and not twice.
+    def _register_full_blocks(self, branch: TokenSequence, num_tokens: int) -> None:
+        """Add the new full blocks of the first `num_tokens` to the prefix cache. A block that decoding fills is added
+        when the next one is allocated (or the sequence is freed), so that a decoding branch calls the manager once per
+        block and not twice.
         """
-        first = branch.num_registered_blocks
-        if num_full_blocks <= first or not self.enable_caching:
+        first = branch.num_registered_tokens
+        num_tokens -= num_tokens % self._unit
+        if num_tokens <= first or not self.enable_caching:
             return
-        block_hashes, null = branch.block_hashes, self.pool.null_block
-        self._hasher.extend(block_hashes, branch.token_ids, num_full_blocks, branch.extra_keys)
-        cache_full_block = self.pool.cache_full_block
-        for group, table in enumerate(branch.block_tables):
-            for place in range(first, num_full_blocks):
-                block = table[place]
-                if block is not null:
-                    cache_full_block(block, block_hashes[place], group)
-        branch.num_registered_blocks = num_full_blocks
+        null, cache_full_block, tables = self.pool.null_block, self.pool.cache_full_block, branch.block_tables
+        for size, hasher, groups in self._groups_by_size:
+            block_hashes, num_full = branch.block_hashes[size], num_tokens // size
+            hasher.extend(block_hashes, branch.token_ids, num_full, branch.extra_keys)
+            for group in groups:
+                table = tables[group]
+                for place in range(first // size, num_full):
+                    block = table[place]
+                    if block is not null:
+                        cache_full_block(block, block_hashes[place], group)
+        branch.num_registered_tokens = num_tokens
+
+
+def hashes_up_to(sequence: TokenSequence, num_tokens: int) -> defaultdict[int, list[bytes]]:
+    """The hashes of the full blocks of its first `num_tokens`, by block size."""
+    hashes = {size: hashes[: num_tokens // size] for size, hashes in sequence.block_hashes.items()}
+    return defaultdict(list, hashes)
+
+
+def _num_shared(table: list[Block]) -> int:
+    """Leading blocks that other sequences hold, too, and that the prefix cache finds."""
+    is_shared = (block.ref_cnt > 1 and block.block_hash is not None for block in table)
+    return sum(1 for _ in takewhile(bool, is_shared))

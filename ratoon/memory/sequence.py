@@ -3,6 +3,7 @@ scheduler's branches add policy to it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from ratoon.core.encoder import EncoderInput
@@ -23,7 +24,7 @@ class TokenSequence:
         "cross",
         "extra_keys",
         "num_computed_tokens",
-        "num_registered_blocks",
+        "num_registered_tokens",
         "num_tokens",
         "token_ids",
         "write_limit",
@@ -35,9 +36,10 @@ class TokenSequence:
         self.num_tokens = len(token_ids)  # kept beside the list: it is read for every branch in every step
         self.num_computed_tokens = 0
         self.extra_keys = extra_keys
-        self.block_hashes: list[bytes] = []  # of full blocks, from the first on
+        # Of full blocks, from the first on, by block size
+        self.block_hashes: defaultdict[int, list[bytes]] = defaultdict(list)
         self.block_tables: list[list[Block]] = []  # one for each KV group; empty while it holds no memory
-        self.num_registered_blocks = 0  # leading full blocks that were added to the prefix cache
+        self.num_registered_tokens = 0  # whose full blocks were added to the prefix cache
         self.cross: CrossTable | None = None  # for an encoder-decoder model: what cross-attention reads
         # Up to this many tokens in all can be written in place without calling the manager: the blocks are allocated
         # and not shared. 0: call it.

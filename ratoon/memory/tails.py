@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ratoon.core.plan import BlockIds
 from ratoon.memory.block_pool import Block
-from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.kv_cache_manager import KVCacheManager, hashes_up_to
 from ratoon.memory.sequence import TokenSequence
 
 Tail = list[list[Block]]  # one list of table entries for each KV group, from the first column after the trunk on
@@ -32,8 +32,9 @@ class BeamTails:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._trunk = trunk
-        self._first_column = trunk.num_computed_tokens // kv_cache.block_size
-        self._tails: list[Tail] = [[table[self._first_column :] for table in trunk.block_tables]]
+        self._sizes = [rule.block_size for rule in kv_cache.rules]
+        self._first_columns = [trunk.num_computed_tokens // size for size in self._sizes]  # by group
+        self._tails: list[Tail] = [[table[first:] for table, first in zip(trunk.block_tables, self._first_columns)]]
         self._touch(self._tails[0])
         self._are_unknown = False  # whether the runner has yet to be sent their tables
 
@@ -55,8 +56,8 @@ class BeamTails:
         num_tokens = self.num_computed_tokens - num_unwritten_tokens
         if num_tokens <= self._trunk.num_tokens:
             return False
-        num_columns = -(-num_tokens // self._kv_cache.block_size) - self._first_column
-        tails = [[blocks[:num_columns] for blocks in tail] for tail in self._tails]
+        num_columns = self._num_columns(num_tokens)
+        tails = [[blocks[:count] for blocks, count in zip(tail, num_columns)] for tail in self._tails]
         return self._kv_cache.swap_out(self._trunk, tails, num_tokens)
 
     def __len__(self) -> int:
@@ -78,46 +79,51 @@ class BeamTails:
                 self._free(tail)
         self._tails = tails
 
-    def allocate(self, num_tokens: int) -> tuple[int, BlockIds] | None:
+    def allocate(self, num_tokens: int) -> tuple[list[int], BlockIds] | None:
         """Allocate `num_tokens` for every beam, and count them as computed. None: not enough memory, and nothing
-        changed. Otherwise the first table column that changed, and the entries from there on, beam by beam. The first
-        block written may be shared with other beams and the trunk: every beam but the last holder gets a copy of it.
+        changed. Otherwise, for each group, the first table column that changed, and the entries from there on, beam by
+        beam. The first block written may be shared with other beams and the trunk: every beam but the last holder gets
+        a copy of it.
         """
-        block_size = self._kv_cache.block_size
-        column = self.num_computed_tokens // block_size - self._first_column  # the first written
-        num_columns = -(-(self.num_computed_tokens + num_tokens) // block_size) - self._first_column
-        num_missing = num_columns - len(self._tails[0][0])
-        to_copy = self._shared_at(column)
-        num_wanted = len(to_copy) + num_missing * len(self._tails) * self._kv_cache.num_groups
+        # The first columns that are written
+        columns = [self.num_computed_tokens // size - first for size, first in zip(self._sizes, self._first_columns)]
+        num_columns = self._num_columns(self.num_computed_tokens + num_tokens)
+        num_missing = [count - len(blocks) for count, blocks in zip(num_columns, self._tails[0])]
+        to_copy = self._shared_at(columns)
+        num_wanted = len(to_copy) + sum(num_missing) * len(self._tails)
         if num_wanted > self._pool.num_free_blocks:
             return None
         self.num_computed_tokens += num_tokens
         for beam, group in to_copy:
-            blocks = self._tails[beam][group]
+            blocks, column = self._tails[beam][group], columns[group]
             blocks[column] = self._kv_cache.copy_block(
-                self._trunk.branch_id, group, self._first_column + column, blocks[column]
+                self._trunk.branch_id, group, self._first_columns[group] + column, blocks[column]
             )
-        if num_missing:
-            for tail in self._tails:
-                for blocks in tail:
-                    blocks += self._pool.get_new_blocks(num_missing)
+        for tail in self._tails:
+            for blocks, missing in zip(tail, num_missing):
+                if missing:
+                    blocks += self._pool.get_new_blocks(missing)
         if self._are_unknown:
-            column, self._are_unknown = 0, False
+            columns, self._are_unknown = [0] * len(columns), False
         elif not num_wanted:
-            return 0, ()
-        return self._first_column + column, tuple(
+            return [], ()
+        return [first + column for first, column in zip(self._first_columns, columns)], tuple(
             [block.block_id for tail in self._tails for block in tail[group][column:]]
-            for group in range(self._kv_cache.num_groups)
+            for group, column in enumerate(columns)
         )
 
-    def _shared_at(self, column: int) -> list[tuple[int, int]]:
+    def _num_columns(self, num_tokens: int) -> list[int]:
+        """The columns of each group's tails that hold a beam of so many tokens."""
+        return [-(-num_tokens // size) - first for size, first in zip(self._sizes, self._first_columns)]
+
+    def _shared_at(self, columns: list[int]) -> list[tuple[int, int]]:
         """The beams, and the groups, whose block in this column must be copied before it is written."""
-        if column >= len(self._tails[0][0]):
-            return []
         left: dict[int, int] = {}  # block → holders without a copy
         to_copy = []
         for beam, tail in enumerate(self._tails):
-            for group, blocks in enumerate(tail):
+            for group, (blocks, column) in enumerate(zip(tail, columns)):
+                if column >= len(blocks):
+                    continue
                 block = blocks[column]
                 holders = left.get(block.block_id, block.ref_cnt)
                 if holders > 1:
@@ -139,11 +145,12 @@ class BeamTails:
         trunk = self._trunk
         self._kv_cache.register_blocks()
         sequence = TokenSequence(branch_id, token_ids, trunk.extra_keys)
-        heads = [table[: self._first_column] for table in trunk.block_tables]
+        heads = [table[:first] for table, first in zip(trunk.block_tables, self._first_columns)]
         self._touch(heads)
         sequence.block_tables = [head + tail for head, tail in zip(heads, kept.tail, strict=True)]
-        sequence.block_hashes = trunk.block_hashes[: self._first_column]
-        sequence.num_registered_blocks = min(trunk.num_registered_blocks, self._first_column)
+        num_full = min(first * size for first, size in zip(self._first_columns, self._sizes))
+        sequence.block_hashes = hashes_up_to(trunk, num_full)
+        sequence.num_registered_tokens = min(trunk.num_registered_tokens, num_full)
         sequence.num_computed_tokens = kept.num_computed_tokens
         self._kv_cache.cross_tables.share(trunk, sequence)
         return sequence
@@ -167,9 +174,9 @@ class BeamTails:
             self._pool.free_blocks(reversed(blocks))
 
 
-def tail_blocks(block_size: int, num_groups: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
+def tail_blocks(kv_cache: KVCacheManager, num_prompt_tokens: int, num_new_tokens: int) -> int:
     """The most blocks that one beam holds after the trunk for `num_new_tokens`, the last of which is never computed."""
     if num_new_tokens <= 1:
         return 0
-    num_columns = -(-(num_prompt_tokens + num_new_tokens - 1) // block_size) - num_prompt_tokens // block_size
-    return num_groups * num_columns
+    sizes = [rule.block_size for rule in kv_cache.rules]
+    return sum(-(-(num_prompt_tokens + num_new_tokens - 1) // size) - num_prompt_tokens // size for size in sizes)

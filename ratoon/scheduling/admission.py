@@ -85,7 +85,7 @@ def verify_memory(request: EngineCoreRequest, kv_cache: KVCacheManager, step: in
     longest = _longest_that_fits(kv_cache, num_usable, step, max_total)
     room = longest - num_prompt_tokens
     numbers = (
-        f"needs {kv_cache.required_blocks(max_total, step)} blocks of {kv_cache.block_size} tokens "
+        f"needs {kv_cache.required_blocks(max_total, step)} blocks of {kv_cache.sizes_of_blocks} tokens "
         f"({num_prompt_tokens} of prompt, {max_total - num_prompt_tokens} to generate), "
         f"the pool has {num_usable}{' beside its encoder input' if request.encoder_input is not None else ''}"
     )
@@ -103,7 +103,8 @@ def verify_cross_memory(request: EngineCoreRequest, kv_cache: KVCacheManager) ->
     if num_blocks + kv_cache.num_groups > kv_cache.num_usable_blocks:
         raise RequestError(
             "encoder_prompt",
-            f"needs {num_blocks} blocks of {kv_cache.block_size} positions, the pool has {kv_cache.num_usable_blocks}, "
+            f"needs {num_blocks} blocks for {request.encoder_input.num_positions} positions, the pool has "
+            f"{kv_cache.num_usable_blocks}, "
             f"and a decoder takes at least {kv_cache.num_groups}",
             "a shorter one, or a larger KV cache",
         )

@@ -53,7 +53,7 @@ class BeamGroup(Task):
         # Not sent to the runner yet: the parent of each beam, and the tokens after its computed ones.
         self._moves: tuple[list[int], list[int]] | None = None
         self._num_restored_tokens = 0  # of the tokens in `_moves`: those swapped in as computed
-        self._changed: tuple[int, BlockIds] = (0, ())
+        self._changed: tuple[list[int], BlockIds] = ([], ())
         self._num_unwritten_tokens = 0  # of each beam: allocated, but not in a step yet
         self._kept: dict[int, KeptTail] = {}  # by the number of the finished text
 
@@ -92,8 +92,7 @@ class BeamGroup(Task):
     def num_blocks_to_come(self, kv_cache: KVCacheManager) -> int:
         """The blocks that the beams need as soon as the prompt is computed, for all their tokens so far."""
         num_new_tokens = min(max(self.search.num_tokens, 1) + 1, self._max_new_tokens)
-        tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, self.trunk.num_tokens, num_new_tokens)
-        return self.width * tail
+        return self.width * tail_blocks(kv_cache, self.trunk.num_tokens, num_new_tokens)
 
     def allocate(self, num_tokens: int) -> bool:
         """Allocate `num_tokens` for every beam. False: not enough memory, and nothing changed."""
@@ -112,7 +111,7 @@ class BeamGroup(Task):
         self._moves = None
         num_restored_tokens, self._num_restored_tokens = self._num_restored_tokens, 0
         self._num_unwritten_tokens = 0
-        first_column, block_ids = self._changed
+        first_columns, block_ids = self._changed
         step = BeamStep(
             req_id=self.trunk.branch_id,
             num_tokens=num_tokens,
@@ -120,7 +119,7 @@ class BeamGroup(Task):
             parents=parents,
             token_ids=token_ids,
             num_restored_tokens=num_restored_tokens,
-            first_column=first_column,
+            first_columns=first_columns,
             block_ids=block_ids,
             scores=self.search.scores,
         )

@@ -392,8 +392,6 @@ class SchedulerState:
             assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending, (
                 f"{branch.branch_id}: more computed than there is"
             )
-            assert branch.num_registered_blocks * self.kv_cache.block_size <= branch.num_tokens, (
-                f"{branch.branch_id}: unknown tokens were hashed"
-            )
+            assert branch.num_registered_tokens <= branch.num_tokens, f"{branch.branch_id}: unknown tokens were hashed"
             assert branch.num_tokens <= branch.max_total_tokens, f"{branch.branch_id} is longer than it may be"
             assert self.requests.get(branch.request_id) is branch.request, f"{branch.branch_id} has no request"

@@ -79,7 +79,8 @@ class FakeRunner:
         lateness: int = 0,
         lost_slots: frozenset[int] = frozenset(),
     ) -> None:
-        self.block_size = kv_config.block_size
+        self.sizes = [group.spec.block_size for group in kv_config.groups]
+        self.cross_size = 1 if kv_config.cross is None else kv_config.cross.spec.block_size
         self.num_host_blocks = kv_config.num_host_blocks
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in kv_config.groups]
         self.requests = requests  # by their ids: plans say neither salts nor whole sequences that are read out
@@ -91,7 +92,7 @@ class FakeRunner:
         self.num_late: dict[tuple[str, int], int] = {}  # how often it was so, by its id and number of tokens
         self.rows: dict[str, Row] = {}
         self.beams: dict[str, list[Row]] = {}  # by the trunk's id
-        self.store = BlockStore(kv_config.block_size)
+        self.store = BlockStore(max(*self.sizes, self.cross_size))
         self.lost_slots = lost_slots  # transfers from and to these fail
         self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
         self.named_before: set[str] = set()  # by steps that raised: they may be named again, known or not
@@ -193,7 +194,7 @@ class FakeRunner:
         encoder_input = self._request_of(branch_id).encoder_input
         num_positions = 0 if encoder_input is None else encoder_input.num_positions
         assert plan.num_encoder_positions == num_positions
-        assert len(plan.cross_block_ids) == -(-num_positions // self.block_size)
+        assert len(plan.cross_block_ids) == -(-num_positions // self.cross_size)
         tables = [list(ids) for ids in plan.block_ids]
         return Row([], tables, self._salt_of(branch_id), plan.cross_block_ids, encoder_input)
 
@@ -233,7 +234,7 @@ class FakeRunner:
         for group, ids in enumerate(step.block_ids):
             num_columns = len(ids) // len(rows)
             for beam, row in enumerate(rows):
-                row.tables[group][step.first_column :] = ids[beam * num_columns : (beam + 1) * num_columns]
+                row.tables[group][step.first_columns[group] :] = ids[beam * num_columns : (beam + 1) * num_columns]
 
     def _named_beams(self, row_id: str) -> list[tuple[str, Row]]:
         return [(f"beam {beam} of {row_id}", row) for beam, row in enumerate(self.beams.get(row_id, []))]
@@ -256,7 +257,7 @@ class FakeRunner:
         written: set[int] = set()
         for step in plan.encoder_steps:
             assert step.encoder_input == self._request_of(step.req_id).encoder_input
-            num_blocks = -(-step.encoder_input.num_positions // self.block_size)
+            num_blocks = -(-step.encoder_input.num_positions // self.cross_size)
             assert len(set(step.block_ids)) == len(step.block_ids) == (0 if step.captured else num_blocks)
             for block in step.block_ids:
                 assert block not in written, f"block {block} belongs to two encoder inputs"
@@ -264,7 +265,7 @@ class FakeRunner:
                 assert step.req_id in held.get(block, set()), f"{step.req_id} does not read what is written for it"
             written.update(step.block_ids)
             for position in range(step.encoder_input.num_positions if step.block_ids else 0):
-                block, offset = step.block_ids[position // self.block_size], position % self.block_size
+                block, offset = step.block_ids[position // self.cross_size], position % self.cross_size
                 self.store.write(block, offset, cross_content(self._salt_of(step.req_id), step.encoder_input, position))
 
     def _write(self, plan: SchedulerOutput) -> None:
@@ -275,8 +276,8 @@ class FakeRunner:
             end = row.num_computed_tokens + count
             assert count > 0 and (end <= len(row.token_ids) or self._is_early(row_id, row))
             for position in range(row.num_computed_tokens, end if row.is_written else 0):
-                place, offset = divmod(position, self.block_size)
-                for group, table in enumerate(row.tables):
+                for group, (table, size) in enumerate(zip(row.tables, self.sizes)):
+                    place, offset = divmod(position, size)
                     block = table[place]
                     assert (block, offset) not in written, f"slot {block}:{offset} is written twice"
                     written.add((block, offset))
@@ -289,7 +290,7 @@ class FakeRunner:
                     for other in readers.get(block, set()) - {row_id}:
                         # Only a branch that comes in with this very step may share what it writes, as a prefix hit.
                         assert other in new_ids, f"{row_id} writes block {block}, which {other} holds"
-                        assert end >= (place + 1) * self.block_size, f"{other} has hit a block that is not full"
+                        assert end >= (place + 1) * size, f"{other} has hit a block that is not full"
 
     def _readers(self, plan: SchedulerOutput, spans: Sequence[tuple[str, Row, int]] = ()) -> dict[int, set[str]]:
         """The holders of a block. Entries before a sliding window are stale: the block may be another sequence's by
@@ -300,7 +301,7 @@ class FakeRunner:
             for block in row.cross:
                 readers.setdefault(block, set()).add(row_id)
             for group, table in enumerate(row.tables):
-                first = self._first_read(group, row.num_computed_tokens) // self.block_size
+                first = self._first_read(group, row.num_computed_tokens) // self.sizes[group]
                 for block in table[first:]:
                     readers.setdefault(block, set()).add(row_id)
         return readers
@@ -317,16 +318,16 @@ class FakeRunner:
         end = min(row.num_computed_tokens + count, len(row.contents))
         for group, table in enumerate(row.tables):
             for position in range(self._first_read(group, row.num_computed_tokens), end):
-                block = table[position // self.block_size]
-                found = self.store.read(block, position % self.block_size) if block else "null"
+                block = table[position // self.sizes[group]]
+                found = self.store.read(block, position % self.sizes[group]) if block else "null"
                 assert found == (group, row.contents[position]), (
                     f"{row_id} reads {found!r} at {position}, block {block}"
                 )
 
     def _read_across(self, row_id: str, row: Row) -> None:
         for position in range(0 if row.encoder_input is None else row.encoder_input.num_positions):
-            block = row.cross[position // self.block_size]
-            found = self.store.read(block, position % self.block_size)
+            block = row.cross[position // self.cross_size]
+            found = self.store.read(block, position % self.cross_size)
             assert found == cross_content(row.salt, row.encoder_input, position), (
                 f"{row_id} reads {found!r} at encoder position {position}, block {block}"
             )

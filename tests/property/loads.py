@@ -100,13 +100,16 @@ def kv_configs(
     draw: st.DrawFn, max_model_len: int, shares: list[float], has_encoder: bool, host_shares: list[float]
 ) -> KVCacheConfig:
     block_size = draw(number(1, 5))
-    full = FullAttentionSpec(block_size, 1, 8, "float16")
-    window = SlidingWindowSpec(block_size, 2, 8, "float16", window=draw(number(1, 12)))
-    wide = SlidingWindowSpec(block_size, 1, 5, "float32", window=draw(number(13, 20)))
+    # Groups may have blocks of other sizes, most often multiples
+    same = (block_size,) * 3
+    sizes = draw(among(same, same, (block_size, 2 * block_size, block_size), (3, 2, 4)))
+    full = FullAttentionSpec(sizes[0], 1, 8, "float16")
+    window = SlidingWindowSpec(sizes[1], 2, 8, "float16", window=draw(number(1, 12)))
+    wide = SlidingWindowSpec(sizes[2], 1, 5, "float32", window=draw(number(13, 20)))
     shapes = [full], [full], [window], [full, window], [window, full], [full, window, wide]
     specs = shapes[draw(among(*range(len(shapes))))]
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
-    blocks_of_longest = len(groups) * -(-max_model_len // block_size)
+    blocks_of_longest = sum(-(-max_model_len // group.spec.block_size) for group in groups)
     cross = None
     if has_encoder:
         cross = KVCacheGroup(CrossAttentionSpec(block_size, 3, 8, "float16"), (0,))

@@ -32,7 +32,8 @@ class MemoryLoad:
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in config.groups]
         self.manager = KVCacheManager(config, max_model_len=1000, enable_caching=caching)
         self.leases = LeaseTable(self.manager, int(self.manager.num_usable_blocks * lease_fraction))
-        self.store = BlockStore(config.block_size)
+        self.sizes = [group.spec.block_size for group in config.groups]
+        self.store = BlockStore(max(group.spec.block_size for group in config.all_groups))
         self.sequences: list[TokenSequence] = []  # that have not ended
         self.inputs: dict[TokenSequence, EncoderInput | None] = {}
         self.salts: dict[TokenSequence, str] = {}
@@ -155,7 +156,7 @@ class MemoryLoad:
             self.manager.free(sequence)
         self.draft.pop(sequence, None)
         assert sequence.block_tables == [] and sequence.cross is None and sequence.block_hashes is hashes
-        assert sequence.num_computed_tokens == sequence.num_registered_blocks == sequence.write_limit == 0
+        assert sequence.num_computed_tokens == sequence.num_registered_tokens == sequence.write_limit == 0
 
     def swap_out(self, sequence: TokenSequence) -> bool:
         manager = self.manager
@@ -256,9 +257,8 @@ class MemoryLoad:
                 store.fill(block, self.cross_content(holder, index))
         for sequence, count in self.draft.items():
             for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + count):
-                place, offset = divmod(position, store.block_size)
-                for group, blocks in enumerate(manager.block_ids(sequence)):
-                    store.write(blocks[place], offset, self.content(sequence, group, position))
+                for group, (blocks, size) in enumerate(zip(manager.block_ids(sequence), self.sizes)):
+                    store.write(blocks[position // size], position % size, self.content(sequence, group, position))
             sequence.num_computed_tokens += count
         return plan, report
 
@@ -287,7 +287,8 @@ class MemoryLoad:
             window = self.windows[group]
             first = 0 if window is None else max(0, sequence.num_computed_tokens - window + 1)
             for position in range(first, sequence.num_computed_tokens):
-                found = store.read(blocks[position // store.block_size], position % store.block_size)
+                size = self.sizes[group]
+                found = store.read(blocks[position // size], position % size)
                 assert found == self.content(sequence, group, position), f"{sequence.branch_id} at {position}"
         encoder_input = self.inputs[sequence]
         if encoder_input is not None and not (sequence.cross is None and sequence in self.loaded):
@@ -390,9 +391,12 @@ class MemoryLoad:
 
     def schedule(self, sequence: TokenSequence, most: int) -> bool:
         count = min(most, sequence.num_tokens - sequence.num_computed_tokens)
+        had_cross = sequence.cross is not None
         if not self.attach(sequence) or self.manager.is_arriving(sequence):
             return False
         if self.manager.allocate_slots(sequence, count) is None:
+            if not had_cross:
+                self.manager.free_cross(sequence)
             return False
         self.manager.resumed(sequence)
         self.loaded.discard(sequence)
@@ -402,8 +406,11 @@ class MemoryLoad:
     def written(self, sequence: TokenSequence) -> set[int]:
         """Blocks that get content of a sequence in the step that is being planned."""
         end = sequence.num_computed_tokens + self.draft.get(sequence, 0)
-        first, last = sequence.num_computed_tokens // self.store.block_size, -(-end // self.store.block_size)
-        return {block for blocks in self.manager.block_ids(sequence) for block in blocks[first:last]}
+        return {
+            block
+            for blocks, size in zip(self.manager.block_ids(sequence), self.sizes)
+            for block in blocks[sequence.num_computed_tokens // size : -(-end // size)]
+        }
 
     def may_leave(self, sequence: TokenSequence) -> bool:
         """A sequence that is about to write blocks that others have already hit is not freed."""

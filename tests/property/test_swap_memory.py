@@ -17,8 +17,9 @@ OPERATIONS = (
 @st.composite
 def kv_configs(draw: st.DrawFn) -> KVCacheConfig:
     block_size = draw(st.integers(1, 4))
+    other_size = draw(st.sampled_from([block_size, block_size, 2 * block_size, 3]))
     full = FullAttentionSpec(block_size, 1, 8, "float16")
-    window = SlidingWindowSpec(block_size, 2, 8, "float16", window=draw(st.integers(1, 6)))
+    window = SlidingWindowSpec(other_size, 2, 8, "float16", window=draw(st.integers(1, 6)))
     specs = draw(st.sampled_from([[full], [full], [window], [full, window]]))
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
     cross = KVCacheGroup(CrossAttentionSpec(block_size, 3, 8, "float16"), (0,))

@@ -35,6 +35,10 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
     """The number of blocks: as configured, or as many as the memory allows beside the largest step, which needs
     `step_bytes`."""
     groups, cross = geometry.groups, geometry.cross
+    sizes = {group.spec.block_size for group in (groups if cross is None else (*groups, cross))}
+    if sizes != {cache.block_size}:
+        problem = f"is {cache.block_size}, and layers of the model have blocks of {sorted(sizes)} tokens"
+        raise ConfigError("block_size", problem, "one size for all layers: the inputs of a step have no more")
     price = bytes_per_block(groups if cross is None else (*groups, cross))
     num_host_blocks = 0 if cache.preemption_mode == "recompute" else cache.swap_bytes // price
     if num_host_blocks and device.type == "cuda":

@@ -53,10 +53,11 @@ class BeamRows:
             self._fork(step)
         beams, rows = self.rows_of(step.req_id), self._rows
         if step.block_ids:
-            for group, (table, ids) in enumerate(zip(rows.block_tables, step.block_ids, strict=True)):
+            changed = zip(rows.block_tables, step.first_columns, step.block_ids, strict=True)
+            for group, (table, first, ids) in enumerate(changed):
                 columns = np.array(ids).reshape(len(beams), -1)  # [B, C]
-                table[beams, step.first_column : step.first_column + columns.shape[1]] = columns
-                rows.note_blocks(group, beams, step.first_column, columns.shape[1])
+                table[beams, first : first + columns.shape[1]] = columns
+                rows.note_blocks(group, beams, first, columns.shape[1])
         end = step.num_computed_tokens + step.num_tokens
         rows.num_computed[beams] = step.num_computed_tokens
         rows.num_blocks[:, beams] = np.maximum(rows.num_blocks[:, beams], -(-end // rows.block_size))

@@ -76,12 +76,12 @@ class SearchKind(RequestKind):
         num_prompt_tokens = len(request.prompt_token_ids)
         prompt = kv_cache.required_blocks(num_prompt_tokens, self._state.max_step_tokens)
         num_new_tokens = self.max_total_tokens(request) - num_prompt_tokens
-        tail = tail_blocks(kv_cache.block_size, kv_cache.num_groups, num_prompt_tokens, num_new_tokens)
+        tail = tail_blocks(kv_cache, num_prompt_tokens, num_new_tokens)
         if prompt + params.beam_width * tail <= num_usable:
             return
         widest = (num_usable - prompt) // max(tail, 1)
         numbers = (
-            f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.block_size} tokens ({prompt} for the "
+            f"needs {prompt + params.beam_width * tail} blocks of {kv_cache.sizes_of_blocks} tokens ({prompt} for the "
             f"prompt, {tail} for each of {params.beam_width} beams of {num_new_tokens} tokens), the pool has "
             f"{num_usable}"
         )

@@ -88,7 +88,7 @@ def test_a_stop_that_is_found_late_leaves_no_trace(length: int, depth: int) -> N
         num_computed = length + 3
         assert (len(lease.token_ids), lease.num_computed_tokens) == (length + 4, num_computed)
         assert [len(table) for table in lease.block_tables] == [-(-num_computed // BLOCK_SIZE)]
-        assert lease.num_registered_blocks == num_computed // BLOCK_SIZE
+        assert lease.num_registered_tokens == num_computed // BLOCK_SIZE * BLOCK_SIZE
         kv_cache = core.scheduler.kv_cache
         assert kv_cache.num_usable_blocks - kv_cache.num_free_blocks == -(-num_computed // BLOCK_SIZE)
         assert len(kv_cache.pool.cached_blocks(0)) == num_computed // BLOCK_SIZE, "an unknown token was hashed"

@@ -54,7 +54,7 @@ def first_beams(driver: Driver, tokens: list[int], scores: list[float], *blocks:
         num_computed_tokens=len(PROMPT),
         parents=[0] * len(tokens),
         token_ids=tokens,
-        first_column=TAIL,
+        first_columns=[TAIL] * len(groups),
         block_ids=tuple([block + 10 * group for block in blocks] for group in groups),
         num_candidates=6,
         scores=scores,
@@ -80,7 +80,7 @@ def test_beams_go_on_from_the_parents_that_the_plan_names(tiny: TinyModel, backe
         num_computed_tokens=len(PROMPT) + 1,
         parents=[2, 1, 1],
         token_ids=[8, 9, 10],
-        first_column=TAIL,
+        first_columns=[TAIL] * len(groups),
         block_ids=tuple([7 + 10 * group, 6 + 10 * group, 5 + 10 * group] for group in groups),
         num_candidates=6,
         scores=[-2.0, -2.5, -3.0],
@@ -114,7 +114,7 @@ def test_beams_that_lost_their_memory_catch_up_in_parts() -> None:
         num_computed_tokens=len(PROMPT),
         parents=[0, 0],
         token_ids=[3, 4, 5, 6, 7, 8],
-        first_column=TAIL,
+        first_columns=[TAIL],
         block_ids=([5, 6],),
         scores=[-1.0, -2.0],
     )
@@ -139,7 +139,7 @@ def test_beams_that_come_back_from_the_host_go_on_without_a_token_computed_again
         parents=[0, 0],
         token_ids=[3, 8, 4, 9],
         num_restored_tokens=1,
-        first_column=TAIL,
+        first_columns=[TAIL],
         block_ids=([5, 6],),
         num_candidates=4,
         scores=[-1.0, -2.0],
@@ -218,8 +218,8 @@ def test_a_search_that_becomes_narrower_and_wider_goes_on_from_any_of_its_beams(
     texts = [[*PROMPT, 6, 9], [*PROMPT, 5, 10]]
     assert_candidates(output.candidates["s"], oracle_candidates(LLAMA, texts, [-2.0, -2.1], 4))
     wide = BeamStep(
-        "s", 1, len(PROMPT) + 2, parents=[1, 1, 0], token_ids=[11, 12, 13], first_column=TAIL, block_ids=([7, 6, 8],),
-        num_candidates=4, scores=[-3.0, -3.1, -3.2],
+        "s", 1, len(PROMPT) + 2, parents=[1, 1, 0], token_ids=[11, 12, 13], first_columns=[TAIL],
+        block_ids=([7, 6, 8],), num_candidates=4, scores=[-3.0, -3.1, -3.2],
     )  # fmt: skip
     copies = [BlockCopy("s", 0, TAIL, 7, 6)]
     output = driver.step(beam_steps=[wide], block_copies=copies, total_num_scheduled_tokens=3)
@@ -241,7 +241,7 @@ def test_a_search_with_nan_logits_fails_alone() -> None:
     model.compute_logits = poisoned  # type: ignore[method-assign]
     try:
         step = BeamStep(
-            "s", 1, len(PROMPT), parents=[0], token_ids=[3], first_column=TAIL, block_ids=([5],),
+            "s", 1, len(PROMPT), parents=[0], token_ids=[3], first_columns=[TAIL], block_ids=([5],),
             num_candidates=2, scores=[-1.0],
         )  # fmt: skip
         copies = [BlockCopy("s", 0, TAIL, 1 + TAIL, 5)]

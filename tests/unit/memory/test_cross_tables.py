@@ -248,10 +248,12 @@ def test_the_table_can_be_freed_alone() -> None:
     memory.check([sequence])
 
 
-def test_a_cross_group_of_another_block_size_is_refused() -> None:
+def test_a_cross_group_may_have_blocks_of_another_size() -> None:
     cross = KVCacheGroup(CrossAttentionSpec(8, 1, 8, "float16"), (0,))
-    with pytest.raises(ValueError, match="8 tokens, the pool has 4"):
-        KVCacheManager(KVCacheConfig(10, 4, (KVCacheGroup(FULL, (0,)),), cross), 100)
+    memory = KVCacheManager(KVCacheConfig(10, 4, (KVCacheGroup(FULL, (0,)),), cross), 100)
+    sequence = running(memory, "a", document(9))
+    assert len(sequence.cross.block_ids) == 2 and len(memory.block_ids(sequence)[0]) == 2
+    memory.check([sequence])
 
 
 def test_the_self_check_notices_a_holder_that_is_not_named() -> None:

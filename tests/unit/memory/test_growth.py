@@ -96,7 +96,7 @@ def test_a_group_that_can_not_be_cached_leaves_nothing_to_find() -> None:
     assert manager.allocate_slots(sequence, 20) is not None
     sequence.num_computed_tokens = 20
     assert manager.get_computed_blocks(TokenSequence("b", list(range(20))))[1] == 0
-    assert sequence.block_hashes == []
+    assert sequence.block_hashes == {}
     manager.free(sequence)
     assert not manager.pool.cached_blocks(0) and not manager.pool.cached_blocks(1)
 

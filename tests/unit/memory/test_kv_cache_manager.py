@@ -198,7 +198,7 @@ def test_a_reset_waits_until_nothing_is_in_use() -> None:
 def test_without_caching_nothing_is_hashed_or_found() -> None:
     manager = manager_of(20, caching=False)
     branch = written(manager, "a", list(range(8)))
-    assert branch.block_hashes == []
+    assert branch.block_hashes == {}
     assert manager.get_computed_blocks(TokenSequence("b", list(range(8)))) == (([],), 0)
 
 
@@ -307,10 +307,57 @@ def test_a_window_sequence_never_holds_more_than_its_required_blocks(window: int
         assert 49 - manager.num_free_blocks <= manager.required_blocks(60, step)
 
 
-def test_groups_of_another_block_size_are_refused() -> None:
-    config = KVCacheConfig(10, 8, (KVCacheGroup(FULL, (0,)),))
-    with pytest.raises(ValueError, match="4 tokens, the pool has 8"):
-        KVCacheManager(config, 100)
+# ---- groups with blocks of different sizes ----
+
+LARGE = FullAttentionSpec(6, 1, 8, "float16")
+
+
+def test_each_group_has_as_many_blocks_as_its_own_size_needs() -> None:
+    manager = manager_of(20, FULL, LARGE)
+    branch = written(manager, "a", list(range(9)))
+    assert manager.block_ids(branch) == ([1, 2, 3], [4, 5])
+    assert branch.write_limit == 12
+    append(branch, *range(4))
+    assert compute(manager, branch, 4) == [[6], [7]]
+    assert manager.required_blocks(13) == 4 + 3
+    assert manager.num_usable_tokens == 36, "twelve tokens take three and two blocks"
+    manager.check([branch])
+
+
+def test_a_hit_ends_where_all_groups_have_whole_blocks() -> None:
+    manager = manager_of(30, FULL, LARGE)
+    branch = written(manager, "a", list(range(25)))
+    manager.free(branch)
+    for num_tokens, num_found in ((25, 24), (24, 12), (13, 12), (12, 0)):
+        other = TokenSequence("b", list(range(num_tokens)))
+        small, large = manager.get_computed_blocks(other)[0]
+        assert manager.get_computed_blocks(other)[1] == num_found
+        assert (len(small), len(large)) == (num_found // 4, num_found // 6)
+    other = TokenSequence("b", list(range(25)))
+    compute(manager, other, 1, use_cache=True)
+    manager.check([other])
+
+
+def test_a_fork_copies_the_partial_block_of_each_group() -> None:
+    manager = manager_of(30, FULL, LARGE)
+    parent = written(manager, "a", list(range(12)))
+    child = TokenSequence("a#1", list(range(10)))
+    manager.fork(parent, child, 10)
+    append(child, 100)
+    compute(manager, child, 1)
+    copies = {(copy.group, copy.index) for copy in manager.take_block_copies()}
+    assert copies == {(0, 2), (1, 1)}
+    manager.check([parent, child])
+
+
+def test_blocks_are_taken_back_group_by_group() -> None:
+    manager = manager_of(30, FULL, LARGE)
+    branch = written(manager, "a", list(range(13)))
+    manager.roll_back(branch, 5)
+    assert [len(table) for table in branch.block_tables] == [2, 2]
+    manager.free(branch)
+    assert manager.get_computed_blocks(TokenSequence("b", list(range(14))))[1] == 0
+    manager.check([])
 
 
 # ---- forks ----
@@ -331,7 +378,7 @@ def test_a_fork_shares_every_block_and_takes_no_memory() -> None:
     assert manager.block_ids(child) == manager.block_ids(parent) == ([1, 2],)
     assert manager.num_free_blocks == 7
     assert child.num_computed_tokens == 6
-    assert child.block_hashes == parent.block_hashes[:1]
+    assert child.block_hashes[4] == parent.block_hashes[4][:1]
     manager.check([parent, child])
 
 
@@ -460,10 +507,10 @@ def planned(manager: KVCacheManager, branch_id: str, tokens: list[int]) -> Token
 def test_the_blocks_of_a_long_prompt_are_hashed_after_its_step_is_planned() -> None:
     manager = manager_of(200)
     branch = planned(manager, "a", LONG)
-    assert manager.has_unregistered_blocks and len(branch.block_hashes) == 1
+    assert manager.has_unregistered_blocks and len(branch.block_hashes[4]) == 1
     manager.register_blocks()
     assert not manager.has_unregistered_blocks
-    assert (branch.num_registered_blocks, len(branch.block_hashes)) == (MANY_BLOCKS, MANY_BLOCKS)
+    assert (branch.num_registered_tokens, len(branch.block_hashes[4])) == (4 * MANY_BLOCKS, MANY_BLOCKS)
     manager.check([branch])
 
 
@@ -492,7 +539,7 @@ def test_forks_and_the_next_token_take_them_along() -> None:
     assert manager.has_unregistered_blocks
     child = TokenSequence("b", LONG)
     manager.fork(branch, child, len(LONG))
-    assert child.num_registered_blocks == MANY_BLOCKS
+    assert child.num_registered_tokens == 4 * MANY_BLOCKS
     manager.check([branch, child])
 
 

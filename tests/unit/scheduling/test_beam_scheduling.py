@@ -72,7 +72,7 @@ def test_a_prompt_is_computed_once_and_beams_fork_from_it_by_reference() -> None
     assert plan.num_scheduled_tokens == {} and plan.total_num_scheduled_tokens == 3
     assert (second.parents, second.token_ids, second.num_computed_tokens) == ([0, 0, 0], [10, 11, 12], 9)
     # The prompt's two full blocks are not mentioned again. The third is the trunk's too, so every beam has a copy.
-    assert second.first_column == 2 and len(second.block_ids[0]) == len(set(second.block_ids[0])) == 3
+    assert second.first_columns == [2] and len(second.block_ids[0]) == len(set(second.block_ids[0])) == 3
     trunk = scheduler.state.requests["s"].branches[0]
     assert {copy.src for copy in plan.block_copies} == {trunk.block_tables[0][2].block_id}
 
