@@ -17,12 +17,10 @@ EMPTY = blake2b(digest_size=DIGEST_BYTES)
 # A fixed start of every chain, so that hashes are the same in every process and on every replica.
 ROOT_DIGEST = blake2b(b"ratoon kv block chain, version 1", digest_size=DIGEST_BYTES).digest()
 
-TOKEN_BYTES = 4  # fixed width, so that 1,23 and 12,3 differ
-
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Packs tokens as 32-bit integers, which takes less time than an array does. Raises struct.error if one of them is
-    none."""
+    """Packs tokens as 32-bit integers: a fixed width, so that 1,23 and 12,3 differ. That takes less time than an array
+    does. Raises struct.error if one of them is none."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
@@ -108,19 +106,21 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}i").pack  # as pack_tokens, for one block
 
     def extend(
         self, block_hashes: list[bytes], token_ids: list[int], num_full_blocks: int, extra_keys: ExtraKeys
     ) -> None:
         """Extend `block_hashes` to `num_full_blocks` entries. Existing ones are not computed again."""
-        block_size, num_bytes = self.block_size, self.block_size * TOKEN_BYTES
+        block_size, pack = self.block_size, self._pack
         keys, has_media = extra_keys.encoded, bool(extra_keys.media)
         digest = block_hashes[-1] if block_hashes else ROOT_DIGEST
-        first = len(block_hashes)
-        packed = pack_tokens(token_ids[first * block_size : num_full_blocks * block_size])
-        for index in range(first, num_full_blocks):
+        for index in range(len(block_hashes), num_full_blocks):
+            start = index * block_size
+            end = start + block_size
             if has_media:
-                keys = extra_keys.of_block(index * block_size, (index + 1) * block_size)
-            place = (index - first) * num_bytes
-            digest = hash_block(digest, packed[place : place + num_bytes], keys)
+                keys = extra_keys.of_block(start, end)
+            hashing = EMPTY.copy()  # as in hash_block, without a call for each block
+            hashing.update(digest + keys + pack(*token_ids[start:end]))
+            digest = hashing.digest()
             block_hashes.append(digest)
