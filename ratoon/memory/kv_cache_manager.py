@@ -114,12 +114,15 @@ class KVCacheManager:
         return sum(rule.most_blocks(num_tokens, step) for rule in self.rules)
 
     def missing_blocks(
-        self, num_tokens: int, num_hit_tokens: int, hit_blocks: GroupBlocks | None, max_step_tokens: int
+        self, branch: TokenSequence, num_hit_tokens: int, hit_blocks: GroupBlocks | None, max_step_tokens: int
     ) -> int:
-        """The most free blocks that a sequence takes until `num_tokens` are computed, given these prefix cache hits."""
+        """The most free blocks that a sequence takes until all its tokens are computed, given these prefix cache hits
+        and what it holds already."""
+        num_tokens = branch.num_tokens
         missing = sum(-(-num_tokens // size) - num_hit_tokens // size for size in self._sizes)
         missing += 0 if hit_blocks is None else self._count_free(hit_blocks)
-        return min(missing, self.required_blocks(num_tokens, max_step_tokens))
+        num_own = sum(block.ref_cnt == 1 for block in entries_of(branch.block_tables))
+        return min(missing, self.required_blocks(num_tokens, max_step_tokens) - num_own)
 
     # ---- prefix cache ----
 

@@ -362,7 +362,7 @@ class StepPlanner:
         num_to_come = branch.request.task.num_blocks_to_come(kv_cache)
         if not num_to_come:
             return True
-        missing = kv_cache.missing_blocks(branch.num_tokens, num_hit_tokens, hit_blocks, self._state.max_step_tokens)
+        missing = kv_cache.missing_blocks(branch, num_hit_tokens, hit_blocks, self._state.max_step_tokens)
         return missing + num_to_come <= kv_cache.num_free_blocks
 
     def _part_of(self, gap: int, step: StepDraft, branch: Branch) -> int:

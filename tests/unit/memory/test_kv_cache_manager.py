@@ -307,6 +307,17 @@ def test_a_window_sequence_never_holds_more_than_its_required_blocks(window: int
         assert 49 - manager.num_free_blocks <= manager.required_blocks(60, step)
 
 
+def test_blocks_that_a_sequence_alone_holds_are_not_missing() -> None:
+    """A window of six tokens and one in the step take three blocks at a time."""
+    manager = manager_of(20, window_of(6))
+    branch = TokenSequence("a", list(range(30)))
+    assert manager.missing_blocks(branch, 0, None, 1) == manager.required_blocks(30, 1) == 3
+    compute(manager, branch, 8)
+    assert manager.missing_blocks(branch, 8, None, 1) == 1
+    manager.fork(branch, TokenSequence("b", list(range(30))), 8)
+    assert manager.missing_blocks(branch, 8, None, 1) == 3, "others keep them when the window has passed"
+
+
 # ---- groups with blocks of different sizes ----
 
 LARGE = FullAttentionSpec(6, 1, 8, "float16")
