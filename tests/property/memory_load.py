@@ -393,6 +393,8 @@ class MemoryLoad:
         count = min(most, sequence.num_tokens - sequence.num_computed_tokens)
         had_cross = sequence.cross is not None
         if not self.attach(sequence) or self.manager.is_arriving(sequence):
+            if not had_cross:  # it does not wait for its table here
+                self.manager.free_cross(sequence)
             return False
         if self.manager.allocate_slots(sequence, count) is None:
             if not had_cross:
