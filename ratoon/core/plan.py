@@ -11,6 +11,8 @@ The runner executes a plan in this order:
   4. run the encoder over `encoder_steps`, and write what cross-attention reads;
   5. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
   6. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
+     for a branch with draft tokens also from the rows before, and keep the tokens up to the first that differs from
+     its draft;
   7. choose the candidates of `beam_steps`, and read out the vectors of `pooled_req_ids` and the rows of `captures`.
 
 A step may be planned before the tokens of the one before it are known. The runner appends the token that it samples to
@@ -149,6 +151,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     encoder_steps: list[EncoderStep] = []
     stores: list[BlockTransfer] = []  # device block → slot
     loads: list[BlockTransfer] = []  # slot → device block; no row of this step reads or writes the block
+    # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
+    # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
 
     @property
     def req_ids(self) -> list[str]:

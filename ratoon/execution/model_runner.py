@@ -229,6 +229,8 @@ class ModelRunner:
             self.input_batch.num_computed[row] = computed
             if blocks is not None:
                 self.input_batch.append_blocks(row, blocks)
+        for req_id, tokens in plan.scheduled_spec_decode_tokens.items():
+            self.input_batch.write_drafts(self.input_batch.row_of[req_id], tokens)
         for step in plan.beam_steps:
             if step.num_tokens:
                 self.beam_rows.apply(step)

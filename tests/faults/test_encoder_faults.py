@@ -59,7 +59,7 @@ class Failing:
         if moment == BEFORE:
             runner._apply_changes = self._failing(runner._apply_changes)
         elif moment == BETWEEN:
-            runner._run_decoder = self._failing(runner._run_decoder)
+            runner._run_program = self._failing(runner._run_program)
         else:
             executor.sample_tokens = self._failing(executor.sample_tokens)
 

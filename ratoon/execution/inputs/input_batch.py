@@ -160,10 +160,15 @@ class InputBatch:
         self.num_tokens[rows] += 1
 
     def append_run(self, row: int, tokens: list[int]) -> None:
-        """Several tokens for one row. Not noted: only where rows are on the host."""
+        """Several tokens for one row, which a device does not have."""
+        self.write_drafts(row, tokens)
+        self.num_tokens[row] += len(tokens)
+
+    def write_drafts(self, row: int, tokens: list[int]) -> None:
+        """Write tokens behind those of a row, for the next step alone."""
         start = int(self.num_tokens[row])
         self.token_ids[row, start : start + len(tokens)] = tokens
-        self.num_tokens[row] = start + len(tokens)
+        self.note_tokens(row, start, len(tokens))
 
     def next_cells(self, rows: np.ndarray) -> np.ndarray:
         """Where in `memory` the next token of each of these rows goes; -1: there is no room."""

@@ -20,6 +20,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.passes.ends import EndRows
 
 Tensor = torch.Tensor
+NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 # Puts results into the output that it gets, once the device is done. Called in another thread than readers are, while
 # that one may run the next step.
 Finish = Callable[[ModelRunnerOutput], None]

@@ -15,7 +15,8 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
-from ratoon.execution.readers.interface import Finish, RowReader, StepLayout
+from ratoon.execution.readers.drafts import DraftsReader
+from ratoon.execution.readers.interface import NO_TOKEN, Finish, RowReader, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler, all_of
 from ratoon.execution.sampling.sampling_rows import MasksOfStep, Needs, SamplingRows
@@ -24,8 +25,6 @@ from ratoon.layers.sampling import Mode
 
 if TYPE_CHECKING:
     from ratoon.execution.inputs.device_inputs import DeviceRows
-
-NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
 
 
 class SampledReaders:
@@ -40,6 +39,7 @@ class SampledReaders:
         self._sampler = sampler
         self._resident = resident
         self._jumps = jumps
+        self._first_spare = len(branches.params)  # a slot that no row has
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         if not plan.sampled_req_ids:
@@ -53,12 +53,28 @@ class SampledReaders:
             ids = ids.copy()
             places = [layout.place_of[req_id] for req_id in ids]
             own, rows = layout.batch_rows[places], layout.last_rows[places]
+        readers: list[RowReader] = []
+        drafts = plan.scheduled_spec_decode_tokens
+        if drafts:
+            readers.append(self._checking_reader(drafts, layout))
+            places = [place for place, req_id in enumerate(ids) if req_id not in drafts]
+            ids, own, rows = [ids[place] for place in places], own[places], rows[places]
+            if not ids:
+                return readers
         needed = all_of(self._sampler.rows.needs[own])
         if needed & Needs.MASK:
             kept = self._leave_out_known(plan, ids, own, output)
             if kept is not None:
                 ids, own, rows = [ids[place] for place in kept], own[kept], rows[kept]
-        return (self._reader_of(plan, ids, own, rows, is_plain=not needed),) if ids else ()
+        if ids:
+            readers.append(self._reader_of(plan, ids, own, rows, is_plain=not needed))
+        return readers
+
+    def _checking_reader(self, drafts: Mapping[str, list[int]], layout: StepLayout) -> RowReader:
+        last = {req_id: layout.last_row(req_id) for req_id in drafts}
+        rows = [np.arange(last[req_id] - len(tokens), last[req_id] + 1) for req_id, tokens in drafts.items()]
+        wanted = EndRows(Logits(), np.concatenate(rows))
+        return DraftsReader(wanted, drafts, self._branches, self._sampler, self._first_spare)
 
     def _reader_of(
         self, plan: SchedulerOutput, ids: list[str], own: np.ndarray, rows: np.ndarray, is_plain: bool
@@ -290,20 +306,6 @@ def _put_masked(tokens: SampledTokens, ids: list[str], masks: MasksOfStep, outpu
     put_tokens(tokens, ids, output, complete)
     for req_id in output.refused:
         output.errors.pop(req_id, None)
-
-
-@dataclass(slots=True)
-class SampledOnHost:
-    """The same where the tokens are on the host."""
-
-    tokens: SampledTokens
-    ids: list[str]
-    rows: np.ndarray
-    branches: InputBatch
-    sampling_rows: SamplingRows
-
-    def read(self, output: ModelRunnerOutput) -> None:
-        append_known(self.tokens, self.ids, self.rows, len(self.rows), self.branches, self.sampling_rows, output)
 
 
 def append_pending(

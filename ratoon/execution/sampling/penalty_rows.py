@@ -43,6 +43,18 @@ class PenaltyRows:
         [row] = all_to_device([occurred], self._occurred.device)
         self._occurred[state] = row
 
+    def copy(self, slot: int, source: int, token_ids: Sequence[int]) -> None:
+        """Give a slot the penalties of another one, as if these tokens had followed there."""
+        self.remove(slot)
+        if source not in self._state_of:
+            return
+        if not self._free:
+            self._grow()
+        state = self._state_of[slot] = self._free.pop()
+        self._weights[state] = self._weights[self._state_of[source]]
+        self._occurred[state] = self._occurred[self._state_of[source]]
+        self.append_run(slot, token_ids)
+
     def remove(self, slot: int) -> None:
         state = self._state_of.pop(slot, None)
         if state is not None:
@@ -65,6 +77,11 @@ class PenaltyRows:
         if len(rows):
             of_states, of_tokens = all_to_device([states, rows], token_ids.device)
             count_tokens(self._occurred, of_states, of_tokens, token_ids)
+
+    def append_run(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Several tokens for one slot."""
+        for token_id in token_ids if slot in self._state_of else ():
+            self.append(np.array([slot]), torch.full((1,), token_id, device=self._occurred.device))
 
     def _members(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places of slots with penalties among these, and their states."""

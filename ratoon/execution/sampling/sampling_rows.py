@@ -81,6 +81,11 @@ class MasksOfStep:
 
 MORE_THAN_MASKS = Needs.LOGPROBS | Needs.PENALTIES
 NO_LIMIT = 1 << 62
+# Arrays with an entry for each slot
+OF_SLOTS = (
+    "needs", "seeds", "num_outputs", "max_outputs", "temperature", "top_k", "top_p", "min_p", "num_logprobs",
+    "incarnations",
+)  # fmt: skip
 
 
 class SamplingRows:
@@ -232,6 +237,32 @@ class SamplingRows:
             moves = zip(changed, tokens[changing].tolist())
             rules = [self.rules[slot].after(token_id) for slot, token_id in moves]
             self._set_rules(changed, rules)
+
+    def append_run(self, slot: int, tokens: list[int]) -> None:
+        """Several new output tokens for one slot."""
+        self.num_outputs[slot] += len(tokens)
+        if self._penalties:
+            self._penalties.append_run(slot, tokens)
+        if self.needs[slot] & Needs.TOKENS:
+            self._set_rules([slot], [self.rules[slot].after_all(tokens)])
+
+    def look_ahead(self, slot: int, tokens: Sequence[int], first_spare: int) -> list[int]:
+        """Slots from `first_spare` on, one for each of these tokens, with the params of this one, as if the tokens up
+        to there had followed. For one step: they are removed with `remove`."""
+        spare = list(range(first_spare, first_spare + len(tokens)))
+        self._grow(first_spare + len(tokens))
+        rules = self.rules[slot]
+        for count, (copy, token_id) in enumerate(zip(spare, tokens), start=1):
+            for name in OF_SLOTS:
+                values = getattr(self, name)
+                values[copy] = values[slot]
+            self.num_outputs[copy] += count
+            if self._penalties:
+                self._penalties.copy(copy, slot, tokens[:count])
+            if self.needs[slot] & Needs.TOKENS:
+                rules = rules.after(token_id)
+            self._set_rules([copy], [rules])
+        return spare
 
     def append_unread(self, slots: np.ndarray, tokens: SampledTokens) -> None:
         """The same for tokens that are on their way to the host. The rules that read them do so with `read_tokens`,
@@ -446,10 +477,9 @@ class SamplingRows:
         if missing <= 0:
             return
         missing = max(missing, len(self.rules))  # at least double, so that adding slots one by one is linear
-        for name, value in vars(self).items():
-            if isinstance(value, np.ndarray):
-                room = np.zeros((missing, *value.shape[1:]), dtype=value.dtype)
-                setattr(self, name, np.concatenate([value, room]))
+        for name in OF_SLOTS:
+            value: np.ndarray = getattr(self, name)
+            setattr(self, name, np.concatenate([value, np.zeros(missing, dtype=value.dtype)]))
         self.rules += [NO_RULES] * missing
         self.active_rules += [()] * missing
 
