@@ -132,7 +132,8 @@ def test_a_step_with_swaps_that_fails_once_changes_no_bit(what: str, moment: str
         )
         ask_all(driver)
         driver.run()
-        assert failing.num_failed == 1
+        has_decoder = any(getattr(plan, what) and plan.total_num_scheduled_tokens for plan in driver.plans)
+        assert failing.num_failed == (moment != BETWEEN or has_decoder), "a step may do nothing but load"
         assert answers_of(driver) == right()
 
 

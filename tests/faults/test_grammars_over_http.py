@@ -161,7 +161,7 @@ def checker_of(server: Server) -> int:
     (found,) = (
         pid
         for pid in children_of(server.process.pid)
-        if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"check_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     return found
 
