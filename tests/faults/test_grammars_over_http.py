@@ -159,9 +159,7 @@ def test_a_client_that_leaves_takes_its_check_with_it(server: Server) -> None:
 def checker_of(server: Server) -> int:
     """The process in which grammars are checked."""
     (found,) = (
-        pid
-        for pid in children_of(server.process.pid)
-        if b"check_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in children_of(server.process.pid) if b"check_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     return found
 
