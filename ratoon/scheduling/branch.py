@@ -8,7 +8,6 @@ kind (kinds/) is in its task.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from hashlib import blake2b
 
 from ratoon.core.plan import BlockIds, NewRequestData
@@ -106,12 +105,10 @@ class Branch(TokenSequence):
 
     __slots__ = (
         "choice",
-        "draft_tokens",
         "first_step",
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
-        "num_drafts",
         "num_pending",
         "num_rows",
         "order",
@@ -136,9 +133,6 @@ class Branch(TokenSequence):
         # Tokens that steps in flight will sample, and that the runner feeds to the next step itself: they count as
         # tokens to compute, but their values are not known here.
         self.num_pending = 0
-        # Guesses at its next tokens, which its next step may check. None while tokens are pending.
-        self.draft_tokens: Sequence[int] = ()
-        self.num_drafts = 0  # that the step in flight checks; until its result it has no other
         self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result
         self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
         self.num_rows = 1  # in the runner; a search needs one per beam

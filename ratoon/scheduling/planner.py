@@ -79,7 +79,7 @@ class StepPlanner:
         state, most = self._state, self._state.config.token_budget
         wants: Counter[Owner] = Counter()
         for branch in state.running:
-            wants[branch.request.owner] += max(_gap_of(branch), 0)  # less while drafts are checked
+            wants[branch.request.owner] += branch.num_tokens + branch.num_pending - branch.num_computed_tokens
         for trunk in state.all_or_none.values():
             if trunk.status == BranchStatus.RUNNING and trunk.num_computed_tokens == trunk.num_tokens:
                 wants[trunk.request.owner] += trunk.num_rows
@@ -120,7 +120,7 @@ class StepPlanner:
         """One token of a running branch, if it is its turn."""
         if not step.may_run(branch):
             return
-        if branch.num_tokens + branch.num_pending <= branch.write_limit and not branch.draft_tokens:
+        if branch.num_tokens + branch.num_pending <= branch.write_limit:
             step.add_in_place(branch)
         else:
             self._schedule_with_memory(step, branch, 1)
@@ -174,7 +174,7 @@ class StepPlanner:
                 break
             num_tokens = branch.num_tokens + branch.num_pending
             gap = num_tokens - branch.num_computed_tokens
-            if gap == 1 and num_tokens <= branch.write_limit and not branch.draft_tokens:
+            if gap == 1 and num_tokens <= branch.write_limit:
                 take_in_place(branch)
                 budget -= 1
             elif gap == 1:
@@ -205,8 +205,6 @@ class StepPlanner:
         """
         if branch.status != BranchStatus.RUNNING:
             return  # it was just preempted
-        if branch.draft_tokens and gap == 1 and self._schedule_with_drafts(step, branch):
-            return
         num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
@@ -215,22 +213,6 @@ class StepPlanner:
                 return
             if self._preemption.make_room(step, branch) is branch:
                 return
-
-    def _schedule_with_drafts(self, step: StepDraft, branch: Branch) -> bool:
-        """Let the next step of a branch check its drafts, as many as there is room for. False: there is none, and
-        nothing is preempted for guesses."""
-        drafts, branch.draft_tokens = branch.draft_tokens, ()
-        # Behind the last draft comes a token of its own.
-        num_drafts = min(len(drafts), branch.max_total_tokens - branch.num_tokens - 1)
-        num_new_tokens = self._part_of(1 + num_drafts, step, branch)
-        if num_new_tokens <= 1 or branch.num_pending:
-            return False
-        appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
-        if appended is None:
-            return False
-        branch.draft_tokens, branch.num_drafts = drafts[: num_new_tokens - 1], num_new_tokens - 1
-        step.add(branch, num_new_tokens, appended)
-        return True
 
     def _schedule_waiting(self, step: StepDraft) -> None:
         state = self._state
@@ -456,14 +438,10 @@ class StepPlanner:
         branch.num_computed_tokens += num_new_tokens
         if branch.num_computed_tokens < branch.num_tokens:
             branch.write_limit = 0  # the end of a prompt must be handled here, because it may fork
-            return
-        branch.request.task.complete(plan, branch_id)
-        if branch.num_drafts:
-            plan.scheduled_spec_decode_tokens[branch_id] = list(branch.draft_tokens)
-            branch.draft_tokens = ()
-            branch.write_limit = 0  # how far it goes on is known with the result
-        elif branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
-            self._expect_token(branch)
+        else:
+            branch.request.task.complete(plan, branch_id)
+            if branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
+                self._expect_token(branch)
 
     def _expect_token(self, branch: Branch) -> None:
         """A branch is sampled in this step, and may run in the next one before its token is known, unless it is the

@@ -107,7 +107,7 @@ class SchedulerState:
 
     def end_rest(self, branch: Branch) -> None:
         if self.resting.pop(branch, None) is not None:
-            self.kv_cache.take_back(branch)
+            self.kv_cache.take_back_last(branch)
 
     @property
     def may_take_memory(self) -> bool:
@@ -128,7 +128,7 @@ class SchedulerState:
         num_tokens = sum(branch.request.task.num_written_tokens(plan, branch.branch_id) for plan in flying)
         if num_tokens:
             self.kv_cache.roll_back(branch, num_tokens)
-        branch.num_pending = branch.num_drafts = 0
+        branch.num_pending = 0
         return flying[0].step > branch.first_step
 
     def note_given_back(self) -> None:
@@ -287,8 +287,7 @@ class SchedulerState:
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
-        branch.num_pending = branch.num_drafts = 0
-        branch.draft_tokens = ()
+        branch.num_pending = 0
         branch.first_step = NEVER
 
     def _swap_out(self, branch: Branch) -> bool:
@@ -390,7 +389,7 @@ class SchedulerState:
             assert may_hold or branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
         for branch in self.branches.values():
             assert branch.num_tokens == len(branch.token_ids), f"{branch.branch_id}: miscounted tokens"
-            assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending + branch.num_drafts, (
+            assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending, (
                 f"{branch.branch_id}: more computed than there is"
             )
             assert branch.num_registered_tokens <= branch.num_tokens, f"{branch.branch_id}: unknown tokens were hashed"

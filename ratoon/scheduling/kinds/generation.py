@@ -191,8 +191,6 @@ class GenerationKind(RequestKind):
             branch = self._state.branches.get(branch_id)
             if branch is not None and branch.choice == 0 and branch.first_step <= plan.step:
                 _task_of(branch).keep_prompt_logprobs(chunk)
-        if plan.scheduled_spec_decode_tokens:
-            self._take_back_drafts(plan, output)
         self._take_tokens(plan.step, output, outputs)
         if output.completed:
             self._end_completed(plan.step, output, outputs)
@@ -205,19 +203,6 @@ class GenerationKind(RequestKind):
         if num_answered < num_expected or not all(output.sampled_token_ids):
             outputs += self._fail_unanswered(plan, output)
         return outputs
-
-    def _take_back_drafts(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """What was computed of guesses that were not kept counts as not computed."""
-        kept = dict(zip(output.req_ids, output.sampled_token_ids))
-        for branch_id, drafts in plan.scheduled_spec_decode_tokens.items():
-            branch = self._state.branches.get(branch_id)
-            if branch is None or branch.first_step > plan.step:
-                continue
-            branch.num_drafts = 0
-            num_kept, _, _ = check_stop(branch, kept.get(branch_id, []))
-            num_rejected = len(drafts) - max(num_kept - 1, 0)  # the last token was no guess
-            if num_rejected:
-                self._state.kv_cache.take_back(branch, num_rejected)
 
     def _take_tokens(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         # The other loop that runs for every branch in every step.
@@ -278,7 +263,7 @@ class GenerationKind(RequestKind):
             if branch is None or branch.first_step > step:
                 continue
             if branch.num_computed_tokens > branch.num_tokens:
-                self._state.kv_cache.take_back(branch)
+                self._state.kv_cache.take_back_last(branch)
             else:
                 self._state.rest(branch)
             branch.num_pending = branch.num_computed_tokens - branch.num_tokens  # steps in flight bring no more
