@@ -1,4 +1,4 @@
-"""A context of sockets that nobody closed is collected without waiting."""
+"""A context whose sockets were left open is collected without waiting."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TORCH = ("layers/torch_internals.py", "engine/processes/torch_parts.py")
 PLAIN = """
 import sys
 import torch, triton
-triton.__version__ = "99.1.0"  # one that nobody has tried
+triton.__version__ = "99.1.0"  # a version that was not tested
 from ratoon.layers.triton import internals
 assert not internals.IS_KNOWN
 from ratoon.layers.gpu import has_gluon, has_wgmma
