@@ -318,8 +318,8 @@ def append_pending(
     output: ModelRunnerOutput,
     complete: Collection[str] = (),
 ) -> Finish | None:
-    """Does what `append_known` does for tokens that the device has written to its rows. The host does not wait for them:
-    the returned `Finish` puts them into the output."""
+    """Does what `append_known` does for tokens that the device has written to its rows. The host does not wait for
+    them: the returned `Finish` puts them into the output."""
     sampled.start_copy()
     own = rows[:num_own]
     branches.append_pending(own)
