@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,15 @@ class AttentionNeeds:
         )
 
 
+class SharedPrefixes(NamedTuple):
+    """On the device: the runs of requests of a step that share a prefix (shared_prefix.PrefixRuns)."""
+
+    starts: torch.Tensor  # [runs + 1]
+    firsts: torch.Tensor  # [runs]
+    prefix_lens: torch.Tensor  # [runs]
+    begins: torch.Tensor  # [R]
+
+
 @dataclass(slots=True)
 class CommonAttentionMetadata:
     """One KV group's view of a step. Host arrays and device tensors hold the same numbers."""
@@ -86,6 +95,8 @@ class CommonAttentionMetadata:
     # Whether a graph of the step may be replayed for another one: then only the tensors on the device hold its numbers,
     # and the two lengths are upper bounds.
     is_padded: bool = False
+    # Of a padded step: a backend that attends to prefixes together finds those of other steps by itself.
+    shared_prefixes: SharedPrefixes | None = None
 
 
 class AttentionBackend(ABC):
@@ -96,6 +107,8 @@ class AttentionBackend(ABC):
     # device's tensors, which keep their addresses, and the two upper bounds; nothing waits for the device, and requests
     # with no query are skipped.
     supports_graphs: bool = False
+    # Whether it reads `shared_prefixes` of padded inputs: rows of one token attend to a common prefix together.
+    shares_prefixes: bool = False
     # Whether `forward` and `attend` may be recorded, for `update_metadata`.
     supports_recording: bool = False
 

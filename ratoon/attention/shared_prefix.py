@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+MIN_SHARED = 64  # keys of a prefix that requests attend to together
+MIN_SAVED = 2**14  # keys that are read less often because of it: fewer are not worth the launches
+
+
+class PrefixRuns(NamedTuple):
+    """Requests of a step in runs that share a prefix, which all rows of a run attend to together. A request without one
+    is a run of its own, with a prefix of no keys; behind the last prefix there are no runs."""
+
+    starts: np.ndarray  # [runs + 1] the first token of each run among those of the step, and the end of the last run
+    firsts: np.ndarray  # [runs] the first request of each
+    prefix_lens: np.ndarray  # [runs]
+    begins: np.ndarray  # [R] the first key of each request behind its prefix
 
 
 def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
@@ -40,3 +55,17 @@ def group_prefixes(shared: np.ndarray, limits: np.ndarray, min_shared: int) -> t
             firsts.append(request)
             prefixes.append(0)
     return np.array(firsts, np.int32), np.array(prefixes, np.int32)
+
+
+def find_runs(shared: np.ndarray, limits: np.ndarray, query_start_loc: np.ndarray) -> PrefixRuns | None:
+    """The runs of a step, for what shared_prefixes has found; `limits`: see group_prefixes. None: too little would be
+    saved."""
+    if shared.sum() < MIN_SAVED:
+        return None
+    firsts, prefixes = group_prefixes(shared, limits, MIN_SHARED)
+    sizes = np.diff(np.append(firsts, len(shared)))
+    if (prefixes * (sizes - 1)).sum() < MIN_SAVED:
+        return None
+    count = int(np.flatnonzero(prefixes)[-1]) + 1
+    starts = query_start_loc[np.append(firsts, len(shared))[: count + 1]]
+    return PrefixRuns(starts, firsts[:count], prefixes[:count], np.repeat(prefixes, sizes))

@@ -77,7 +77,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._tiles = tiles
         self._num_splits = num_splits
         self._fused_store = fused_store
-        self._cascade = cascade and not batch_invariant
+        self.shares_prefixes = cascade and not batch_invariant
         self._dependent = dependent_launch and can_launch_dependently()
         self._launches = Launches(self._dependent, batch_invariant, min_share)
         self._scratch = Scratch()
@@ -115,7 +115,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     @classmethod
     def create(cls, needs: AttentionNeeds) -> TritonAttentionBackend:
-        return cls(batch_invariant=needs.batch_invariant)
+        return cls(batch_invariant=needs.batch_invariant, cascade=needs.window is None and not needs.has_bias)
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
         ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
@@ -216,7 +216,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _find_cascade(self, operands: Operands, longest: int) -> Cascade | None:
         layer, fits = operands.layer, 2 * operands.num_rows <= MAX_PARTS
-        if not self._cascade or not fits or layer.window is not None or layer.bias is not None:
+        if not self.shares_prefixes or not fits or layer.window is not None or layer.bias is not None:
             return None
         return operands.metadata.cascade(longest, layer.causal)
 
@@ -370,7 +370,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._launches.attend(
             operands, (num_tiles, layer.num_kv_heads, suffix_splits), tiles, (1, longest), tiles_each=tiles_each,
             num_splits=suffix_splits, parts=parts,
-            prefix=Prefix(cascade.begins, prefix_tiles.block_n, prefix_splits, num_slots),
+            prefix=Prefix(cascade.prefixes.begins, prefix_tiles.block_n, prefix_splits, num_slots),
         )  # fmt: skip
 
     def _splits_of(self, operands: Operands, num_tiles: int, block_n: int) -> int:

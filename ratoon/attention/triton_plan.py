@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ratoon.attention.interface import CommonAttentionMetadata
-from ratoon.attention.shared_prefix import group_prefixes, shared_prefixes
+from ratoon.attention.interface import CommonAttentionMetadata, SharedPrefixes
+from ratoon.attention.shared_prefix import find_runs, shared_prefixes
 from ratoon.attention.triton_balanced import EvenPlan
 from ratoon.attention.triton_prefill import LongPages, find_long_pages
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
@@ -25,8 +25,6 @@ MAX_SHARED_REQUESTS = 64  # of a step, up to which programs are divided among re
 LONGEST = 2**31 - 1  # query tokens
 PROGRAMS_PER_SM = 1  # that splitting aims at
 _MAX_SPLITS = 32
-_MIN_SHARED = 64  # keys of a prefix that requests attend to together
-_MIN_SAVED = 2**14  # keys that are read less often because of it: fewer are not worth the launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,46 +120,52 @@ def plan_launches(query_lens: np.ndarray | None, max_query_len: int, group: int)
 
 @dataclass(slots=True)
 class Cascade:
-    """Short requests of a step in runs that share a prefix: it is attended to by all rows of a run together. A request
-    without one is a run of its own, with a prefix of no keys."""
+    """Short requests of a step in runs that share a prefix, and upper bounds for their keys."""
 
-    num_runs: int
-    starts: Tensor  # [runs + 1] query_start_loc of runs
-    prefix_lens: Tensor  # [runs]
+    prefixes: SharedPrefixes
     tables: Tensor  # [runs, max_blocks] of each run's first request
-    begins: Tensor  # [R] the first key of each request behind its prefix
     longest_prefix: int
     longest_suffix: int
+
+    @classmethod
+    def of(
+        cls, prefixes: SharedPrefixes, inputs: CommonAttentionMetadata, longest_prefix: int, longest_suffix: int
+    ) -> Cascade:
+        return cls(prefixes, inputs.block_table_device.index_select(0, prefixes.firsts), longest_prefix, longest_suffix)
+
+    @property
+    def num_runs(self) -> int:
+        return self.prefixes.firsts.shape[0]
 
     def runs_of(self, metadata: TritonMetadata) -> TritonMetadata:
         """Runs in place of requests, and their prefixes in place of all keys."""
         inputs = replace(
             metadata.inputs,
-            query_start_loc_device=self.starts,
-            seq_lens_device=self.prefix_lens,
+            query_start_loc_device=self.prefixes.starts,
+            seq_lens_device=self.prefixes.prefix_lens,
             block_table_device=self.tables,
         )
         return replace(metadata, num_requests=self.num_runs, inputs=inputs)
 
 
 def find_cascade(inputs: CommonAttentionMetadata, longest_short: int, causal: bool) -> Cascade | None:
-    """None: too little would be saved."""
-    query_lens = np.diff(inputs.query_start_loc)
+    """None: too little would be saved. The runs of a padded step come with its inputs."""
+    if inputs.is_padded:
+        if inputs.shared_prefixes is None or not causal:
+            return None
+        return Cascade.of(inputs.shared_prefixes, inputs, inputs.max_seq_len, inputs.max_seq_len)
     shared = shared_prefixes(inputs.block_table, inputs.seq_lens, inputs.block_size)
-    if shared.sum() < _MIN_SAVED:
+    if not shared.any():
         return None
+    query_lens = np.diff(inputs.query_start_loc)
     # A prefix is what all queries of a run see: it ends before the first of them.
     limits = inputs.seq_lens - query_lens if causal else inputs.seq_lens
-    firsts, prefixes = group_prefixes(shared, np.where(query_lens <= longest_short, limits, 0), _MIN_SHARED)
-    sizes = np.diff(np.append(firsts, len(shared)))
-    if (prefixes * (sizes - 1)).sum() < _MIN_SAVED:
+    runs = find_runs(shared, np.where(query_lens <= longest_short, limits, 0), inputs.query_start_loc)
+    if runs is None:
         return None
-    begins = np.repeat(prefixes, sizes)
-    starts = inputs.query_start_loc[np.append(firsts, len(shared))]
-    suffixes = (inputs.seq_lens - begins)[query_lens <= longest_short]
-    parts = _copy_together((starts, prefixes, begins, firsts), inputs.seq_lens_device.device)
-    tables = inputs.block_table_device.index_select(0, parts[3])
-    return Cascade(len(firsts), parts[0], parts[1], tables, parts[2], int(prefixes.max()), max(1, int(suffixes.max())))
+    suffixes = (inputs.seq_lens - runs.begins)[query_lens <= longest_short]
+    prefixes = SharedPrefixes(*_copy_together(runs, inputs.seq_lens_device.device))
+    return Cascade.of(prefixes, inputs, int(runs.prefix_lens.max()), max(1, int(suffixes.max())))
 
 
 def _copy_together(arrays: tuple[np.ndarray, ...], device: torch.device) -> list[Tensor]:
@@ -200,8 +204,6 @@ class TritonMetadata:
         return self.plans[group]
 
     def cascade(self, longest_short: int, causal: bool) -> Cascade | None:
-        if self.query_lens is None:
-            return None
         key = longest_short, causal
         if key not in self.cascades:
             self.cascades[key] = find_cascade(self.inputs, longest_short, causal)

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from ratoon import BeamSearchParams, SamplingParams
+from ratoon.attention import shared_prefix
 from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from ratoon.core.request import EngineCoreRequest
 from ratoon.distributed.uniproc import UniProcExecutor
@@ -103,6 +104,30 @@ def test_texts_are_the_same_with_and_without_graphs_and_as_on_the_cpu(make: Any)
     for name, choice in on_cpu:
         if name not in DRAWN:
             assert expected[name, choice] == on_cpu[name, choice], name
+
+
+def test_requests_attend_to_a_shared_prefix_together_within_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts are those of an engine that reads the prefix for each, and of the CPU."""
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED", 128)
+    tiny, prompt = tiny_models.tiny_llama(), random_token_ids(70, seed=1)
+
+    def texts_of(device: str, together: bool = True) -> tuple[dict[tuple[str, int], list[int]], set[int | None]]:
+        core = core_of(tiny, device, 2, True)
+        for backend in runner_of(core).kv.backends:
+            backend.shares_prefixes = backend.shares_prefixes and together
+        params = SamplingParams(temperature=0.0, max_tokens=20, n=6)
+        core.add_request(EngineCoreRequest("choices", prompt, params))
+        for index in range(3):
+            core.add_request(EngineCoreRequest(f"r{index}", [*prompt, index], params))
+        found = run_to_the_end(core)
+        made = runner_of(core).graphs
+        return found, set() if made is None else {key.num_runs for key in made._graphs}
+
+    expected, _ = texts_of("cpu")
+    alone, runs = texts_of("cuda", together=False)
+    assert alone == expected and runs == {None}
+    found, runs = texts_of("cuda")
+    assert found == expected and {1} < runs | {None}, "decodes of all choices have one run"
 
 
 def test_nothing_waits_for_the_device_in_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:

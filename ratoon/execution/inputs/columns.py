@@ -57,6 +57,11 @@ SENT = (
     Column("beam_scores", Per.ROW, torch.float32),
     Column("search_starts", Per.SEARCH, torch.int64, padding=0),
     Column("search_stops", Per.SEARCH, torch.int64, padding=0),
+    # Runs of requests that share a prefix, one entry for each run, and the first key of a request behind its prefix
+    Column("run_starts", Per.BOUND, torch.int32, padding=0),
+    Column("run_firsts", Per.REQUEST, torch.int32, padding=0),
+    Column("run_prefix_lens", Per.REQUEST, torch.int32, padding=0),
+    Column("prefix_ends", Per.REQUEST, torch.int32, padding=0),
 )
 SENT_BY_NAME = {column.name: column for column in SENT}
 SAMPLING_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "uniforms")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.interface import CommonAttentionMetadata, SharedPrefixes
 from ratoon.core.errors import ConfigError
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.cells import all_to_device
@@ -99,13 +99,16 @@ class DeviceInputs:
         self._device = device
         self.max_rows = max(max_padded_reqs, 1)  # that a padded step reads
         sent = Sizes(max_num_reqs, max_num_tokens, self.max_rows)
+        prepared = Sizes(max(max_num_reqs, max_padded_reqs), max(max_num_tokens, max_padded), self.max_rows)
         self._sent = [column for column in SENT if _is_read(column.only_with, rows)]
-        layout = {column.name: (sent.of(column.per), column.dtype) for column in self._sent}
+        layout = {
+            column.name: ((sent if column.padding is None else prepared).of(column.per), column.dtype)
+            for column in self._sent
+        }
         # Which blocks to copy, then which cells of the rows to write, then their values
         layout["last"] = (2 * (MAX_COPIES + MAX_CELLS + 4), torch.int32)
         self._packed = PackedBuffer(layout, device)
         self._order = {column.name: place for place, column in enumerate(self._sent)}
-        prepared = Sizes(max(max_num_reqs, max_padded_reqs), max(max_num_tokens, max_padded))
         num_groups = len(rows.block_tables)
         made: dict[str, Tensor] = {}
         for column in PREPARED:
@@ -271,8 +274,9 @@ class DeviceInputs:
             block_size=rows.block_size,
         )
 
-    def padded(self, size: int, num_reqs: int, max_query_len: int) -> StepInputs:
-        """The inputs of a step padded to `size` tokens and so many requests, with upper bounds for lengths.
+    def padded(self, size: int, num_reqs: int, max_query_len: int, num_runs: int | None = None) -> StepInputs:
+        """The inputs of a step padded to `size` tokens and so many requests, with upper bounds for lengths. `num_runs`:
+        of requests that attend to a shared prefix together, padded; their columns were sent.
 
         The host does not know the numbers when a graph is replayed: its arrays are those of the device if they are in
         the same memory, and hold padding alone otherwise.
@@ -286,10 +290,9 @@ class DeviceInputs:
             starts, lens = np.arange(num_reqs + 1, dtype=np.int32), np.ones(num_reqs, np.int32)
             tables, encoder_lens = [np.zeros((num_reqs, rows.max_blocks), np.int32)] * len(rows.block_tables), lens
             cross_table = np.zeros((num_reqs, rows.max_cross_blocks), np.int32)
+        shared = None if num_runs is None else self._shared_prefixes(num_runs, num_reqs)
         groups = [
-            self._metadata(
-                group, starts, lens, table[:num_reqs], size, max_query_len, rows.max_model_len, is_padded=True
-            )
+            self._metadata(group, starts, lens, table[:num_reqs], size, max_query_len, rows.max_model_len, True, shared)
             for group, table in enumerate(tables)
         ]
         cross = None
@@ -319,6 +322,7 @@ class DeviceInputs:
         max_query_len: int,
         max_seq_len: int,
         is_padded: bool = False,
+        shared_prefixes: SharedPrefixes | None = None,
     ) -> CommonAttentionMetadata:
         num_reqs = len(seq_lens)
         return CommonAttentionMetadata(
@@ -333,6 +337,16 @@ class DeviceInputs:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             is_padded=is_padded,
+            shared_prefixes=shared_prefixes,
+        )
+
+    def _shared_prefixes(self, num_runs: int, num_reqs: int) -> SharedPrefixes:
+        packed = self._packed.device
+        return SharedPrefixes(
+            packed["run_starts"][: num_runs + 1],
+            packed["run_firsts"][:num_runs],
+            packed["run_prefix_lens"][:num_runs],
+            packed["prefix_ends"][:num_reqs],
         )
 
     def _cross_metadata(

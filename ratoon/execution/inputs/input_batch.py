@@ -57,6 +57,7 @@ class InputBatch:
         self.num_with_prompt_logprobs = 0  # branches that ask for those of their prompts
         self.row_of: dict[str, int] = {}
         self.num_blocks = np.zeros((num_groups, max_rows), np.int64)
+        self.num_table_changes = 0  # of blocks in tables, but for those that were appended
         self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
 
     def __len__(self) -> int:
@@ -69,6 +70,7 @@ class InputBatch:
             raise ValueError(f"no row left for branch {new.req_id!r}: all {len(self.params)} are taken")
         row = self._free_rows.pop()
         self.row_of[new.req_id] = row
+        self.num_table_changes += 1
         count, start = len(new.token_ids), new.num_computed_tokens
         packed = np.frombuffer(new.packed_prompt, np.int32)
         if start < len(packed):  # those before `start` are not read
@@ -120,7 +122,7 @@ class InputBatch:
                 start = counts[row]
                 table[row, start : start + len(ids)] = ids
                 counts[row] = start + len(ids)
-                self.note_blocks(group, row, int(start), len(ids))
+                self._note_blocks(group, row, int(start), len(ids))
 
     def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
         """Set what the row's cross-attention reads. It does not change while the branch has the row."""
@@ -185,6 +187,10 @@ class InputBatch:
         self.journal.note(rows * self.max_model_len + start, count)
 
     def note_blocks(self, group: int, rows: int | np.ndarray, start: int, count: int) -> None:
+        self.num_table_changes += 1
+        self._note_blocks(group, rows, start, count)
+
+    def _note_blocks(self, group: int, rows: int | np.ndarray, start: int, count: int) -> None:
         table_start = self.tables_start + group * len(self.token_ids) * self.max_blocks
         self.journal.note(table_start + rows * self.max_blocks + start, count)
 

@@ -20,7 +20,15 @@ from ratoon.execution.devices import use_device
 from ratoon.execution.kv.block_kernels import FEW_BLOCKS, Pages, copy_blocks
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.passes.ends import BeamKeys, Logits
-from ratoon.execution.passes.graphs import MAX_TOKENS, Captured, PaddedEnd, ProgramKey, graph_sizes, sampling_key
+from ratoon.execution.passes.graphs import (
+    MAX_TOKENS,
+    Captured,
+    PaddedEnd,
+    ProgramKey,
+    graph_sizes,
+    padded_runs,
+    sampling_key,
+)
 from ratoon.execution.readers.beams import MAX_PADDED_BEAMS
 from ratoon.layers.beams import SearchShape, best_keys_of_shape
 from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
@@ -266,8 +274,12 @@ def _launch_edits(runner: ModelRunner) -> None:
 
 
 def _launch_shared_prefix(runner: ModelRunner) -> None:
-    """Requests that share a prefix beside a prompt, in a step that is too large to be padded."""
+    """Requests that share a prefix: in steps that are padded, and beside a prompt in one that is too large for it."""
     assert runner.graphs is not None
+    sizes = [runner.graphs.size_for(num_sharing) for num_sharing in NUMS_SHARING]
+    for size in [size for size in sizes if size is not None]:
+        for num_runs in (1, padded_runs(size, size)):
+            _launch_padded(runner, sampling_key(size, None, None, Mode.GREEDY)._replace(num_runs=num_runs))
     rows, inputs = runner.input_batch, cast("DeviceInputs", runner.inputs)
     longest = rows.max_model_len - 1
     for num_sharing in NUMS_SHARING:

@@ -56,6 +56,11 @@ class End(ABC):
         """The layers before the last whose rows it reads."""
         return ()
 
+    @property
+    def in_pass(self) -> End:
+        """The end that the program itself runs to. It differs where the rest comes after the program."""
+        return self
+
     @abstractmethod
     def run(self, rows: ProgramRows) -> Any: ...
 
@@ -90,6 +95,10 @@ class MaskedTokens(End):
     mode: Mode
     rank: ClassVar[int] = 0
     needs_logits: ClassVar[bool] = True
+
+    @property
+    def in_pass(self) -> End:
+        return Logits()
 
     def run(self, rows: ProgramRows) -> Tensor:
         assert rows.logits is not None

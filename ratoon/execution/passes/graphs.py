@@ -22,6 +22,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.core.stats import GraphStats
 from ratoon.execution.inputs.device_inputs import ColumnsOfRows, DeviceInputs
+from ratoon.execution.inputs.prefix_runs import PrefixRunsOfRows, columns_of
 from ratoon.execution.passes.cuda_driver import load_library
 from ratoon.execution.passes.ends import End, MaskedTokens, Tokens
 from ratoon.execution.passes.program import ProgramEnds, ProgramStep, StepProgram
@@ -40,6 +41,7 @@ LAUNCH_SECONDS_OF_LAYER = 300e-6
 OPERATIONS_PER_SECOND = 600e12
 REQUEST_SIZES = (8, 32, 128)
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
+RUN_SIZES = (1, 4, 16, 64)  # runs of requests that share a prefix
 SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them
 MAX_GRAPHS = 256
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
@@ -67,6 +69,13 @@ class PaddedEnd(NamedTuple):
     num_rows: int | None  # that are read for it, padded; None: all rows of the step, for its only end
 
 
+class ChosenEnd(NamedTuple):
+    """An end whose tokens are chosen once its masks are filled, behind a program that ends with its logits."""
+
+    index: int  # among the program's ends
+    end: MaskedTokens
+
+
 class ProgramKey(NamedTuple):
     """What a graph is captured for."""
 
@@ -74,7 +83,8 @@ class ProgramKey(NamedTuple):
     num_reqs: int | None  # padded; None: every request has one token
     ends: tuple[PaddedEnd, ...]
     num_layers: int | None = None  # that are run; None: all of them
-    chosen: int | None = None  # the end whose tokens are chosen from its logits, under masks; None: the program itself
+    num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
+    chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
 
     @property
     def max_query_len(self) -> int:
@@ -110,6 +120,12 @@ def padded_read(count: int, size: int) -> int:
     another graph: up to a hundred rows or so, logits cost what reading their weights costs."""
     most = min(size, MAX_DECODES)
     return min(most, next((number for number in READ_SIZES if number >= count), most))
+
+
+def padded_runs(count: int, size: int) -> int:
+    """The number of runs of requests that share a prefix, of which there are `count`, in a step of `size` tokens. The
+    keys of few prefixes are divided among more programs."""
+    return min(size, next((number for number in RUN_SIZES if number >= count), size))
 
 
 # ---- capturing ----
@@ -228,10 +244,10 @@ class StepGraphs:
         self._note(key)  # not if it raised: what it compiles may be missing
         return results
 
-    def choose(self, key: ProgramKey, index: int, logits: Tensor) -> Any:
+    def choose(self, key: ProgramKey, end: ChosenEnd, logits: Tensor) -> Any:
         """The tokens of an end, from the logits that `run` has returned for the same step. They are captured only if
         the step is, so that the logits stay where they are."""
-        chosen = key._replace(chosen=index)
+        chosen = key._replace(chosen=end)
         self._logits = logits
         graph = self._graphs.get(chosen)
         if graph is None and chosen in self._seen and key in self._graphs:
@@ -345,6 +361,7 @@ class Graphs:
         self._program = program
         self._inputs = inputs
         self._masks = masks
+        self._prefix_runs = PrefixRunsOfRows(inputs.rows, program.kv.backends)
         self.steps = StepGraphs(
             sizes,
             self._run_padded,
@@ -358,18 +375,23 @@ class Graphs:
         key = self._key_of(step)
         if key is None:
             return None
+        runs = self._prefix_runs.find(step.batch_rows, step.num_scheduled)
+        if runs is not None:
+            key = key._replace(num_runs=padded_runs(len(runs.firsts), key.size))
         wanted, ends = step.wanted, key.program_ends
         of_rows: list[ColumnsOfRows] = []
         for each, place in zip(wanted, ends.places):
             columns = each.columns if key.reads_all else {"read_rows": each.rows, **each.columns}
             of_rows.append((place, columns))
+        if runs is not None and key.num_runs is not None:
+            of_rows.append((slice(None), columns_of(runs, key.num_runs)))
         self._inputs.send(step.batch_rows, step.num_scheduled, step.unwritten, of_rows)
         results = self.steps.run(key)
         found = []
         for index, (each, result) in enumerate(zip(wanted, results)):
             count = len(each.rows)
             if isinstance(each.end, MaskedTokens):
-                found.append(partial(self._choose, key, index, result, count))
+                found.append(partial(self._choose, key, ChosenEnd(index, each.end), result, count))
             else:
                 found.append(each.end.cut(result, count))
         return found
@@ -388,8 +410,8 @@ class Graphs:
             if num_reqs is None:
                 return None
         if is_decode and step.reads_all:
-            return ProgramKey(size, num_reqs, (PaddedEnd(step.wanted[0].end, None),))
-        ends = tuple(PaddedEnd(each.end, padded_read(len(each.rows), size)) for each in step.wanted)
+            return ProgramKey(size, num_reqs, (PaddedEnd(step.wanted[0].end.in_pass, None),))
+        ends = tuple(PaddedEnd(each.end.in_pass, padded_read(len(each.rows), size)) for each in step.wanted)
         if sum(end.num_rows or 0 for end in ends) > self._inputs.max_rows or any(
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
@@ -401,19 +423,17 @@ class Graphs:
         inputs, ends = self._inputs, key.program_ends
         num_reqs = key.size if key.num_reqs is None else key.num_reqs
         inputs.compute(key.size, num_reqs, key.max_query_len)
-        step = inputs.padded(key.size, num_reqs, key.max_query_len)
+        step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs)
         places = ends.places
         rows = None
         if not key.reads_all:
             rows = inputs.columns(slice(0, places[-1].stop if places else 0))["read_rows"]
         return self._program.run(step, ends, rows, [inputs.columns(place) for place in places], key.num_layers)
 
-    def _choose(self, key: ProgramKey, index: int, logits: Tensor, count: int) -> Any:
-        return self.steps.choose(key, index, logits)[:count]
+    def _choose(self, key: ProgramKey, end: ChosenEnd, logits: Tensor, count: int) -> Any:
+        return self.steps.choose(key, end, logits)[:count]
 
     def _choose_padded(self, key: ProgramKey, logits: Tensor) -> Any:
         assert key.chosen is not None
-        ends = key.program_ends
-        end = ends.ends[key.chosen]
-        assert isinstance(end, MaskedTokens)
-        return end.choose(logits, self._inputs.columns(ends.places[key.chosen]), self._masks.words)
+        index, end = key.chosen
+        return end.choose(logits, self._inputs.columns(key.program_ends.places[index]), self._masks.words)

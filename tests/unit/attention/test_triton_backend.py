@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratoon.attention import triton_backend, triton_launch, triton_plan
-from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata
+from ratoon.attention import shared_prefix, triton_backend, triton_launch
+from ratoon.attention.interface import AttentionNeeds, CommonAttentionMetadata, SharedPrefixes
 from ratoon.attention.select import select_backend
 from ratoon.attention.shared_prefix import group_prefixes
 from ratoon.attention.torch_reference import TorchReferenceBackend
@@ -544,9 +544,9 @@ class SharedStep:
             int(self.seq_lens.max()),
         )  # fmt: skip
 
-    def assert_exact(self) -> None:
+    def assert_exact(self, inputs: CommonAttentionMetadata | None = None) -> None:
         backend, reference = TritonAttentionBackend(), TorchReferenceBackend()
-        got = backend.attend(self.layer, self.q, (self.pages,), backend.build_metadata(self.inputs()))
+        got = backend.attend(self.layer, self.q, (self.pages,), backend.build_metadata(inputs or self.inputs()))
         metadata = reference.build_metadata(self.inputs())
         pages = self.pages.transpose(2, 3).double()
         expected = reference.attend(self.layer, self.q.double(), (pages,), metadata)
@@ -558,12 +558,12 @@ def launches_of_prefixes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small prefixes count as large ones."""
     lengths: list[int] = []
     attend = TritonAttentionBackend._attend_cascade
-    monkeypatch.setattr(triton_plan, "_MIN_SHARED", 16)
-    monkeypatch.setattr(triton_plan, "_MIN_SAVED", 32)
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED", 16)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED", 32)
     monkeypatch.setattr(
         TritonAttentionBackend,
         "_attend_cascade",
-        lambda *args: lengths.extend(args[-1].prefix_lens.tolist()) or attend(*args),
+        lambda *args: lengths.extend(args[-1].prefixes.prefix_lens.tolist()) or attend(*args),
     )
     return lengths
 
@@ -572,7 +572,7 @@ def test_requests_that_share_a_prefix_attend_to_it_together(launches_of_prefixes
     """Two searches, one of which goes on with several tokens, between requests that share nothing; a prefill too."""
     shared, own, queries = [0, 4, 4, 0, 0, 6, 5, 0], [40, 9, 1, 20, 53, 3, 17, 50], [1, 1, 1, 1, 2, 1, 3, 50]
     SharedStep(GROUPED, shared, own, queries).assert_exact()
-    assert launches_of_prefixes == [32, 0, 40, 0]
+    assert launches_of_prefixes == [32, 0, 40]
 
 
 def test_readers_of_one_encoder_input_read_it_together(launches_of_prefixes: list[int]) -> None:
@@ -580,14 +580,23 @@ def test_readers_of_one_encoder_input_read_it_together(launches_of_prefixes: lis
     step = SharedStep(CrossAttentionLayer(0, 2, 16, 0.25), [0, 0, 0, 0], [37, 37, 37, 20], [1, 2, 1, 1])
     step.tables[1] = step.tables[2] = step.tables[0]
     step.assert_exact()
-    assert launches_of_prefixes == [37, 0]
+    assert launches_of_prefixes == [37]
 
 
-def test_short_prefixes_and_captured_steps_take_the_plain_way(launches_of_prefixes: list[int]) -> None:
+def test_short_prefixes_and_captured_steps_without_runs_take_the_plain_way(launches_of_prefixes: list[int]) -> None:
     SharedStep(GROUPED, [0, 1, 1], [30, 20, 20], [1, 1, 1]).assert_exact()
     backend, step = TritonAttentionBackend(), SharedStep(GROUPED, [0, 5], [50, 20], [1, 1])
     backend.attend(step.layer, step.q, (step.pages,), backend.build_metadata(replace(step.inputs(), is_padded=True)))
     assert launches_of_prefixes == []
+
+
+def test_runs_of_captured_steps_come_with_their_inputs(launches_of_prefixes: list[int]) -> None:
+    """Padded to four, of which two have no token; the last request is behind all runs."""
+    step = SharedStep(GROUPED, [0, 5, 5, 0], [50, 20, 9, 33], [1, 1, 1, 1])
+    runs = [[0, 3, 3, 3, 3], [0, 0, 0, 0], [40, 0, 0, 0], [40, 40, 40, 0]]
+    prefixes = SharedPrefixes(*(torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in runs))
+    step.assert_exact(replace(step.inputs(), is_padded=True, max_seq_len=500, shared_prefixes=prefixes))
+    assert launches_of_prefixes == [40, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

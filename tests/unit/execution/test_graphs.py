@@ -16,10 +16,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ratoon.attention import shared_prefix
 from ratoon.core.config import ModelConfig
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BeamStep, BlockCopy, CaptureStep
+from ratoon.core.plan import BeamStep, BlockCopy, CaptureStep, NewRequestData
 from ratoon.execution.kv.block_kernels import Pages
 from ratoon.execution.passes import graphs
 from ratoon.execution.passes.ends import BeamKeys, End, InnerLayers, Layers, Logits, States, Tokens
@@ -332,7 +333,7 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
     driver, keys = padded_driver(LLAMA, "triton")
     padded = driver.runner.inputs.padded
 
-    def without_host(*arguments: int) -> Any:
+    def without_host(*arguments: int | None) -> Any:
         step = padded(*arguments)
         step.groups[0].query_start_loc = step.groups[0].seq_lens = step.groups[0].block_table = None  # type: ignore
         return step
@@ -344,6 +345,51 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
     for name, tokens in prompts.items():
         assert [token_of(output, name) for output in outputs] == oracle_greedy(LLAMA, tokens, 3)
     assert keys == [sampling_key(8, 8, 8, Mode.GREEDY), *[sampling_key(2, None, None, Mode.GREEDY)] * 2]
+
+
+@pytest.fixture
+def small_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "MIN_SHARED", BLOCK_SIZE)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED", BLOCK_SIZE)
+
+
+def behind_prefix(driver: Driver, name: str, tokens: list[int], first_block: int, prefix: list[int]) -> NewRequestData:
+    """A branch whose first blocks are these, which are computed."""
+    new = driver.new(name, tokens, first_block, computed=len(prefix) * BLOCK_SIZE)
+    new.block_ids[0][: len(prefix)] = prefix
+    return new
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_prefixes_count")
+def test_requests_of_a_padded_step_attend_to_a_shared_prefix_together() -> None:
+    """Three behind the prefix of the first and one alone, then two of them: the graph of the same key has other runs.
+    What the host knows is not looked at: a graph finds runs and prefixes on the device."""
+    driver, keys = padded_driver(LLAMA, "triton")
+    padded = driver.runner.inputs.padded
+
+    def without_host(*arguments: int | None) -> Any:
+        step = padded(*arguments)
+        step.groups[0].query_start_loc = step.groups[0].seq_lens = step.groups[0].block_table = None  # type: ignore
+        return step
+
+    driver.runner.inputs.padded = without_host
+    prompts = {"a": PROMPT[:34], "b": PROMPT[:33], "alone": OTHER[:2], "c": PROMPT[:32] + OTHER[:2]}
+    first = driver.step(new=[driver.new("a", prompts["a"], 1)])
+    later = [
+        behind_prefix(driver, "b", prompts["b"], 10, [1, 2]),
+        driver.new("alone", prompts["alone"], 20),
+        behind_prefix(driver, "c", prompts["c"], 30, [1, 2]),
+    ]
+    outputs = [driver.step(new=later)]
+    outputs += [driver.step(known={name: len(tokens) + i for name, tokens in prompts.items()}) for i in range(2)]
+    outputs += [driver.step(known={name: len(prompts[name]) + i for name in ("c", "b", "alone")}) for i in (2, 3)]
+    for name, tokens in prompts.items():
+        found = [token_of(output, name) for output in [first, *outputs] if name in output.req_ids]
+        assert found == oracle_greedy(LLAMA, tokens, 3 if name == "a" else 5)
+    assert [key.num_runs for key in keys] == [None, None, 1, 1, 1, 1]
+    assert {key.size for key in keys[2:]} == {4}
 
 
 @interpreted

@@ -157,5 +157,5 @@ def test_requests_of_other_kinds_find_their_kernels_compiled() -> None:
     assert set(later) >= LATER
     assert names == {}, "kernels that a request would wait for"
     # Each of the first is waited for at the start, and the others take a core for a second or more.
-    assert first.count("attention_kernel") <= 3 and (first + later).count("attention_kernel") <= 8
+    assert first.count("attention_kernel") <= 3 and (first + later).count("attention_kernel") <= 10
     assert (first + later).count("decode_kernel") <= 6
