@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 
 from ratoon.attention.interface import AttentionBackend
@@ -18,6 +17,7 @@ from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
+from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation
@@ -26,7 +26,7 @@ from ratoon.execution.passes.calls import Calls
 from ratoon.execution.passes.encoder import EncoderRunner
 from ratoon.execution.passes.program import Driver, ProgramStep, StepProgram
 from ratoon.execution.readers.beams import BeamReaders
-from ratoon.execution.readers.hidden_states import CaptureReaders, SpanRows, lay_out_spans
+from ratoon.execution.readers.hidden_states import CaptureReaders, lay_out_spans
 from ratoon.execution.readers.interface import ExecutedPass, PendingOutput, ReaderSource, RowReader, StepLayout, join
 from ratoon.execution.readers.pooling import PoolingBranches
 from ratoon.execution.readers.prompt_logprobs import PromptLogprobsReaders
@@ -83,6 +83,7 @@ class ModelRunner:
         self.input_batch = InputBatch(
             num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
         )
+        self._batch_rows = BatchRows(self.input_batch)
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
         # A row that is left out computes its last token again, which reads what a sliding window may have passed
@@ -154,57 +155,33 @@ class ModelRunner:
             self.num_computed_tokens += plan.total_num_scheduled_tokens
 
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
-        ids, batch_rows, num_scheduled, unwritten = self._batch(plan, spans)
-        layout = StepLayout(plan, ids, batch_rows, num_scheduled.cumsum())
+        beams = [(self.beam_rows.rows_of(step.req_id), step.num_tokens) for step in plan.beam_steps if step.num_tokens]
+        batch = self._batch_rows.lay_out(plan, beams, spans)
+        layout = StepLayout(plan, batch)
         readers: list[RowReader] = []
         for source in self._sources:
             readers += source.readers(plan, layout, self._output)
         if len(readers) > 1:
             readers.sort(key=lambda reader: reader.wanted.end.rank)
         wanted = [reader.wanted for reader in readers]
-        step = ProgramStep(batch_rows, num_scheduled, unwritten, wanted, plan.total_num_scheduled_tokens)
+        step = ProgramStep(batch, wanted)
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:
                 return ExecutedPass(readers, results)
         raise AssertionError("the last driver runs any step")
 
-    def _batch(
-        self, plan: SchedulerOutput, spans: SpanRows
-    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
-        """The ids of the step's branches; its rows, the tokens of each, and which are not written: those of branches,
-        in the plan's order but for those that share a prefix, then beams, then spans."""
-        row_of = self.input_batch.row_of
-        ids = list(plan.num_scheduled_tokens)
-        rows = [row_of[req_id] for req_id in ids]
-        num_scheduled = list(plan.num_scheduled_tokens.values())
-        order = self.input_batch.order_by_prefix(rows)
-        if order is not None:
-            ids, rows = [ids[place] for place in order], [rows[place] for place in order]
-            num_scheduled = [num_scheduled[place] for place in order]
-        for step in plan.beam_steps:
-            if step.num_tokens:
-                beams = self.beam_rows.rows_of(step.req_id).tolist()
-                rows += beams
-                num_scheduled += [step.num_tokens] * len(beams)
-        unwritten = None
-        if spans.counts:
-            unwritten = np.array([False] * len(rows) + [not written for written in spans.written])
-            rows += spans.rows.tolist()
-            num_scheduled += spans.counts
-        return ids, np.array(rows, np.int64), np.array(num_scheduled, np.int64), unwritten
-
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         """The order of core/plan.py: drop, move blocks, add, append."""
         self._move_blocks(plan)
-        for req_id in (*plan.finished_req_ids, *plan.preempted_req_ids):
+        gone = (*plan.finished_req_ids, *plan.preempted_req_ids)
+        for req_id in gone:
             row = self.input_batch.drop(req_id)
             if row is not None:
                 self.sampling_rows.remove(row)
-        if self.pooling:
-            self.pooling.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
-        if self.beam_rows:
-            self.beam_rows.drop((*plan.finished_req_ids, *plan.preempted_req_ids))
+        if gone:
+            self.pooling.drop(gone)
+            self.beam_rows.drop(gone)
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.input_batch.add(new)

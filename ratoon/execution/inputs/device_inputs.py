@@ -164,11 +164,13 @@ class DeviceInputs:
         num_scheduled: np.ndarray,
         unwritten: np.ndarray | None = None,
         of_rows: Sequence[ColumnsOfRows] = (),
+        cu_num_tokens: np.ndarray | None = None,
     ) -> PackedStep:
         """Bring to the device what the host knows. `of_rows`: the columns of the rows that are read, for each end of
-        the program."""
+        the program. `cu_num_tokens`: if it is known."""
         rows, num_reqs = self.rows, len(batch_rows)
-        cu_num_tokens = num_scheduled.cumsum()
+        if cu_num_tokens is None:
+            cu_num_tokens = num_scheduled.cumsum()
         packed, order = self._packed, self._order
         packed.turn()
         host = packed.host

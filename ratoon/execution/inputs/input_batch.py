@@ -5,6 +5,8 @@ A branch keeps its row until it is dropped; steps gather from the rows by index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ratoon.core.kv import NULL_BLOCK
@@ -124,6 +126,15 @@ class InputBatch:
                 counts[row] = start + len(ids)
                 self._note_blocks(group, row, int(start), len(ids))
 
+    def set_tables(self, rows: np.ndarray, block_ids: Sequence[BlockIds]) -> None:
+        """Set the block tables of rows that have none yet. Behind them, what a device gets is undefined."""
+        for group, (table, counts) in enumerate(zip(self.block_tables, self.num_blocks, strict=True)):
+            lengths = [len(of_row[group]) for of_row in block_ids]
+            for row, of_row, length in zip(rows.tolist(), block_ids, lengths):
+                table[row, :length] = of_row[group]
+            counts[rows] = lengths
+            self._note_blocks(group, rows, 0, max(lengths))
+
     def set_cross_table(self, row: int, block_ids: list[int], num_positions: int) -> None:
         """Set what the row's cross-attention reads. It does not change while the branch has the row."""
         if self.cross_tables is not None:
@@ -175,15 +186,18 @@ class InputBatch:
     def next_cells(self, rows: np.ndarray) -> np.ndarray:
         """Where in `memory` the next token of each of these rows goes; -1: there is no room."""
         num_tokens = self.num_tokens[rows]
-        return np.where(num_tokens < self.max_model_len, rows * self.max_model_len + num_tokens, -1)
+        cells: np.ndarray = rows * self.max_model_len + num_tokens
+        if num_tokens.max() >= self.max_model_len:
+            cells[num_tokens >= self.max_model_len] = -1
+        return cells
 
     def append_pending(self, rows: np.ndarray) -> None:
         """The same for tokens that only the device knows."""
-        self.num_tokens[rows] += 1
+        self.num_tokens[rows if len(rows) > 1 else int(rows[0])] += 1
 
     # ---- the journal: of one row, or of several ----
 
-    def note_tokens(self, rows: int | np.ndarray, start: int, count: int) -> None:
+    def note_tokens(self, rows: int | np.ndarray, start: int | np.ndarray, count: int) -> None:
         self.journal.note(rows * self.max_model_len + start, count)
 
     def note_blocks(self, group: int, rows: int | np.ndarray, start: int, count: int) -> None:

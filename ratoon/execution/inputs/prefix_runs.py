@@ -8,49 +8,44 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ratoon.attention import shared_prefix
 from ratoon.attention.interface import AttentionBackend
 from ratoon.attention.shared_prefix import PrefixRuns, find_runs, shared_prefixes
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.input_batch import InputBatch
 
 
 class PrefixRunsOfRows:
-    """Remembers the runs of the last step: those of the next one are the same until a table changes by more than blocks
-    that are appended."""
+    """Remembers the runs of the last batch. They are those of the next step if its batch is the same: no table has
+    changed then but for blocks that were appended."""
 
     def __init__(self, rows: InputBatch, backends: Sequence[AttentionBackend]) -> None:
         """`backends`: of the KV groups. A prefix is shared in all groups whose backends attend to it together."""
         self._rows = rows
         self._backends = backends
-        self._known: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._batch: StepBatch | None = None
         self._runs: PrefixRuns | None = None
 
-    def find(self, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> PrefixRuns | None:
+    def find(self, batch: StepBatch) -> PrefixRuns | None:
         """None: too little is shared. Only requests of one token take part."""
-        if len(batch_rows) < 2:
+        if len(batch.rows) < 2:
             return None
-        changes = self._rows.num_table_changes
-        if self._known is not None:
-            known_changes, known_rows, known_scheduled = self._known
-            if (
-                changes == known_changes
-                and np.array_equal(batch_rows, known_rows)
-                and np.array_equal(num_scheduled, known_scheduled)
-            ):
-                return self._runs
-        self._known = changes, batch_rows, num_scheduled
-        self._runs = self._find(batch_rows, num_scheduled)
+        if batch is not self._batch:
+            self._batch, self._runs = batch, self._find(batch.rows, batch.num_scheduled)
         return self._runs
 
     def _find(self, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> PrefixRuns | None:
         rows = self._rows
         num_computed = rows.num_computed[batch_rows]
+        if num_computed.sum() < shared_prefix.MIN_SAVED:
+            return None
         num_blocks = -(-int(num_computed.max()) // rows.block_size)
         shared: np.ndarray | None = None
         for backend, whole in zip(self._backends, rows.block_tables):
             if not backend.shares_prefixes:
                 continue
             table = whole[:, :num_blocks]
-            first = table[batch_rows, 0] if num_blocks else np.zeros(1)
+            first = table[batch_rows, 0]
             if not (first[1:] == first[:-1]).any():
                 return None
             found = shared_prefixes(table[batch_rows], num_computed, rows.block_size)

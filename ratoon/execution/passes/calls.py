@@ -41,7 +41,7 @@ class Calls:
 
     def run(self, step: ProgramStep) -> list[Any]:
         wanted = step.wanted
-        inputs = self._inputs.prepare(step.batch_rows, step.num_scheduled, step.unwritten)
+        inputs = self._inputs.prepare(step.batch.rows, step.batch.num_scheduled, step.batch.unwritten)
         ends = ProgramEnds.of([each.end for each in wanted], [len(each.rows) for each in wanted])
         columns = self._columns(step)
         rows: np.ndarray | None = None  # all

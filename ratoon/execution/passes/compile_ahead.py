@@ -29,7 +29,6 @@ from ratoon.execution.passes.graphs import (
     padded_runs,
     sampling_key,
 )
-from ratoon.execution.readers.beams import MAX_PADDED_BEAMS
 from ratoon.layers.beams import SearchShape, best_keys_of_shape
 from ratoon.layers.sampling import Mode, sample_plain, token_logprobs
 from ratoon.layers.triton.compilation import compile_launches, is_marked, mark_of, send_launches
@@ -222,7 +221,7 @@ def _launch_beams(runner: ModelRunner) -> None:
     """Steps of a search, and the copies of blocks when beams part."""
     assert runner.graphs is not None
     for num_beams in NUMS_BEAMS:
-        size = runner.graphs.size_for(num_beams, limit=MAX_PADDED_BEAMS)
+        size = runner.graphs.size_for(num_beams)
         if size is not None:
             end = PaddedEnd(BeamKeys(SearchShape(1, num_beams, 2 * num_beams)), None)
             _launch_padded(runner, ProgramKey(size, None, (end,)))

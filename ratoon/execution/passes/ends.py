@@ -20,8 +20,6 @@ from ratoon.models.base import FinalStates, StreamObserver
 
 Tensor = torch.Tensor
 
-NO_LIMIT = 1 << 30
-
 
 class RowColumns(Protocol):
     """The columns of the rows of one end, on the device."""
@@ -85,7 +83,7 @@ class Tokens(End):
         return rows.columns.choose_tokens(rows.logits, self.mode)
 
     def cut(self, result: Any, count: int) -> Any:
-        return result[:count]
+        return result if len(result) == count else result[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ class EndRows(NamedTuple):
     end: End
     rows: np.ndarray  # [N] of the step's batch, in the order of the result
     columns: Mapping[str, np.ndarray] = {}  # those that the end reads, by name; declared in inputs/columns.py
-    max_padded: int = NO_LIMIT  # tokens of a step up to which a padded one is faster
 
 
 class LayerRows(StreamObserver):

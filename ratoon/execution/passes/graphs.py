@@ -227,9 +227,9 @@ class StepGraphs:
         self._short_keys: list[ProgramKey] = []  # to be run ahead, the last first
         self._num_failures = 0
 
-    def size_for(self, num_tokens: int, is_decode: bool = True, limit: int = MAX_TOKENS) -> int | None:
+    def size_for(self, num_tokens: int, is_decode: bool = True) -> int | None:
         """The size that a step of so many tokens is padded to. None: they are too many."""
-        if num_tokens > min(MAX_DECODES if is_decode else self._max_prefill_tokens, limit, MAX_TOKENS):
+        if num_tokens > (MAX_DECODES if is_decode else min(self._max_prefill_tokens, MAX_TOKENS)):
             return None
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else None
@@ -375,17 +375,19 @@ class Graphs:
         key = self._key_of(step)
         if key is None:
             return None
-        runs = self._prefix_runs.find(step.batch_rows, step.num_scheduled)
+        batch, wanted = step.batch, step.wanted
+        runs = self._prefix_runs.find(batch)
         if runs is not None:
             key = key._replace(num_runs=padded_runs(len(runs.firsts), key.size))
-        wanted, ends = step.wanted, key.program_ends
         of_rows: list[ColumnsOfRows] = []
-        for each, place in zip(wanted, ends.places):
-            columns = each.columns if key.reads_all else {"read_rows": each.rows, **each.columns}
-            of_rows.append((place, columns))
+        if key.reads_all:
+            of_rows.append((slice(0, key.size), wanted[0].columns))
+        else:
+            places = key.program_ends.places
+            of_rows += [(place, {"read_rows": each.rows, **each.columns}) for each, place in zip(wanted, places)]
         if runs is not None and key.num_runs is not None:
             of_rows.append((slice(None), columns_of(runs, key.num_runs)))
-        self._inputs.send(step.batch_rows, step.num_scheduled, step.unwritten, of_rows)
+        self._inputs.send(batch.rows, batch.num_scheduled, batch.unwritten, of_rows, batch.cu_num_tokens)
         results = self.steps.run(key)
         found = []
         for index, (each, result) in enumerate(zip(wanted, results)):
@@ -398,10 +400,9 @@ class Graphs:
 
     def _key_of(self, step: ProgramStep) -> ProgramKey | None:
         """None: the step must run by calls."""
-        num_tokens, count = step.num_tokens, len(step.batch_rows)
+        num_tokens, count = step.num_tokens, len(step.batch.rows)
         is_decode = count == num_tokens
-        limit = min((each.max_padded for each in step.wanted), default=MAX_TOKENS)
-        size = self.steps.size_for(num_tokens, is_decode, limit)
+        size = self.steps.size_for(num_tokens, is_decode)
         if size is None:
             return None
         num_reqs = None

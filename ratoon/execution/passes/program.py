@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.ends import (
@@ -36,11 +37,12 @@ Tensor = torch.Tensor
 class ProgramStep:
     """What a driver is given: the batch of a step, and the ends that its readers want, in the order of their ranks."""
 
-    batch_rows: np.ndarray  # [R] of the requests
-    num_scheduled: np.ndarray  # [R] tokens of each
-    unwritten: np.ndarray | None  # [R] bool: those whose keys and values are not kept
+    batch: StepBatch
     wanted: Sequence[EndRows]
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.batch.cu_num_tokens[-1])
 
     @property
     def reads_all(self) -> bool:
@@ -55,7 +57,8 @@ class ProgramStep:
     @property
     def num_layers(self) -> int | None:
         """Layers behind which nothing is needed of the step. None: all are."""
-        if self.unwritten is None or not self.unwritten.all():
+        unwritten = self.batch.unwritten
+        if unwritten is None or not unwritten.all():
             return None
         ends = [each.end for each in self.wanted]
         return None if any(end.rank < FIRST_WITHOUT_STATES for end in ends) else _last_inner(ends)

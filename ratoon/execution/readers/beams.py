@@ -17,7 +17,7 @@ from ratoon.core.plan import BeamStep, SchedulerOutput
 from ratoon.execution.grammar.interface import SLOW_SECONDS
 from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.cells import to_device
-from ratoon.execution.passes.ends import NO_LIMIT, BeamKeys, EndRows, Logits
+from ratoon.execution.passes.ends import BeamKeys, EndRows, Logits
 from ratoon.execution.readers.interface import Finish, RowReader, StepLayout
 from ratoon.execution.rules.base import LogitsRule, apply_rules
 from ratoon.execution.rules.grammar import Grammar, fill_and_wait
@@ -33,11 +33,6 @@ from ratoon.layers.beams import (
 )
 
 NO_CANDIDATES = "the model's logits hold no usable number (NaN or all tokens forbidden)"
-
-
-# Tokens up to which a step with beams is padded: with more, reading a prefix once for all its beams saves more than
-# graphs do, which read it once for each.
-MAX_PADDED_BEAMS = 256
 
 
 class BeamReaders:
@@ -56,18 +51,14 @@ class BeamReaders:
         for step in steps:  # one without beams yet reads the trunk's last row
             listed += layout.beam_last_rows.get(step.req_id) or [layout.last_row(step.req_id)]
         rows = np.array(listed, np.int64)
-        # Prompts of searches are padded like others.
-        max_padded = MAX_PADDED_BEAMS if layout.beam_last_rows else NO_LIMIT
         scores, searches = _lay_out(steps)
         if not chosen_by_keys(self._device, searches) or any(_active_rules(steps, self._beam_rows)):
-            wanted = EndRows(Logits(), rows, max_padded=max_padded)
-            return (CandidatesReader(steps, wanted, self._beam_rows),)
+            return (CandidatesReader(steps, EndRows(Logits(), rows), self._beam_rows),)
         shape = SearchShape.of(searches)
         bounds = np.zeros((2, shape.num_searches), np.int64)  # a search of padding has no rows
         bounds[:, : len(searches)] = [search.start for search in searches], [search.stop for search in searches]
         columns = {"beam_scores": np.array(scores, np.float32), "search_starts": bounds[0], "search_stops": bounds[1]}
-        wanted = EndRows(BeamKeys(shape), rows, columns, max_padded)
-        return (BeamKeysReader(steps, wanted, searches, self._vocab_size),)
+        return (BeamKeysReader(steps, EndRows(BeamKeys(shape), rows, columns), searches, self._vocab_size),)
 
 
 class CandidatesReader:

@@ -6,7 +6,6 @@ Rows are selected by index in the ordinary forward pass. A step without captures
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import CaptureStep, EncoderStep, SchedulerOutput
 from ratoon.core.wire import WireTensor
+from ratoon.execution.inputs.batch_rows import SpanRows
 from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, InnerLayers, Layers
@@ -29,15 +29,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # ---- spans as rows of a step ----
 
 
-@dataclass(slots=True)
-class SpanRows:
-    """Spans laid out as rows, for one step."""
-
-    rows: np.ndarray  # [N]
-    counts: list[int]  # tokens of each
-    written: list[bool]  # whether their keys and values are
-
-
 NO_SPANS = SpanRows(np.zeros(0, np.int64), [], [])
 
 
@@ -46,22 +37,23 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     rows."""
     if not captures:
         return NO_SPANS
-    taken = rows.take(sum(len(capture.spans) for capture in captures))
-    free = iter(taken.tolist())
-    counts: list[int] = []
-    written: list[bool] = []
-    for capture in captures:
+    spans = [(capture, span) for capture in captures for span in capture.spans]
+    taken = rows.take(len(spans))
+    firsts, counts, written = (list(values) for values in zip(*(span for _, span in spans)))
+    tokens = [token for capture in captures for token in capture.token_ids]
+    if len(tokens) == len(spans):  # one token each, as most
+        rows.token_ids[taken, firsts] = tokens
+        rows.note_tokens(taken, np.array(firsts), 1)
+    else:
         offset = 0
-        for first, count, is_written in capture.spans:
-            row = next(free)
-            rows.token_ids[row, first : first + count] = capture.token_ids[offset : offset + count]
+        for row, first, count in zip(taken.tolist(), firsts, counts):
+            rows.token_ids[row, first : first + count] = tokens[offset : offset + count]
             rows.note_tokens(row, first, count)
-            rows.num_computed[row] = first
-            rows.append_blocks(row, capture.block_ids)
-            rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)
             offset += count
-            counts.append(count)
-            written.append(is_written)
+    rows.num_computed[taken] = firsts
+    rows.set_tables(taken, [capture.block_ids for capture, _ in spans])
+    for row, (capture, _) in zip(taken.tolist(), spans):
+        rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)
     return SpanRows(taken, counts, written)
 
 
@@ -93,40 +85,36 @@ class CaptureReaders:
 
 
 def capture_readers(captured: list[CapturedRows], num_layers: int) -> list[CaptureReader]:
-    by_layers: dict[tuple[int, ...], list[CapturedRows]] = {}
+    alike: dict[tuple[tuple[int, ...], str], list[CapturedRows]] = {}
     for one in captured:
-        by_layers.setdefault(tuple(one.step.layers), []).append(one)
-    return [CaptureReader(of_layers, InnerLayers.of(layers, num_layers)) for layers, of_layers in by_layers.items()]
+        alike.setdefault((tuple(one.step.layers), one.step.dtype), []).append(one)
+    return [CaptureReader(same, InnerLayers.of(layers, num_layers), dtype) for (layers, dtype), same in alike.items()]
 
 
 class CaptureReader:
-    def __init__(self, captured: list[CapturedRows], end: Layers) -> None:
+    """Reads extractions of the same layers in the same dtype: they travel to the host together."""
+
+    def __init__(self, captured: list[CapturedRows], end: Layers, dtype: str) -> None:
         self._captured = captured
+        self._dtype = dtype
         self.wanted = EndRows(end, np.array([row for one in captured for row in one.rows], np.int64))
 
     def read(self, states: Tensor, output: ModelRunnerOutput) -> Finish | None:
         """[layers, rows, H], for each extraction its part."""
-        parts = states.split([len(one.rows) for one in self._captured], dim=1)
-        copies = [(one.step, _start_copy(part.to(_DTYPES[one.step.dtype]))) for one, part in zip(self._captured, parts)]
+        states = states.to(_DTYPES[self._dtype])
+        if not states.is_cuda:
+            self._put(states, output)
+            return None
+        if states.nbytes > MAX_PINNED_BYTES:  # waited for: pinned memory would cost more
+            states = states.cpu()
+            return lambda output: self._put(states, output)
+        copy = HostCopy(states.contiguous())
+        return lambda output: self._put(copy.to_tensor(), output)
 
-        def put(output: ModelRunnerOutput) -> None:
-            for step, copy in copies:
-                states = copy.to_tensor() if isinstance(copy, HostCopy) else copy
-                output.hidden_states[step.req_id] = to_wire(states, step.dtype)
-
-        if states.device.type == "cuda":
-            return put
-        put(output)
-        return None
-
-
-def _start_copy(states: Tensor) -> Tensor | HostCopy:
-    """To the host. Large ones are waited for: pinned memory for them would cost more."""
-    return HostCopy(states.contiguous()) if states.is_cuda and states.nbytes <= MAX_PINNED_BYTES else states.cpu()
-
-
-def to_wire(states: Tensor, dtype: str) -> WireTensor:
-    """The bytes of a tensor in host memory, without a further copy."""
-    host = states.cpu().contiguous()
-    array = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
-    return WireTensor(dtype, tuple(host.shape), array.data)
+    def _put(self, states: Tensor, output: ModelRunnerOutput) -> None:
+        array = (states.view(torch.int16) if self._dtype == "bfloat16" else states).numpy()
+        stop = 0
+        for one in self._captured:
+            start, stop = stop, stop + len(one.rows)
+            part = np.ascontiguousarray(array[:, start:stop])  # not a copy where it is the only one, or one layer's
+            output.hidden_states[one.step.req_id] = WireTensor(self._dtype, part.shape, part.data)

@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.passes.ends import EndRows
 
 Tensor = torch.Tensor
@@ -49,13 +49,11 @@ class StepLayout:
     """Where in a step's batch the rows of its branches, beams and captures are. Branches come first, then beams in the
     plan's order, then the spans of captures."""
 
-    def __init__(
-        self, plan: SchedulerOutput, ids: list[str], batch_rows: np.ndarray, cu_num_tokens: np.ndarray
-    ) -> None:
+    def __init__(self, plan: SchedulerOutput, batch: StepBatch) -> None:
         self._plan = plan
-        self.ids = ids  # of the branches, in the order of the batch
-        self.batch_rows = batch_rows  # [R] rows of InputBatch
-        self.last_rows = cu_num_tokens - 1  # [R] of the batch: the row of each request's last token
+        self.ids = batch.ids  # of the branches, in the order of the batch
+        self.batch_rows = batch.rows  # [R] rows of InputBatch
+        self.last_rows = batch.cu_num_tokens - 1  # [R] of the batch: the row of each request's last token
 
     @cached_property
     def place_of(self) -> dict[str, int]:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from ratoon.execution.inputs.device_inputs import DeviceRows
 
 
+# The same object in every step, so that the keys of graphs are compared at once
+TOKENS = {mode: Tokens(mode) for mode in Mode}
+MASKED_TOKENS = {mode: MaskedTokens(mode) for mode in Mode}
+
+
 class SampledReaders:
     """`resident`: the rows on the device, if they are there: tokens are chosen on the device then, unless a row asks
     for more than its kernels do, and stay there until the next step is under way. `jumps`: tokens for which a grammar
@@ -88,11 +93,11 @@ class SampledReaders:
                 numbers, mode = found
                 columns = {"token_cells": branches.next_cells(own), **numbers}
                 if masked is not None:
-                    wanted = EndRows(MaskedTokens(mode), rows, columns)
+                    wanted = EndRows(MASKED_TOKENS[mode], rows, columns)
                     return MaskedTokensReader(wanted, ids, own, branches, sampler.rows)
-                return TokensReader(EndRows(Tokens(mode), rows, columns), ids, own, branches, sampler.rows)
+                return TokensReader(EndRows(TOKENS[mode], rows, columns), ids, own, branches, sampler.rows)
         elif not plan.fanout and is_plain:
-            return HostTokensReader(EndRows(Tokens(Mode.GREEDY), rows), ids, own, branches, sampler.rows)
+            return HostTokensReader(EndRows(TOKENS[Mode.GREEDY], rows), ids, own, branches, sampler.rows)
         wanted = EndRows(Logits(), rows)
         return SampledRowsReader(wanted, ids, own, plan.fanout, branches, sampler, self._resident, self._jumps)
 

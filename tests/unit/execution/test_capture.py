@@ -13,10 +13,11 @@ import torch
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, BeamStep, BlockCopy, CaptureStep, NewRequestData, SchedulerOutput
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.passes.ends import EndRows, InnerLayers, LayerRows, Logits, ProgramRows, States
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, ProgramStep, StepProgram
 from ratoon.execution.passes.step_context import PagedStep
-from ratoon.execution.readers.hidden_states import CaptureReader, CaptureReaders, lay_out_spans, to_wire
+from ratoon.execution.readers.hidden_states import CapturedRows, CaptureReader, CaptureReaders, lay_out_spans
 from ratoon.execution.readers.interface import ExecutedPass, RowReader, StepLayout
 from ratoon.models.base import FinalStates
 from tests.golden.hidden_oracle import states_by_transformers
@@ -271,8 +272,10 @@ def test_so_many_layers_have_to_run(layers: list[int], expected: int | None) -> 
     step = CaptureStep("x", [1], [(0, 1, False)], ([1],), [0], layers, "float32")
     wanted = [reader.wanted for reader in readers_of([step])]
     ones = np.ones(1, np.int64)
-    assert ProgramStep(ones, ones, np.array([True]), wanted, 1).num_layers == expected
-    assert ProgramStep(ones, ones, np.array([False]), wanted, 1).num_layers is None, "its keys and values are written"
+    assert ProgramStep(StepBatch([], ones, ones, ones, np.array([True])), wanted).num_layers == expected
+    assert ProgramStep(StepBatch([], ones, ones, ones, np.array([False])), wanted).num_layers is None, (
+        "its keys and values are written"
+    )
 
 
 # ---- the parts ----
@@ -294,12 +297,17 @@ def test_spans_become_rows_with_their_positions_and_tables() -> None:
     assert not rows.block_tables[0].any() and not rows.block_tables[1].any()
 
 
+def batch_of(plan: SchedulerOutput, counts: list[int]) -> StepBatch:
+    ids = list(plan.num_scheduled_tokens)
+    return StepBatch(ids, np.arange(len(counts)), np.array(counts), np.cumsum(counts), None)
+
+
 def readers_of(captures: list[CaptureStep], num_tokens_before: int = 0) -> list[CaptureReader]:
     """Of a model with three layers, in a step whose branches have so many tokens."""
     branches = {"branch": num_tokens_before} if num_tokens_before else {}
     plan = SchedulerOutput(num_scheduled_tokens=branches, captures=captures)
     counts = [*branches.values(), *(count for capture in captures for _, count, _ in capture.spans)]
-    layout = StepLayout(plan, list(plan.num_scheduled_tokens), np.arange(len(counts)), np.cumsum(counts))
+    layout = StepLayout(plan, batch_of(plan, counts))
     return list(CaptureReaders(3).readers(plan, layout, ModelRunnerOutput()))
 
 
@@ -312,7 +320,7 @@ def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
     beams = [BeamStep("s", 2, scores=[0.0] * 2), BeamStep("b", scores=[0.0]), BeamStep("t", 1, scores=[0.0] * 3)]
     plan = SchedulerOutput(num_scheduled_tokens={"a": 4, "b": 1}, beam_steps=beams, captures=captures)
     counts = [4, 1, 2, 2, 1, 1, 1, 2, 3, 3, 2]
-    layout = StepLayout(plan, list(plan.num_scheduled_tokens), np.arange(len(counts)), np.cumsum(counts))
+    layout = StepLayout(plan, batch_of(plan, counts))
     assert [layout.last_row(name) for name in ("a", "b")] == [3, 4]
     assert layout.beam_last_rows == {"s": [6, 8], "t": [9, 10, 11]}
     assert layout.capture_rows == [range(12, 17), range(17, 20), range(20, 22)]
@@ -386,9 +394,16 @@ def test_the_stream_is_not_changed_by_taking_rows_out_of_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_wire_has_the_bytes_of_the_tensor(dtype: str) -> None:
-    tensor = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    wire = to_wire(tensor.transpose(0, 1), dtype)
-    assert (wire.dtype, wire.shape) == (dtype, (3, 2, 4))
-    back = torch.frombuffer(bytearray(wire.data), dtype=tensor.dtype).reshape(3, 2, 4)
-    assert torch.equal(back, tensor.transpose(0, 1))
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_wire_has_the_bytes_of_each_extraction(dtype: str, num_layers: int) -> None:
+    states = torch.randn(num_layers, 5, 4, generator=torch.Generator().manual_seed(0))
+    steps = [CaptureStep(name, [], [], ([1],), [], [0] * num_layers, dtype) for name in "xy"]
+    captured = [CapturedRows(steps[0], [0, 1, 2]), CapturedRows(steps[1], [3, 4])]
+    output = ModelRunnerOutput()
+    assert CaptureReader(captured, InnerLayers.of((0,) * num_layers, 3), dtype).read(states, output) is None
+    expected = states.to(getattr(torch, dtype)).split([3, 2], dim=1)
+    for name, part in zip("xy", expected):
+        wire = output.hidden_states[name]
+        assert (wire.dtype, wire.shape) == (dtype, tuple(part.shape))
+        back = torch.frombuffer(bytearray(wire.data), dtype=part.dtype).reshape(part.shape)
+        assert torch.equal(back, part)

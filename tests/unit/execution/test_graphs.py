@@ -102,10 +102,9 @@ def test_a_step_is_padded_to_the_next_size() -> None:
     assert [made.size_for(count) for count in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, None]
 
 
-def test_prompts_and_beams_are_padded_up_to_fewer_tokens_than_decodes() -> None:
+def test_prompts_are_padded_up_to_fewer_tokens_than_decodes() -> None:
     made = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain, 100)
     assert made.size_for(100, is_decode=False) == 112 and made.size_for(101, is_decode=False) is None
-    assert made.size_for(256, limit=256) == 256 and made.size_for(257, limit=256) is None
     assert made.size_for(1000) == 1024 and made.size_for(1025) is None
     small = StepGraphs(graph_sizes(2048), lambda key: None, RunAgain)
     assert small.size_for(1025, is_decode=False) == 1152 and small.size_for(2049, is_decode=False) is None
@@ -658,15 +657,6 @@ def test_a_search_without_a_usable_logit_fails_alone_in_a_padded_step(monkeypatc
     steps = [BeamStep(branch.req_id, num_candidates=2, scores=[0.0]) for branch in new]
     output = driver.step(new=new, sampled=[], beam_steps=steps)
     assert set(output.candidates) == {"good"} and set(output.errors) == {"bad"}
-
-
-@interpreted
-def test_the_prompt_of_a_search_is_padded_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beam_candidates, "MAX_PADDED_BEAMS", 8)
-    driver, keys = padded_driver()
-    first = BeamStep("s", num_candidates=3, scores=[0.0])
-    driver.step(new=[driver.new("s", OTHER, 1)], sampled=[], beam_steps=[first])
-    assert [key.size for key in keys] == [24]
 
 
 def test_a_thread_has_its_own_handle_for_products_before_it_captures_one(monkeypatch: pytest.MonkeyPatch) -> None:

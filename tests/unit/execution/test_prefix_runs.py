@@ -10,9 +10,11 @@ import pytest
 
 from ratoon.attention import shared_prefix
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BlockCopy, NewRequestData
+from ratoon.core.plan import BlockCopy, NewRequestData, SchedulerOutput
+from ratoon.execution.inputs.batch_rows import BatchRows, StepBatch
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.prefix_runs import PrefixRunsOfRows, columns_of
+from ratoon.execution.readers.hidden_states import NO_SPANS
 
 BLOCK_SIZE = 16
 SHARING: Any = [SimpleNamespace(shares_prefixes=True)]  # in place of a backend
@@ -36,8 +38,12 @@ def batch_of(tables: list[list[int]], num_groups: int = 1) -> InputBatch:
 
 
 def find(runs: PrefixRunsOfRows, rows: list[int], num_scheduled: list[int] | None = None) -> list[list[int]] | None:
-    found = runs.find(np.array(rows), np.array(num_scheduled or [1] * len(rows)))
+    found = runs.find(step_of(rows, num_scheduled or [1] * len(rows)))
     return None if found is None else [array.tolist() for array in found]
+
+
+def step_of(rows: list[int], num_scheduled: list[int]) -> StepBatch:
+    return StepBatch([], np.array(rows), np.array(num_scheduled), np.cumsum(num_scheduled), None)
 
 
 def test_runs_end_with_the_last_that_has_a_prefix() -> None:
@@ -60,27 +66,39 @@ def test_a_prefix_is_shared_in_all_groups_that_take_part() -> None:
     assert find(PrefixRunsOfRows(batch, ALONE), [0, 1]) is None
 
 
-def test_runs_are_looked_for_again_when_a_table_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of([[1, 2, 3], [1, 2, 5]])
-    runs = PrefixRunsOfRows(batch, SHARING)
-    searches = []
-    search = runs._find
-    monkeypatch.setattr(runs, "_find", lambda *args: searches.append(1) or search(*args))
-    assert find(runs, [0, 1]) == [[0, 2], [0], [32], [32, 32]]
-    batch.append_blocks(0, ([6],))
-    batch.num_computed[:2] += 5
-    assert find(runs, [0, 1]) == [[0, 2], [0], [32], [32, 32]]
-    assert len(searches) == 1, "blocks were only appended"
-    batch.replace_block(BlockCopy("r1", 0, 1, 2, 7))
-    assert find(runs, [0, 1]) == [[0, 2], [0], [16], [16, 16]]
-    batch.drop("r1")
-    batch.add(NewRequestData("new", [0] * 34, 33, SamplingParams(), 0, ([1, 2, 8],), 33))
-    assert find(runs, [0, 1]) == [[0, 2], [0], [32], [32, 32]]
+def test_a_batch_is_that_of_the_step_before_until_a_table_changes() -> None:
+    """But for blocks that are appended, which no other request has."""
+    branches = batch_of([[1, 2, 3], [1, 2, 5]])
+    batches, runs = BatchRows(branches), PrefixRunsOfRows(branches, SHARING)
+
+    def lay_out(**counts: int) -> StepBatch:
+        return batches.lay_out(SchedulerOutput(num_scheduled_tokens=counts), [], NO_SPANS)
+
+    def found(batch: StepBatch) -> list[list[int]] | None:
+        result = runs.find(batch)
+        return None if result is None else [array.tolist() for array in result]
+
+    first = lay_out(r0=1, r1=1)
+    assert found(first) == [[0, 2], [0], [32], [32, 32]]
+    branches.append_blocks(0, ([6],))
+    branches.num_computed[:2] += 5
+    assert lay_out(r0=1, r1=1) is first
+    branches.replace_block(BlockCopy("r1", 0, 1, 2, 7))
+    assert found(lay_out(r0=1, r1=1)) == [[0, 2], [0], [16], [16, 16]]
+    branches.drop("r1")
+    branches.add(NewRequestData("new", [0] * 34, 33, SamplingParams(), 0, ([1, 2, 8],), 33))
+    replaced = lay_out(r0=1, new=1)
+    assert found(replaced) == [[0, 2], [0], [32], [32, 32]]
+    longer = lay_out(r0=1, new=2)
+    assert longer.cu_num_tokens.tolist() == [1, 3]
+    beams = batches.lay_out(SchedulerOutput(num_scheduled_tokens={"r0": 1}), [(np.array([4, 5]), 2)], NO_SPANS)
+    assert beams.rows.tolist() == [0, 4, 5] and beams.cu_num_tokens.tolist() == [1, 3, 5]
+    assert lay_out(r0=1, new=2) is longer
 
 
 def test_padding_has_runs_without_tokens() -> None:
     runs = PrefixRunsOfRows(batch_of([[1, 2, 3], [1, 2, 5], [7, 8]]), SHARING)
-    found = runs.find(np.array([0, 1, 2]), np.array([1, 1, 1]))
+    found = runs.find(step_of([0, 1, 2], [1, 1, 1]))
     assert found is not None
     columns = {name: values.tolist() for name, values in columns_of(found, 4).items()}
     assert columns == {
