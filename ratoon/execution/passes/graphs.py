@@ -72,7 +72,7 @@ class PaddedEnd(NamedTuple):
 class ChosenEnd(NamedTuple):
     """An end whose tokens are chosen once its masks are filled, behind a program that ends with its logits."""
 
-    index: int  # among the program's ends
+    place: int  # among the program's ends
     end: MaskedTokens
 
 
@@ -436,5 +436,5 @@ class Graphs:
 
     def _choose_padded(self, key: ProgramKey, logits: Tensor) -> Any:
         assert key.chosen is not None
-        index, end = key.chosen
-        return end.choose(logits, self._inputs.columns(key.program_ends.places[index]), self._masks.words)
+        place, end = key.chosen
+        return end.choose(logits, self._inputs.columns(key.program_ends.places[place]), self._masks.words)
