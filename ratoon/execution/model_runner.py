@@ -232,10 +232,4 @@ class ModelRunner:
         if self._resident is not None:
             cast("DeviceInputs", self.inputs).note_launched()
         finish = join([forward_pass.read(output) for forward_pass in executed])
-        if finish is None:
-            return output
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return PendingOutput(output, finish, done)
+        return output if finish is None else PendingOutput(output, finish)

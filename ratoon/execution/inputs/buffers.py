@@ -15,6 +15,17 @@ def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
+class PinnedMemory:
+    """Memory for copies to the host, and the event at which one is there."""
+
+    __slots__ = ("array", "copied", "words")
+
+    def __init__(self, num_words: int, on_cuda: bool) -> None:
+        self.words = torch.empty(num_words, dtype=torch.int32, pin_memory=on_cuda)
+        self.array: np.ndarray = self.words.numpy()  # made now: later the device may have to wait for the host
+        self.copied = torch.cuda.Event() if on_cuda else None
+
+
 class HostCopy:
     """A copy of a CUDA tensor in pinned memory, on its way. One thread starts it, another one may take it.
 
@@ -22,42 +33,49 @@ class HostCopy:
     thread that took it, and the stream may be capturing a graph by then.
     """
 
-    _memory: torch.Tensor | None = None
-    _kept: ClassVar[dict[int, deque[torch.Tensor]]] = defaultdict(deque)  # by size, a power of two
+    _memory: PinnedMemory | None = None
+    _kept: ClassVar[dict[tuple[int, bool], deque[PinnedMemory]]] = defaultdict(deque)  # by words, a power of two
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        num_bytes = tensor.numel() * tensor.element_size()
-        size = 1 << max(num_bytes - 1, 255).bit_length()
+        on_cuda, num_bytes = tensor.is_cuda, tensor.nbytes
+        self._key = 1 << max((num_bytes + 3) // 4 - 1, 63).bit_length(), on_cuda
         try:
-            self._memory = self._kept[size].pop()
+            self._memory = memory = self._kept[self._key].pop()
         except IndexError:
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        self._copy = self._memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        self._copy.copy_(tensor, non_blocking=True)
-        # Now: later the device may have to wait for the host
-        self._array = None if tensor.dtype is torch.bfloat16 else self._copy.numpy()
-        self._copied: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._memory = memory = PinnedMemory(*self._key)
+        self._dtype, self._shape, self._num_bytes = tensor.dtype, tensor.shape, num_bytes
+        self._view(memory).copy_(tensor, non_blocking=True)
+        if memory.copied is not None:
+            memory.copied.record()
 
     def __del__(self) -> None:
         # Also where it was never taken: a later copy is later on the stream as well.
         if self._memory is not None:
-            self._kept[len(self._memory)].append(self._memory)
+            self._kept[self._key].append(self._memory)
+
+    def _view(self, memory: PinnedMemory) -> torch.Tensor:
+        if self._dtype is torch.int32 and len(self._shape) == 1:  # tokens
+            return memory.words[: self._shape[0]]
+        return memory.words.view(torch.uint8)[: self._num_bytes].view(self._dtype).view(self._shape)
 
     def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Until it is there."""
+        if self._memory is not None and self._memory.copied is not None:
+            self._memory.copied.synchronize()
 
     def to_numpy(self) -> np.ndarray:
-        """What arrived; `wait` first, or for something later on the stream."""
-        assert self._array is not None, "numpy has no such type"
-        return self._array.copy()
+        """What arrived."""
+        self.wait()
+        assert self._memory is not None
+        if self._dtype is torch.int32 and len(self._shape) == 1:
+            return self._memory.array[: self._shape[0]].copy()
+        return self._view(self._memory).numpy().copy()
 
     def to_tensor(self) -> torch.Tensor:
         """The same for types that numpy has not."""
-        return self._copy.clone()
+        self.wait()
+        assert self._memory is not None
+        return self._view(self._memory).clone()
 
 
 class StepBuffer:

@@ -21,8 +21,8 @@ from ratoon.execution.passes.ends import EndRows
 
 Tensor = torch.Tensor
 NO_TOKEN = "the model's logits hold no usable number (NaN or all tokens forbidden)"
-# Puts results into the output that it gets, once the device is done. Called in another thread than readers are, while
-# that one may run the next step.
+# Waits for the results of the device, and puts them into the output that it gets. Called in another thread than readers
+# are, while that one may run the next step.
 Finish = Callable[[ModelRunnerOutput], None]
 
 
@@ -110,15 +110,12 @@ class PendingOutput:
     """The output of a step that the device may still be working on. The thread that launched it makes it, another one
     may take it."""
 
-    def __init__(self, output: ModelRunnerOutput, finish: Finish, done: torch.cuda.Event | None) -> None:
+    def __init__(self, output: ModelRunnerOutput, finish: Finish) -> None:
         self._output = output
         self._finish: Finish | None = finish
-        self._done = done  # recorded after everything that the results need; None: that was done at once
 
     def get_output(self) -> ModelRunnerOutput:
         if self._finish is not None:
-            if self._done is not None:
-                self._done.synchronize()
             self._finish(self._output)
             self._finish = None
         return self._output
