@@ -30,6 +30,7 @@ SHAPES = Path(__file__).parent / "models"
 BLOCK_SIZE = 16
 PREFIX = 4096  # tokens
 OWN = 64  # of a request, behind the prefix
+PROMPT = 128  # of a request whose states are read
 MAX_MODEL_LEN = 8192
 
 
@@ -109,18 +110,17 @@ def compare(name: str, rounds: int, ways: dict[str, Callable[[], float]]) -> Non
 
 
 def compare_states(executor: UniProcExecutor, args: argparse.Namespace) -> None:
-    batch = Batch(executor, args.requests, 256, 0)
     last = len(runner_of(executor).model.layers) + 1
-    batch.seconds_a_step(20, last)
-    compare(
-        f"states of the last token of {args.requests} requests",
-        args.rounds,
-        {
-            "plain": lambda: batch.seconds_a_step(args.steps),
-            "with states": lambda: batch.seconds_a_step(args.steps, last),
-        },
-    )
-    batch.end()
+
+    def measure(captured_layer: int | None) -> float:
+        batch = Batch(executor, args.requests, PROMPT, 0)
+        batch.seconds_a_step(5, captured_layer)
+        seconds = batch.seconds_a_step(args.steps, captured_layer)
+        batch.end()
+        return seconds
+
+    ways = {"plain": lambda: measure(None), "with states": lambda: measure(last)}
+    compare(f"states of the last token of {args.requests} requests", args.rounds, ways)
 
 
 def compare_prefix(executor: UniProcExecutor, args: argparse.Namespace, prefix: int) -> None:

@@ -8,6 +8,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ratoon.layers.torch_internals import record
+
 
 def indices_on(device: torch.device, indices: list[int]) -> torch.Tensor:
     """A short list of numbers as a device tensor, without waiting for the device (the host side is pinned)."""
@@ -46,7 +48,7 @@ class HostCopy:
         self._dtype, self._shape, self._num_bytes = tensor.dtype, tensor.shape, num_bytes
         self._view(memory).copy_(tensor, non_blocking=True)
         if memory.copied is not None:
-            memory.copied.record()
+            record(memory.copied)
 
     def __del__(self) -> None:
         # Also where it was never taken: a later copy is later on the stream as well.

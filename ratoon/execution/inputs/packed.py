@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ratoon.layers.torch_internals import record
+
 ALIGNMENT = 16  # bytes; kernels load aligned addresses faster
 WORD = torch.int32
 
@@ -63,7 +65,7 @@ class PackedBuffer:
         """What reads the host's side in this step is launched. May be said once the rest of the step is, too: the
         device has work then."""
         if self._events and not self._is_noted:
-            self._events[self._current].record()
+            record(self._events[self._current])
         self._is_noted = True
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from ratoon.execution.inputs import packed as packed_buffer
 from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.packed import PackedBuffer
 
@@ -45,8 +47,9 @@ class Marks:
         return SimpleNamespace(record=lambda: note("record"), synchronize=lambda: note("wait"))
 
 
-def test_a_side_of_packed_arrays_is_written_again_only_when_it_was_read() -> None:
+def test_a_side_of_packed_arrays_is_written_again_only_when_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a step that failed between its numbers and its end, of which nothing was said."""
+    monkeypatch.setattr(packed_buffer, "record", lambda event: event.record())
     packed, marks = PackedBuffer({"counts": (3, torch.int32)}, torch.device("cpu")), Marks()
     packed._events = [marks.of_side(0), marks.of_side(1)]  # type: ignore[list-item]
     for is_noted in (True, False, True):
