@@ -254,6 +254,7 @@ class FakeRunner:
     def _run_encoder(self, plan: SchedulerOutput, held: dict[int, set[str]]) -> None:
         """Cross tables are written by the encoder, each by one step, and before anything can have read them."""
         new_ids = {new.req_id for new in plan.scheduled_new_reqs} | {capture.req_id for capture in plan.captures}
+        new_ids.update(name for row_id in new_ids.copy() for name, _ in self._named_beams(row_id))  # resumed searches
         written: set[int] = set()
         for step in plan.encoder_steps:
             assert step.encoder_input == self._request_of(step.req_id).encoder_input
