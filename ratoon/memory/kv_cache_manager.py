@@ -337,11 +337,11 @@ class KVCacheManager:
         branch.num_registered_tokens = min(branch.num_registered_tokens, num_left - num_left % self._unit)
         branch.write_limit = 0
 
-    def take_back_last(self, branch: TokenSequence) -> None:
-        """The last computed token will be computed again: in its block, which leaves the prefix cache until then, or,
-        where others share it, in a copy."""
+    def take_back(self, branch: TokenSequence, num_tokens: int = 1) -> None:
+        """The last computed tokens count as not computed. What follows is written in their blocks, which stay and leave
+        the prefix cache until then, or, where others share them, in copies."""
         self.register_blocks()
-        branch.num_computed_tokens -= 1
+        branch.num_computed_tokens -= num_tokens
         num_left = branch.num_computed_tokens
         for table, size in zip(branch.block_tables, self._sizes):
             for block in table[num_left // size : branch.num_registered_tokens // size]:

@@ -8,6 +8,7 @@ kind (kinds/) is in its task.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from ratoon.core.plan import BlockIds, NewRequestData
@@ -105,10 +106,12 @@ class Branch(TokenSequence):
 
     __slots__ = (
         "choice",
+        "draft_tokens",
         "first_step",
         "known_to_runner",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_drafts",
         "num_pending",
         "num_rows",
         "order",
@@ -133,6 +136,8 @@ class Branch(TokenSequence):
         # Tokens that steps in flight will sample, and that the runner feeds to the next step itself: they count as
         # tokens to compute, but their values are not known here.
         self.num_pending = 0
+        self.draft_tokens: Sequence[int] = ()  # guesses at its next tokens, for its next step
+        self.num_drafts = 0  # that the step in flight checks; until its result it has no other
         self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result
         self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
         self.num_rows = 1  # in the runner; a search needs one per beam
@@ -152,6 +157,11 @@ class Branch(TokenSequence):
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.request.num_prompt_tokens
+
+    def propose(self, draft_tokens: Sequence[int]) -> None:
+        """Let the next step check these guesses at the tokens behind those that are known, as many as fit in it."""
+        self.draft_tokens = draft_tokens
+        self.write_limit = 0  # that step needs memory for them
 
     def append_tokens(self, token_ids: list[int]) -> None:
         self.token_ids.extend(token_ids)

@@ -79,7 +79,7 @@ class StepPlanner:
         state, most = self._state, self._state.config.token_budget
         wants: Counter[Owner] = Counter()
         for branch in state.running:
-            wants[branch.request.owner] += branch.num_tokens + branch.num_pending - branch.num_computed_tokens
+            wants[branch.request.owner] += max(_gap_of(branch), 0)  # less while drafts are checked
         for trunk in state.all_or_none.values():
             if trunk.status == BranchStatus.RUNNING and trunk.num_computed_tokens == trunk.num_tokens:
                 wants[trunk.request.owner] += trunk.num_rows
@@ -206,13 +206,30 @@ class StepPlanner:
         if branch.status != BranchStatus.RUNNING:
             return  # it was just preempted
         num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
+        if branch.draft_tokens and num_new_tokens == gap:
+            num_new_tokens += self._num_drafts(step, branch, gap)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
-            if self._preemption.make_room(step, branch) is branch:
+            if num_new_tokens > gap:
+                num_new_tokens = gap  # nothing is preempted for drafts
+            elif self._preemption.make_room(step, branch) is branch:
                 return
+
+    def _num_drafts(self, step: StepDraft, branch: Branch, gap: int) -> int:
+        """The drafts of a branch that its next step checks: as many as fit, without the tokens and blocks that other
+        branches and beams are about to need. A branch that waits for a token, or for its first one, checks none."""
+        if branch.num_pending or not branch.num_output_tokens:
+            return 0
+        state = self._state
+        num_others = state.num_running_rows - len(step.in_place) - len(step.allocated) - 1
+        room = min(step.budget - num_others, step.room_for(branch), state.max_step_tokens) - gap
+        # Behind the last draft comes a token of its own.
+        num_drafts = min(len(branch.draft_tokens), room, branch.max_total_tokens - branch.num_tokens - 1)
+        num_blocks = state.kv_cache.num_groups * (num_others + 1) + state.kv_cache.required_blocks(num_drafts)
+        return num_drafts if num_drafts > 0 and num_blocks <= state.kv_cache.num_free_blocks else 0
 
     def _schedule_waiting(self, step: StepDraft) -> None:
         state = self._state
@@ -440,8 +457,18 @@ class StepPlanner:
             branch.write_limit = 0  # the end of a prompt must be handled here, because it may fork
         else:
             branch.request.task.complete(plan, branch_id)
-            if branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
+            if branch.draft_tokens:
+                self._write_drafts(plan, branch)
+            # Choices are created with the result, and behind drafts the next step begins where it says.
+            if branch.plans_ahead and branch_id not in plan.fanout and not branch.num_drafts:
                 self._expect_token(branch)
+
+    def _write_drafts(self, plan: SchedulerOutput, branch: Branch) -> None:
+        """The drafts that there was room for; the others are dropped."""
+        drafts, branch.draft_tokens = branch.draft_tokens, ()
+        branch.num_drafts = max(0, branch.num_computed_tokens - branch.num_tokens - branch.num_pending)
+        if branch.num_drafts:
+            plan.scheduled_spec_decode_tokens[branch.branch_id] = list(drafts[: branch.num_drafts])
 
     def _expect_token(self, branch: Branch) -> None:
         """A branch is sampled in this step, and may run in the next one before its token is known, unless it is the

@@ -107,7 +107,7 @@ class SchedulerState:
 
     def end_rest(self, branch: Branch) -> None:
         if self.resting.pop(branch, None) is not None:
-            self.kv_cache.take_back_last(branch)
+            self.kv_cache.take_back(branch)
 
     @property
     def may_take_memory(self) -> bool:
@@ -119,17 +119,17 @@ class SchedulerState:
         """A branch ends: discard what steps in flight compute and sample for it. False: its first step is among them,
         so the content of its blocks is not certain."""
         flying = [plan for plan in self.in_flight if plan.step >= branch.first_step]
-        if not flying:
-            return True
-        held = [block for table in branch.block_tables for block in table]
-        if branch.cross is not None:
-            held += branch.cross.blocks
-        self.left_in_flight.append((flying[-1].step, held))
+        if flying:
+            held = [block for table in branch.block_tables for block in table]
+            if branch.cross is not None:
+                held += branch.cross.blocks
+            self.left_in_flight.append((flying[-1].step, held))
         num_tokens = sum(branch.request.task.num_written_tokens(plan, branch.branch_id) for plan in flying)
-        if num_tokens:
-            self.kv_cache.roll_back(branch, num_tokens)
-        branch.num_pending = 0
-        return flying[0].step > branch.first_step
+        num_unknown = branch.num_computed_tokens - branch.num_tokens  # drafts of a step that is done are among them
+        if max(num_tokens, num_unknown) > 0:
+            self.kv_cache.roll_back(branch, max(num_tokens, num_unknown))
+        branch.num_pending = branch.num_drafts = 0
+        return not flying or flying[0].step > branch.first_step
 
     def note_given_back(self) -> None:
         """A plan was made: blocks that branches freed for it may still be accessed by earlier steps in flight."""
@@ -173,13 +173,16 @@ class SchedulerState:
     def has_rows_for(self, branch: Branch) -> bool:
         """Whether there are enough free rows. While searches run, rows are limited to the token budget, so that all of
         them fit in one step."""
-        num_rows, limit = len(self.running) + self.loads.num_rows + branch.num_rows, self.config.max_num_seqs
+        num_rows, limit = self.num_running_rows + self.loads.num_rows + branch.num_rows, self.config.max_num_seqs
         if self.all_or_none:
-            num_rows += sum(
-                other.num_rows - 1 for other in self.all_or_none.values() if other.status == BranchStatus.RUNNING
-            )
             limit = min(limit, self.config.token_budget)
         return num_rows <= limit
+
+    @property
+    def num_running_rows(self) -> int:
+        """Rows of running branches: one of each, and one of each beam of a search."""
+        trunks = self.all_or_none.values()
+        return len(self.running) + sum(trunk.num_rows - 1 for trunk in trunks if trunk.status == BranchStatus.RUNNING)
 
     def spared_owners(self, branch: Branch) -> Collection[Owner]:
         """Owners whose leases are not evicted for this branch: those within their share of the leases, if this branch
@@ -287,7 +290,8 @@ class SchedulerState:
             self.kv_cache.free(branch, trusted)
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
-        branch.num_pending = 0
+        branch.num_pending = branch.num_drafts = 0
+        branch.draft_tokens = ()
         branch.first_step = NEVER
 
     def _swap_out(self, branch: Branch) -> bool:
@@ -389,7 +393,7 @@ class SchedulerState:
             assert may_hold or branch.num_computed_tokens == 0, f"{branch.branch_id} waits with computed tokens"
         for branch in self.branches.values():
             assert branch.num_tokens == len(branch.token_ids), f"{branch.branch_id}: miscounted tokens"
-            assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending, (
+            assert branch.num_computed_tokens <= branch.num_tokens + branch.num_pending + branch.num_drafts, (
                 f"{branch.branch_id}: more computed than there is"
             )
             assert branch.num_registered_tokens <= branch.num_tokens, f"{branch.branch_id}: unknown tokens were hashed"

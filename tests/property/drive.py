@@ -28,6 +28,7 @@ from ratoon.scheduling.scheduler import Scheduler
 from tests.property.extractions import Reading, rows_of
 from tests.property.fake_runner import FakeRunner
 from tests.property.loads import VOCABULARY, Child, Load
+from tests.property.references import extend_prefix, next_token
 from tests.property.watches import EncoderWatch, SwapWatch
 
 MAX_STEPS = 3000
@@ -252,6 +253,8 @@ class Drive:
         while len(self.in_flight) < self.load.scheduler.max_steps_in_flight and self.scheduler.can_plan:
             quarantined = bool(self.scheduler.state.quarantined)  # then others are preempted for it
             self.swaps.before_plan()
+            if self.load.num_guesses:
+                self.guess()
             plan = self.scheduler.schedule()
             self.scheduler.check()
             self.swaps.after_plan(plan)
@@ -264,6 +267,24 @@ class Drive:
             if self.in_flight:
                 event("planned ahead")
             self.in_flight.append((plan, decoded, quarantined))
+
+    def guess(self) -> None:
+        """Guess next tokens of some branches, some of them wrongly."""
+        for branch in self.scheduler.state.running:
+            row = self.runner.rows.get(branch.branch_id)
+            if row is None or hash(branch.request_id) % 3 == 0 or not isinstance(row.params, SamplingParams):
+                continue
+            branch.plans_ahead = False  # guesses are made behind known tokens
+            if branch.num_pending or branch.num_computed_tokens != branch.num_tokens - 1:
+                continue
+            prefix, num_output = row.prefixes[-1], branch.num_output_tokens
+            number = hash((prefix, 11))
+            tokens: list[int] = []
+            for place in range(1 + number % self.load.num_guesses):
+                token = next_token(prefix, row.seed, num_output + place, row.params, self.runner.vocabulary)
+                tokens.append(token if number >> place & 3 else (token + 1) % self.runner.vocabulary)
+                prefix = extend_prefix(prefix, token)
+            branch.propose(tokens)
 
     def step(self, step: int) -> None:
         self.plan_steps()
@@ -297,6 +318,9 @@ class Drive:
             assert not from_nothing, "admitted while preempting"
         if plan.block_copies:
             event("copied on write")
+        for branch_id, drafts in plan.scheduled_spec_decode_tokens.items():
+            kept = dict(zip(result.req_ids, result.sampled_token_ids)).get(branch_id, [])
+            event("all guesses kept" if len(kept) > len(drafts) else "guesses taken back")
         for beam_step in plan.beam_steps:
             event("beams that catch up" if beam_step.num_tokens > 1 else "beams")
 

@@ -114,6 +114,10 @@ class FakeRunner:
         held = self._readers(plan, self.spans)
         assert held.keys().isdisjoint(load.block for load in plan.loads), "a branch does not wait for its blocks"
         self._run_encoder(plan, held)
+        for row_id, tokens in plan.scheduled_spec_decode_tokens.items():
+            row, count = self.rows[row_id], plan.num_scheduled_tokens[row_id]
+            assert row.num_computed_tokens + count == len(row.token_ids) + len(tokens), "drafts of unknown tokens"
+            row.extend(tokens)
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
         self._write(plan)
@@ -357,6 +361,9 @@ class FakeRunner:
         sampled: list[tuple[str, list[int]]] = []
         for row_id in plan.sampled_req_ids:
             row = self.rows[row_id]
+            if row_id in plan.scheduled_spec_decode_tokens:
+                sampled.append((row_id, self._check_drafts(row, plan.scheduled_spec_decode_tokens[row_id])))
+                continue
             if self.burst > 1 and row.num_computed_tokens < len(row.token_ids):
                 result.known.append(row_id)  # planned before the last run of tokens was known
                 continue
@@ -430,6 +437,22 @@ class FakeRunner:
             tokens.append(next_token(prefix, seed, num_output + len(tokens), row.params, self.vocabulary))
             prefix = extend_prefix(prefix, tokens[-1])
         return tokens
+
+    def _check_drafts(self, row: Row, drafts: list[int]) -> list[int]:
+        """The tokens up to the first that is not as guessed. What was guessed leaves the row."""
+        num_tokens = len(row.token_ids) - len(drafts)
+        num_output = num_tokens - row.num_prompt_tokens
+        kept: list[int] = []
+        for place, draft in enumerate([*drafts, None]):
+            prefix = row.prefixes[num_tokens - 1 + place]
+            kept.append(next_token(prefix, row.seed, num_output + place, row.params, self.vocabulary))
+            if kept[-1] != draft:
+                break
+        for values in (row.token_ids, row.prefixes, row.contents):
+            del values[num_tokens:]
+        row.extend(kept)
+        row.num_computed_tokens = num_tokens + len(kept) - 1
+        return kept
 
     def _prompt_logprobs(self, row: Row, count: int) -> PromptLogprobsChunk | None:
         if not isinstance(row.params, SamplingParams) or row.params.prompt_logprobs is None:

@@ -93,6 +93,7 @@ class Load:
     seconds_to_tell: int  # steps until the front end tells how many tokens count of a text that ended in the engine
     swap_costs: SwapCosts | None  # by which some preempted branches are computed again
     lost_slots: frozenset[int]  # of the block store: transfers from and to these fail
+    num_guesses: int  # that a branch of some requests has for its next tokens, at the most
 
 
 @st.composite
@@ -218,7 +219,8 @@ def _some_stops(branch_ids: tuple[str, ...]) -> st.SearchStrategy[dict[int, list
 def loads(draw: st.DrawFn, *traits: str) -> Load:
     """rooted: memory for leases, and many continuations; searching: many beams, and memory for a few of them; reading:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
-    some on the host; restarting: the engine dies now and then; owned: requests are of several owners."""
+    some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
+    tokens are guessed."""
     rooted, swapping = "rooted" in traits, "swapping" in traits
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]
@@ -270,4 +272,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         seconds_to_tell=draw(among(0, 0, 1, 4)),
         swap_costs=draw(among(None, None, SwapCosts(3.0, 1.0), SwapCosts(4.0, 1.0))),
         lost_slots=draw(LOST_SLOTS),
+        num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
     )

@@ -57,6 +57,12 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(load: Load) -> No
 
 
 @examples(200)
+@given(loads("guessing"))
+def test_guesses_at_next_tokens_change_none(load: Load) -> None:
+    run(load)
+
+
+@examples(200)
 @given(loads("rooted"))
 def test_continuations_end_with_the_tokens_of_the_whole_text(load: Load) -> None:
     run(load)

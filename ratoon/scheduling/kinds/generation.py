@@ -191,7 +191,7 @@ class GenerationKind(RequestKind):
             branch = self._state.branches.get(branch_id)
             if branch is not None and branch.choice == 0 and branch.first_step <= plan.step:
                 _task_of(branch).keep_prompt_logprobs(chunk)
-        self._take_tokens(plan.step, output, outputs)
+        self._take_tokens(plan, output, outputs)
         if output.completed:
             self._end_completed(plan.step, output, outputs)
         if output.late:
@@ -204,9 +204,9 @@ class GenerationKind(RequestKind):
             outputs += self._fail_unanswered(plan, output)
         return outputs
 
-    def _take_tokens(self, step: int, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+    def _take_tokens(self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         # The other loop that runs for every branch in every step.
-        find_branch = self._state.branches.get
+        step, find_branch = plan.step, self._state.branches.get
         give = outputs.append
         all_logprobs, with_prompt_logprobs = output.logprobs, self._with_prompt_logprobs
         finished: list[Branch] = []
@@ -252,8 +252,22 @@ class GenerationKind(RequestKind):
                     branch.num_cached_tokens,
                 )
             )
+        if plan.scheduled_spec_decode_tokens:
+            self._take_back_drafts(plan, output)
         if finished:
             self._state.release(finished, ended_well=True)
+
+    def _take_back_drafts(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Drafts that were not kept count as not computed, and neither does the last token of a branch that got one."""
+        answered = set(output.req_ids)
+        for branch_id in plan.scheduled_spec_decode_tokens:
+            branch = self._state.branches.get(branch_id)
+            if branch is None or branch.first_step > plan.step:
+                continue
+            branch.num_drafts = 0
+            num_rejected = branch.num_computed_tokens - branch.num_tokens + (branch_id in answered)
+            if num_rejected:
+                self._state.kv_cache.take_back(branch, num_rejected)
 
     def _compute_again(self, step: int, late: list[str]) -> None:
         """Branches that got no token, because what their grammar allows is not known yet. Each of the steps in flight
@@ -263,7 +277,7 @@ class GenerationKind(RequestKind):
             if branch is None or branch.first_step > step:
                 continue
             if branch.num_computed_tokens > branch.num_tokens:
-                self._state.kv_cache.take_back_last(branch)
+                self._state.kv_cache.take_back(branch)
             else:
                 self._state.rest(branch)
             branch.num_pending = branch.num_computed_tokens - branch.num_tokens  # steps in flight bring no more

@@ -1,0 +1,154 @@
+"""Draft tokens in the scheduler: which steps check them, and what is left of a branch when some are not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import BeamSearchParams
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import EngineCoreRequest, FinishReason
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.scheduler import Scheduler
+from tests.unit.scheduling.steps import BLOCK_SIZE, add, answer_of, scheduler_of, step
+from tests.unit.scheduling.test_beam_scheduling import step as step_of_search
+
+
+def one_that_runs(prompt: int = 3, **settings: Any) -> tuple[Scheduler, Branch]:
+    """A scheduler with a branch that has its first token."""
+    params = {name: settings.pop(name) for name in ("max_tokens", "stop_token_ids", "n") if name in settings}
+    scheduler = scheduler_of(**{"max_steps_in_flight": 1, **settings})
+    add(scheduler, "a", prompt, **params)
+    step(scheduler)
+    return scheduler, scheduler.state.branches["a"]
+
+
+def answer(scheduler: Scheduler, plan: SchedulerOutput, tokens: list[int]) -> list[Any]:
+    outputs = scheduler.update_from_output(plan, ModelRunnerOutput(["a"], [tokens]))
+    scheduler.check()
+    return outputs
+
+
+def plan_with(scheduler: Scheduler, branch: Branch, drafts: list[int]) -> SchedulerOutput:
+    branch.propose(drafts)
+    plan = scheduler.schedule()
+    scheduler.check()
+    return plan
+
+
+def test_a_step_computes_the_drafts_and_the_result_goes_on_behind_those_that_were_kept() -> None:
+    scheduler, branch = one_that_runs()
+    plan = plan_with(scheduler, branch, [5, 6, 8])
+    assert plan.num_scheduled_tokens == {"a": 4} and plan.scheduled_spec_decode_tokens == {"a": [5, 6, 8]}
+    assert plan.sampled_req_ids == ["a"]
+    (output,) = answer(scheduler, plan, [5, 9])  # the second guess was wrong
+    assert output.new_token_ids == [5, 9] and branch.token_ids[-3:] == [7, 5, 9]
+    assert branch.num_computed_tokens == branch.num_tokens - 1
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 1} and not plan.scheduled_spec_decode_tokens
+    assert plan.scheduled_cached_reqs.num_computed_tokens == [branch.num_tokens - 2]
+
+
+def test_blocks_of_drafts_stay_with_the_branch() -> None:
+    scheduler, branch = one_that_runs()
+    plan = plan_with(scheduler, branch, list(range(5, 5 + 2 * BLOCK_SIZE)))
+    num_held = len(branch.block_tables[0])
+    answer(scheduler, plan, [1])
+    assert len(branch.block_tables[0]) == num_held > -(-branch.num_tokens // BLOCK_SIZE)
+    for _ in range(BLOCK_SIZE):
+        plan, _ = step(scheduler)
+        assert plan.scheduled_cached_reqs.new_block_ids == [None]
+
+
+def test_only_tokens_that_were_kept_are_found_in_the_prefix_cache() -> None:
+    scheduler, branch = one_that_runs(prompt=BLOCK_SIZE - 1)
+    answer(scheduler, plan_with(scheduler, branch, [5, 6, 8, 9]), [5, 6, 1])
+    known = branch.token_ids.copy()
+    scheduler.abort_requests(["a"])
+    add(scheduler, "b", [*known[: BLOCK_SIZE + 2], 8, 9, 2, 3])  # as it would go on if all guesses had been right
+    step(scheduler)
+    assert scheduler.state.branches["b"].num_cached_tokens == BLOCK_SIZE
+
+
+def test_a_stop_token_among_the_drafts_ends_the_branch_there() -> None:
+    scheduler, branch = one_that_runs(stop_token_ids=[6])
+    plan = plan_with(scheduler, branch, [5, 6, 8])
+    (output,) = answer(scheduler, plan, [5, 6, 8, 1])
+    assert output.new_token_ids == [5, 6] and output.finish_reason == FinishReason.STOP
+    assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_usable_blocks
+
+
+def test_drafts_end_where_the_text_may() -> None:
+    scheduler, branch = one_that_runs(max_tokens=4)
+    plan = plan_with(scheduler, branch, [5, 6, 8, 9, 10])
+    assert plan.scheduled_spec_decode_tokens == {"a": [5, 6]}  # and a token of its own
+    (output,) = answer(scheduler, plan, [5, 6, 8])
+    assert output.finish_reason == FinishReason.LENGTH
+
+
+def test_drafts_leave_other_branches_and_beams_their_tokens() -> None:
+    scheduler, branch = one_that_runs(max_num_batched_tokens=6, max_num_seqs=6)
+    beams = BeamSearchParams(beam_width=3, n=1, max_tokens=8)
+    scheduler.add_request(EngineCoreRequest("s", [1, 2, 3], beams))
+    add(scheduler, "b", 2)
+    for _ in range(3):
+        step_of_search(scheduler)
+    branch.propose([5, 6, 8, 9, 10])
+    plan, _ = step_of_search(scheduler)
+    assert plan.total_num_scheduled_tokens == 6 and [each.num_beams for each in plan.beam_steps] == [3]
+    assert plan.scheduled_spec_decode_tokens == {"a": [5]} and plan.num_scheduled_tokens["b"] == 1
+
+
+def test_nothing_is_preempted_for_drafts() -> None:
+    scheduler, branch = one_that_runs(num_blocks=5, max_model_len=12)
+    add(scheduler, "b", BLOCK_SIZE)
+    step(scheduler)  # each of them needs one of the two blocks that are left
+    plan = plan_with(scheduler, branch, [5, 6, 8, 9, 10])
+    assert not plan.preempted_req_ids and plan.num_scheduled_tokens == {"a": 1, "b": 1}
+    assert not plan.scheduled_spec_decode_tokens and not branch.draft_tokens
+
+
+def test_a_branch_whose_token_is_not_known_checks_no_drafts() -> None:
+    scheduler, branch = one_that_runs(max_steps_in_flight=2)
+    first = scheduler.schedule()
+    plan = plan_with(scheduler, branch, [5, 6])
+    assert plan.num_scheduled_tokens == {"a": 1} and not plan.scheduled_spec_decode_tokens
+    for each in (first, plan):
+        scheduler.update_from_output(each, answer_of(each))
+    scheduler.check()
+
+
+def test_it_waits_for_the_result_while_drafts_are_checked() -> None:
+    scheduler, branch = one_that_runs(max_steps_in_flight=2)
+    add(scheduler, "b", 3)
+    plan = plan_with(scheduler, branch, [5, 6])
+    ahead = scheduler.schedule()
+    assert "a" in plan.num_scheduled_tokens and "a" not in ahead.num_scheduled_tokens
+    scheduler.update_from_output(plan, ModelRunnerOutput(["a", "b"], [[5, 6, 8], [7]]))
+    scheduler.check()
+    assert scheduler.schedule().num_scheduled_tokens["a"] == 1
+
+
+def test_one_that_ends_before_the_result_leaves_no_block_of_unknown_tokens() -> None:
+    scheduler, branch = one_that_runs(prompt=BLOCK_SIZE - 1)
+    plan = plan_with(scheduler, branch, list(range(5, 5 + 2 * BLOCK_SIZE)))
+    known = branch.token_ids.copy()
+    scheduler.step_done(plan)
+    scheduler.abort_requests(["a"])
+    scheduler.check()
+    answer(scheduler, plan, [5])
+    add(scheduler, "b", [*known, *range(5, 5 + 3 * BLOCK_SIZE)])
+    step(scheduler)
+    assert scheduler.state.branches["b"].num_cached_tokens == BLOCK_SIZE
+
+
+def test_a_failed_step_leaves_nothing_of_its_drafts() -> None:
+    scheduler, branch = one_that_runs()
+    add(scheduler, "b", 3)
+    step(scheduler)
+    plan = plan_with(scheduler, branch, [5, 6, 8])
+    scheduler.step_failed(plan, "the device is gone")
+    scheduler.check()
+    assert not branch.num_drafts and not branch.draft_tokens
+    outputs = {name: output for _ in range(2) for name, output in step(scheduler)[1].items()}  # each runs alone
+    assert outputs["a", 0].new_token_ids == outputs["b", 0].new_token_ids == [7]
