@@ -32,6 +32,8 @@ def shared_prefixes(block_table: np.ndarray, seq_lens: np.ndarray, block_size: i
         return shared
     shorter = np.minimum(seq_lens[alike], seq_lens[alike - 1])
     width = -(-int(shorter.max()) // block_size)
+    if width == 0:  # padding without keys, whose tables are those of an earlier step
+        return shared
     table = block_table[:, :width]
     differs = table[alike] != table[alike - 1]
     num_blocks = differs.argmax(axis=1)  # the first that differs; never 0, because the first blocks are equal

@@ -231,3 +231,9 @@ def test_what_a_request_shares_with_the_one_before_it(
     shared = shared_prefixes(np.array(tables, dtype=np.int32), np.array(seq_lens, dtype=np.int32), 16)
     assert shared.dtype == np.int32
     assert shared.tolist() == expected
+
+
+def test_padding_without_keys_shares_nothing_whatever_its_tables_hold() -> None:
+    table = np.array([[1, 2], [5, 6], [5, 6]], np.int32)  # the last two are those of an earlier step
+    assert shared_prefixes(table, np.array([20, 0, 0], np.int32), 16).tolist() == [0, 0, 0]
+    assert shared_prefixes(table, np.array([20, 17, 0], np.int32), 16).tolist() == [0, 0, 0]
