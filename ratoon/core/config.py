@@ -198,7 +198,7 @@ class SchedulerConfig:
     jump_forward: bool = setting(
         True,
         "tokens for which structured output leaves no choice are computed together with the next one, not by a step "
-        "of their own; the answers are the same; not on a GPU, where the model chooses the tokens that spell them",
+        "of their own; the answers are the same",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
 
@@ -285,9 +285,7 @@ class FrontEndConfig:
 
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
     """Resolve settings whose defaults depend on the GPU's memory; 0: there is no GPU. A large one computes long prompts
-    faster in large steps, and has the memory for them. Rows that are on a GPU get one token in a step."""
-    if gpu_bytes:
-        config = replace(config, scheduler=replace(config.scheduler, jump_forward=False))
+    faster in large steps, and has the memory for them."""
     if config.scheduler.max_num_batched_tokens is not None or gpu_bytes < LARGE_GPU_BYTES:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=LARGE_GPU_TOKEN_BUDGET))

@@ -68,7 +68,7 @@ class ModelRunner:
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
-        structured output. `jump_forward`: tokens without a choice are appended at once, where rows are on the host."""
+        structured output. `jump_forward`: tokens without a choice are appended at once."""
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
@@ -107,7 +107,7 @@ class ModelRunner:
                 self.input_batch, max_num_tokens, num_rows, max_padded, min(max_padded, MAX_DECODES), device
             )
             self.inputs, self._resident = inputs, inputs.resident
-            self.sampling_rows.spells_forced_text = False  # it would cost more than it saves
+            self.sampling_rows.tells_runs = jump_forward and grammars is not None
             if capture is not None:
                 masks = MaskColumn(min(max_padded, MAX_DECODES), device)
                 self.sampling_rows.mask_column = None if grammars is None else masks
@@ -206,6 +206,8 @@ class ModelRunner:
             self.input_batch.num_computed[row] = computed
             if blocks is not None:
                 self.input_batch.append_blocks(row, blocks)
+        for row, tokens in self.sampling_rows.append_told():
+            self.input_batch.append_run(row, tokens)
         for req_id, tokens in plan.scheduled_spec_decode_tokens.items():
             self.input_batch.write_drafts(self.input_batch.row_of[req_id], tokens)
         for step in plan.beam_steps:

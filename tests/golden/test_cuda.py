@@ -12,6 +12,7 @@ from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
+from tests.golden.grammar_engines import forced_texts
 from tests.golden.tiny_models import random_token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -185,6 +186,19 @@ def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
     except ModelError as error:
         pytest.skip(str(error))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "calls"])
+@pytest.mark.parametrize("others", [False, True], ids=["masks alone", "other rules"])
+def test_text_without_a_choice_is_told_at_once_and_changes_no_token(others, cuda_graphs):
+    settings = {"others": others, "device": "cuda", "dtype": "float32", "cuda_graphs": cuda_graphs}
+    expected = forced_texts(jump_forward=False, **settings)
+    assert expected.num_known == 0
+    for in_flight in (1, 2, 3):
+        found = forced_texts(max_steps_in_flight=in_flight, **settings)
+        assert found.answers == expected.answers
+        assert found.num_steps < expected.num_steps
+        assert (found.num_known > 0) == (in_flight > 1)
 
 
 def without_waiting(function):

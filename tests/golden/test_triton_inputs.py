@@ -18,7 +18,7 @@ from ratoon.execution.sampling.mask_column import MaskColumn
 from ratoon.execution.sampling.sampler import Sampler
 from ratoon.execution.sampling.sampling_rows import SamplingRows
 from tests.golden import tiny_models
-from tests.golden.grammar_engines import grammar_engine
+from tests.golden.grammar_engines import forced_texts, grammar_engine
 from tests.golden.test_cuda import greedy, searches, states, texts_over_encoders
 
 pytestmark = pytest.mark.skipif(
@@ -98,6 +98,25 @@ def test_texts_are_the_same_where_masks_are_filled_while_the_device_computes(in_
     with inputs_on_device(padded=True):
         assert structured_texts() == expected
     assert len(steps) > 8 and max(steps) > 4  # fewer on a busy machine: a grammar that seems slow is not waited for
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_text_without_a_choice_is_told_at_once_and_changes_no_token(in_flight):
+    expected = forced_texts(jump_forward=False)
+    with inputs_on_device(padded=True):
+        found = forced_texts(max_steps_in_flight=in_flight)
+    assert found.answers == expected.answers
+    assert found.num_steps < expected.num_steps
+    assert (found.num_known > 0) == (in_flight > 1)  # a step under way samples once more what was told
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "alone"])
+def test_told_text_changes_no_token_beside_other_rules_and_where_memory_is_short(padded):
+    expected = forced_texts(others=True, jump_forward=False)
+    with inputs_on_device(padded):
+        found = forced_texts(others=True, num_blocks=26)
+    assert found.answers == expected.answers
+    assert found.num_known > 0 and found.num_preemptions > 0
 
 
 # Steps run alone or padded: each kind of request once, in the way that fewer other tests see.

@@ -16,6 +16,7 @@ from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, wor
 
 MAX_BYTES = 128  # of a piece
 MAX_TOKENS = 48  # that may follow, where all are beginnings of one
+FIRST_WORDS = 256  # of a mask: those of most free texts have too many tokens among these
 
 
 def allowed_tokens(words: np.ndarray, vocab_size: int, most: int) -> np.ndarray | None:
@@ -67,7 +68,7 @@ def forced_tokens(state: GrammarState, words: np.ndarray, library: GrammarLibrar
 def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
     """Whether the first and the last token of a mask [W] int32 begin with the same byte, which most masks without
     forced text rule out. Asked of every mask, so it looks at two tokens alone."""
-    if np.count_nonzero(words) > MAX_TOKENS:
+    if np.count_nonzero(words[:FIRST_WORDS]) > MAX_TOKENS or np.count_nonzero(words) > MAX_TOKENS:
         return False
     places = words.nonzero()[0]
     if not len(places):

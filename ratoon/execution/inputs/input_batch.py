@@ -173,7 +173,8 @@ class InputBatch:
         self.num_tokens[rows] += 1
 
     def append_run(self, row: int, tokens: list[int]) -> None:
-        """Several tokens for one row, which a device does not have."""
+        """Several tokens for one row, which a device does not have. Those beyond the longest text are left out."""
+        tokens = tokens[: self.max_model_len - int(self.num_tokens[row])]
         self.write_drafts(row, tokens)
         self.num_tokens[row] += len(tokens)
 

@@ -21,6 +21,7 @@ from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler, all_of
 from ratoon.execution.sampling.sampling_rows import MasksOfStep, Needs, SamplingRows
 from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.execution.sampling.told_runs import RunsOfStep
 from ratoon.layers.sampling import Mode
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ MASKED_TOKENS = {mode: MaskedTokens(mode) for mode in Mode}
 class SampledReaders:
     """`resident`: the rows on the device, if they are there: tokens are chosen on the device then, unless a row asks
     for more than its kernels do, and stay there until the next step is under way. `jumps`: tokens for which a grammar
-    leaves no choice are appended at once."""
+    leaves no choice are appended at once: here where rows are on the host, and else as told_runs.py says."""
 
     def __init__(
         self, branches: InputBatch, sampler: Sampler, resident: DeviceRows | None = None, jumps: bool = False
@@ -158,6 +159,7 @@ class SampledRowsReader:
             logits = logits[to_device(source, logits.device)]
         sampled = self._sampler.sample(logits, rows, seeds)
         own = rows[:num_branches]
+        runs = sampling_rows.runs_of(own, with_tails=True) if sampling_rows.tells_runs else None
         sampling_rows.append_on_device(own, sampled.token_ids[:num_branches])
         if self._resident is None:
             append_known(sampled, ids, rows, num_branches, self._branches, sampling_rows, output, self._complete)
@@ -166,7 +168,9 @@ class SampledRowsReader:
                 self._append_forced(ids, own, output)
             return None
         self._resident.append_tokens(own, sampled.token_ids[:num_branches])
-        return append_pending(sampled, ids, rows, num_branches, self._branches, sampling_rows, output, self._complete)
+        return append_pending(
+            sampled, ids, rows, num_branches, self._branches, sampling_rows, output, self._complete, runs
+        )
 
     def _settle_without_sampling(self, output: ModelRunnerOutput) -> set[str]:
         """The branches whose grammars leave nothing to sample: their text is complete, nothing matches, it must go on
@@ -192,7 +196,7 @@ class SampledRowsReader:
                     output.completed += ids
                 else:
                     output.refused.update(dict.fromkeys(ids, NOT_MATCHED))
-            elif self._jumps and (run := self._take_forced(int(rows[place]))):
+            elif self._jumps and self._resident is None and (run := self._take_forced(int(rows[place]))):
                 output.req_ids += ids
                 output.sampled_token_ids += [run.copy() for _ in ids]
             else:
@@ -308,7 +312,7 @@ def _put_masked(tokens: SampledTokens, ids: list[str], masks: MasksOfStep, outpu
             complete.add(ids[place])
         else:
             output.refused[ids[place]] = grammar.problem or NOT_MATCHED
-    put_tokens(tokens, ids, output, complete)
+    put_tokens(tokens, ids, output, complete, masks.runs)
     for req_id in output.refused:
         output.errors.pop(req_id, None)
 
@@ -322,20 +326,25 @@ def append_pending(
     sampling_rows: SamplingRows,
     output: ModelRunnerOutput,
     complete: Collection[str] = (),
+    runs: RunsOfStep | None = None,
 ) -> Finish | None:
     """Does what `append_known` does for tokens that the device has written to its rows. The host does not wait for
-    them: the returned `Finish` puts them into the output."""
+    them: the returned `Finish` puts them into the output, and with them what `runs` tells."""
     sampled.start_copy()
     own = rows[:num_own]
     branches.append_pending(own)
     sampling_rows.append_unread(own, sampled)
-    return partial(_put_tokens_later, sampled, ids, complete)
+    return partial(_put_tokens_later, sampled, ids, complete, runs)
 
 
 def _put_tokens_later(
-    sampled: SampledTokens, ids: list[str], complete: Collection[str], output: ModelRunnerOutput
+    sampled: SampledTokens,
+    ids: list[str],
+    complete: Collection[str],
+    runs: RunsOfStep | None,
+    output: ModelRunnerOutput,
 ) -> None:
-    put_tokens(sampled, ids, output, complete)
+    put_tokens(sampled, ids, output, complete, runs)
 
 
 def append_known(
@@ -361,11 +370,16 @@ def append_known(
 
 
 def put_tokens(
-    sampled: SampledTokens, ids: list[str], output: ModelRunnerOutput, complete: Collection[str] = ()
+    sampled: SampledTokens,
+    ids: list[str],
+    output: ModelRunnerOutput,
+    complete: Collection[str] = (),
+    runs: RunsOfStep | None = None,
 ) -> set[int]:
-    """Returns the places of those without a token. Of `complete`, these need none."""
+    """Returns the places of those without a token. Of `complete`, these need none. `runs`: tells what follows some."""
     tokens, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
-    if not bad:  # always, but for broken models
+    told = {} if runs is None else runs.tell(bad)
+    if not bad and not told:
         output.req_ids += ids
         output.sampled_token_ids += [[token] for token in tokens]
         output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
@@ -373,8 +387,13 @@ def put_tokens(
     without = [ids[index] for index in sorted(bad)]
     output.completed += [req_id for req_id in without if req_id in complete]
     output.errors.update((req_id, NO_TOKEN) for req_id in without if req_id not in complete)
-    good = [index for index in range(len(tokens)) if index not in bad]
-    output.req_ids += [ids[index] for index in good]
-    output.sampled_token_ids += [[tokens[index]] for index in good]
-    output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index not in bad}
+    output.known += [ids[index] for index, tail in told.items() if tail is None]
+    found = {
+        index: [token, *tail]
+        for index, token in enumerate(tokens)
+        if index not in bad and (tail := told.get(index, ())) is not None
+    }
+    output.req_ids += [ids[index] for index in found]
+    output.sampled_token_ids += found.values()
+    output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index in found}
     return bad

@@ -27,15 +27,13 @@ def rules_of(
     prompt_token_ids: Sequence[int],
     encoder_token_ids: Sequence[int] = (),
     grammars: GrammarCompiler | None = None,
-    spells: bool = True,
 ) -> RowRules:
-    """Without an encoder, the prompt is used as the encoder tokens. `grammars`: for structured output;
-    `spells`: whether these spell text without an alternative as the tokenizer does."""
+    """Without an encoder, the prompt is used as the encoder tokens. `grammars`: for structured output."""
     rules: list[LogitsRule] = []
     if params.structured_output is not None:
         assert grammars is not None, "an engine without grammars"
         ends_of_text = {*(params.stop_token_ids or ()), *(params.all_stop_token_ids or ())}
-        rules.append(grammar_rule(params.structured_output, ends_of_text, prompt_token_ids, grammars, spells))
+        rules.append(grammar_rule(params.structured_output, ends_of_text, prompt_token_ids, grammars))
     if params.allowed_token_ids is not None:
         rules.append(AllowedIds(_sorted_ids(params.allowed_token_ids)))
     if params.no_repeat_ngram_size:

@@ -39,15 +39,13 @@ NOT_MATCHED = "allows no token here: no text that begins like this one matches i
 
 
 class Source:
-    """Where a grammar's states come from. `spells`: text without an alternative gets the tokens of the tokenizer, not
-    any that the model prefers, and so the same ones where it is appended at once."""
+    """Where a grammar's states come from."""
 
-    __slots__ = ("compiled", "library", "spells")
+    __slots__ = ("compiled", "library")
 
-    def __init__(self, compiled: KeptGrammar, library: GrammarLibrary, spells: bool = True) -> None:
+    def __init__(self, compiled: KeptGrammar, library: GrammarLibrary) -> None:
         self.compiled = compiled
         self.library = library
-        self.spells = spells
 
     def begin(self) -> Path:
         return Path(self.compiled.begin(), self)
@@ -309,19 +307,18 @@ os.register_at_fork(after_in_child=mask_filler.cache_clear)  # threads stay in t
 
 
 def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray) -> None:
-    """`masks` [N, W]: what the library allows, without ends."""
+    """`masks` [N, W]: what the library allows, without ends. Text without an alternative gets the tokens of the
+    tokenizer, not any that the model prefers, and so the same ones where it is appended at once."""
     for rule, state, words in zip(rules, states, masks):
         error = state.error
         if error is not None:
             rule._fail(error)
             continue
         is_accepting = state.is_accepting
-        source = rule._path.source
-        forced = [] if is_accepting or not source.spells else forced_tokens(state, words, source.library)
+        forced = [] if is_accepting else forced_tokens(state, words, rule._path.source.library)
         rule._ends.set_in(words, is_accepting)
         rule._mask = words
-        if source.spells:
-            forced = rule._ends.cut(forced, words if is_accepting else None)
+        forced = rule._ends.cut(forced, words if is_accepting else None)
         if forced:
             rule._set_forced(forced)
 
@@ -422,13 +419,11 @@ def grammar_rule(
     ends: Iterable[int],
     prompt_token_ids: Sequence[int],
     grammars: GrammarCompiler,
-    spells: bool = True,
 ) -> Grammar | FreeText:
-    """The rule of a text at the end of its prompt, of which the grammar may have consumed a part. `spells`: see
-    Source."""
+    """The rule of a text at the end of its prompt, of which the grammar may have consumed a part."""
     library = grammars.library
     tokens_of_end = ends_of(frozenset(ends), library.vocab_size)
-    source = Source(grammars.get(asked), library, spells)
+    source = Source(grammars.get(asked), library)
     rule: Grammar | FreeText
     if asked.begins_after is None:
         rule = Grammar(source.begin(), tokens_of_end)

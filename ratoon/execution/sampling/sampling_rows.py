@@ -5,6 +5,7 @@ execution/sampling/sampler.py samples by them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -31,6 +32,7 @@ from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.sampling.mask_column import Filling, MaskColumn
 from ratoon.execution.sampling.penalty_rows import PenaltyRows
 from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.execution.sampling.told_runs import RunsOfStep, ToldRun
 from ratoon.layers import sampling
 
 Tensor = torch.Tensor
@@ -52,20 +54,47 @@ class Needs:
 
 
 class UnreadTokens(NamedTuple):
+    """Tokens on their way to the host, which the rules of some slots read."""
+
     tokens: SampledTokens
     places: np.ndarray  # [N] of those that are read, among the tokens
     slots: np.ndarray  # [N] that they belong to
     incarnations: np.ndarray  # [N] of these slots, when they were sampled
 
+    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
+        """Wait for them. Returns the slots that still have the branch that got a token, and that token; None: it got
+        none."""
+        self.tokens.wait()
+        token_ids, bad = self.tokens.to_numpy()[self.places].tolist(), set(self.tokens.bad_rows)
+        is_same = (incarnations[self.slots] == self.incarnations).tolist()
+        return [
+            (slot, None if place in bad else [token_id])
+            for place, slot, token_id, same in zip(self.places.tolist(), self.slots.tolist(), token_ids, is_same)
+            if same
+        ]
+
+
+class ToldTokens(NamedTuple):
+    """Tokens without a choice that a result told, and that follow those of a slot."""
+
+    slots: np.ndarray  # [1]
+    incarnation: int
+    token_ids: list[int]
+
+    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
+        slot = int(self.slots[0])
+        return [(slot, self.token_ids)] if incarnations[slot] == self.incarnation else []
+
 
 class MasksOfStep:
     """The grammars whose masks are filled while a step's forward pass runs."""
 
-    __slots__ = ("batch", "filling", "others", "places", "slots")
+    __slots__ = ("batch", "filling", "others", "places", "runs", "slots")
 
-    def __init__(self, places: np.ndarray, slots: np.ndarray) -> None:
+    def __init__(self, places: np.ndarray, slots: np.ndarray, runs: RunsOfStep | None) -> None:
         self.places = places  # [N] of the step's sampled rows that have one
         self.slots = slots  # [N] of these
+        self.runs = runs  # None: tokens without a choice are sampled one by one
         self.filling: Filling | None = None
         # Once they are filled:
         self.batch: tuple[GrammarBatch, np.ndarray] | None = None  # with the rows of the batch
@@ -96,8 +125,8 @@ class SamplingRows:
     ) -> None:
         """`penalties`: applies those of sampled rows in place of their rules, where there is one. `grammars`: of
         structured output."""
+        self.tells_runs = False  # whether results tell tokens without a choice before a step has computed them
         self.may_be_late = True  # whether a step may leave out rows whose masks take long
-        self.spells_forced_text = True  # see rules/grammar.py: Source
         self._penalties = penalties
         self._grammars = grammars
         self.needs = np.zeros(max_slots, dtype=np.uint16)
@@ -112,7 +141,9 @@ class SamplingRows:
         self.rules = [NO_RULES] * max_slots
         self.active_rules: list[Sequence[LogitsRule]] = [()] * max_slots  # those of `rules` that are active now
         self._changed: set[int] = set()  # slots with new rules, for which no mask was begun
-        self._unread: list[UnreadTokens] = []  # tokens that the rules of some slots have not read yet
+        self._unread: list[UnreadTokens | ToldTokens] = []  # tokens that the rules of some slots have not read yet
+        self._told = [ToldRun(slot, 0) for slot in range(max_slots)]
+        self._told_since: deque[ToldRun] = deque()  # by results, since the last step began
         self.mask_column: MaskColumn | None = None  # of masks that are filled while the device computes
         self._masked_tokens: SampledTokens | None = None  # of the last step that has read masks
         self._batch: GrammarBatch | None = None  # the grammars of that step,
@@ -133,12 +164,12 @@ class SamplingRows:
         self._grow(slot + 1)
         self.incarnations[slot] += 1
         self.num_outputs[slot] = len(output_token_ids)
+        self._told[slot] = ToldRun(slot, len(output_token_ids))
         self.max_outputs[slot] = NO_LIMIT if params.max_tokens is None else params.max_tokens
         self.needs[slot] = Needs.NOTHING
         if isinstance(params, SamplingParams):  # the trunk of a search is not sampled, and has only rules
             self._set_numbers(slot, params, seed)
-        spells = self.spells_forced_text or not isinstance(params, SamplingParams)
-        rules = rules_of(params, prompt_token_ids, encoder_token_ids, self._grammars, spells)
+        rules = rules_of(params, prompt_token_ids, encoder_token_ids, self._grammars)
         if self._penalties is not None and isinstance(params, SamplingParams):
             rules = self._keep_on_device(self._penalties, slot, rules, prompt_token_ids, output_token_ids)
         rules = rules.after_all(output_token_ids)
@@ -220,6 +251,7 @@ class SamplingRows:
         if self._penalties:
             self._penalties.remove(slot)
         self.incarnations[slot] += 1
+        self._told[slot] = ToldRun(slot, 0)
         self.needs[slot] = Needs.NOTHING
         self.rules[slot] = NO_RULES
         self.active_rules[slot] = ()
@@ -288,16 +320,45 @@ class SamplingRows:
         if not self._unread:
             return
         unread, self._unread = self._unread, []
-        for tokens, places, slots, incarnations in unread:
-            tokens.wait()
-            token_ids, bad = tokens.to_numpy(), set(tokens.bad_rows)
-            moves = [
-                (slot, int(token_ids[place]))
-                for place, slot, before in zip(places.tolist(), slots.tolist(), incarnations.tolist())
-                if place not in bad and self.incarnations[slot] == before
-            ]
-            self._set_rules([slot for slot, _ in moves], [self.rules[slot].after(token) for slot, token in moves])
+        for each in unread:
+            moves = [(slot, tokens) for slot, tokens in each.arrived(self.incarnations) if tokens is not None]
+            self._set_rules([slot for slot, _ in moves], [self.rules[slot].after_all(tokens) for slot, tokens in moves])
         self.fill_ahead()
+
+    # ---- tokens without a choice that results tell: see told_runs.py ----
+
+    def runs_of(self, slots: np.ndarray, with_tails: bool = False) -> RunsOfStep:
+        """What the result of a step that samples these slots may tell of those that have a grammar. `with_tails`: their
+        masks are filled, for slots that are not asked for log-probabilities, which need a forward pass for each
+        token."""
+        rows = (self.needs[slots] & Needs.MASK).nonzero()[0]
+        own = slots[rows].tolist()
+        places = self.num_outputs[own].tolist()
+        runs = RunsOfStep(rows.tolist(), [self._told[slot] for slot in own], places, self._told_since)
+        if with_tails:
+            tails = {
+                row: forced_run(self.rules[slot], NO_LIMIT)[1:]
+                for row, slot in zip(rows.tolist(), own)
+                if not self.needs[slot] & Needs.LOGPROBS
+            }
+            runs.tails = {row: tail for row, tail in tails.items() if tail}
+        return runs
+
+    def append_told(self) -> list[tuple[int, list[int]]]:
+        """Append the tokens that results have told since the last step. Returns the slots that did not have them, and
+        the tokens. Their rules read them as they read those that are on their way."""
+        appended = []
+        while self._told_since:
+            run = self._told_since.popleft()
+            slot = run.slot
+            tokens = run.behind(int(self.num_outputs[slot])) if self._told[slot] is run else []
+            if tokens:
+                self.num_outputs[slot] += len(tokens)
+                if self._penalties:
+                    self._penalties.append_run(slot, tokens)
+                self._unread.append(ToldTokens(np.array([slot]), int(self.incarnations[slot]), tokens))
+                appended.append((slot, tokens))
+        return appended
 
     # ---- masks that are filled while the device computes ----
 
@@ -321,7 +382,7 @@ class SamplingRows:
         assert self.mask_column is not None and self._grammars is not None
         places = (self.needs[slots] & Needs.MASK).nonzero()[0]
         unread, self._unread = self._unread, []
-        masks = MasksOfStep(places, slots[places])
+        masks = MasksOfStep(places, slots[places], self.runs_of(slots) if self.tells_runs else None)
         fill = partial(self._fill_masks, masks, unread, self._masked_tokens, self._grammars.library)
         masks.filling = self.mask_column.begin(len(slots), self._grammars.library.num_words, fill)
         return masks
@@ -335,7 +396,7 @@ class SamplingRows:
     def _fill_masks(
         self,
         masks: MasksOfStep,
-        unread: list[UnreadTokens],
+        unread: list[UnreadTokens | ToldTokens],
         before: SampledTokens | None,
         library: GrammarLibrary,
         table: np.ndarray,
@@ -344,38 +405,49 @@ class SamplingRows:
             before.wait()  # the device has read the table
         order = masks.slots.argsort()  # of a batch: that of rows in a step may change
         slots, rows = masks.slots[order], masks.places[order]
-        token_ids = self._tokens_of_batch(slots, unread)
-        if token_ids is None:
+        going_on = self._tokens_of_batch(slots, unread)
+        if going_on is None:
             slots, rows = self._begin_batch(slots, rows, unread, library, table, masks)
+        token_ids, told = (None, {}) if going_on is None else going_on
         batch = self._batch
         assert batch is not None
         masks.batch = (batch, rows)
-        stuck = batch.match(token_ids, table, rows)
+        stuck = batch.match(token_ids, table, rows, told)
+        if masks.runs is not None:
+            masks.runs.tails = {int(rows[place]): run[1:] for place, run in batch.forced.items() if len(run) > 1}
         for place in stuck:
             rule = masks.others[int(rows[place])] = batch.grammars[place].stuck()
             self.rules[slots[place]] = self.active_rules[slots[place]] = RowRules((rule,))
         if stuck or batch.is_doubted:
             self._end_batch()
 
-    def _tokens_of_batch(self, slots: np.ndarray, unread: list[UnreadTokens]) -> np.ndarray | None:
-        """Wait for the tokens by which all grammars of the batch go on. None: there is no batch of these slots, or one
-        of them does not."""
+    def _tokens_of_batch(
+        self, slots: np.ndarray, unread: list[UnreadTokens | ToldTokens]
+    ) -> tuple[np.ndarray, dict[int, list[int]]] | None:
+        """Wait for the tokens by which all grammars of the batch go on. Returns them and, by place, what was told
+        behind them. None: there is no batch of these slots, or one of them does not go on so."""
         batch = self._batch
-        if batch is None or len(unread) != 1 or not np.array_equal(self._batch_slots, slots):
+        if batch is None or not unread or not np.array_equal(self._batch_slots, slots):
             return None
-        tokens, places, slots_of_tokens, incarnations = unread[0]
+        sampled, *others = unread
+        told = [each for each in others if isinstance(each, ToldTokens)]
+        if not isinstance(sampled, UnreadTokens) or len(told) < len(others):
+            return None
+        tokens, places, slots_of_tokens, incarnations = sampled
         order = slots_of_tokens.argsort()
         if not np.array_equal(slots_of_tokens[order], slots) or (self.incarnations[slots] != incarnations[order]).any():
             return None
         tokens.wait()
         token_ids = tokens.to_numpy()[places[order]]
-        return None if tokens.bad_rows or batch.has_end(token_ids) else token_ids
+        if tokens.bad_rows or batch.has_end(token_ids):
+            return None
+        return token_ids, {int(np.searchsorted(slots, each.slots[0])): each.token_ids for each in told}
 
     def _begin_batch(
         self,
         slots: np.ndarray,
         rows: np.ndarray,
-        unread: list[UnreadTokens],
+        unread: list[UnreadTokens | ToldTokens],
         library: GrammarLibrary,
         table: np.ndarray,
         masks: MasksOfStep,
@@ -383,14 +455,10 @@ class SamplingRows:
         """Let each grammar read its token, and make a batch of those of these slots that can go on. Returns these, and
         their rows."""
         self._end_batch()
-        for tokens, places, slots_of_tokens, incarnations in unread:
-            tokens.wait()
-            token_ids, bad = tokens.to_numpy()[places].tolist(), set(tokens.bad_rows)
-            is_same = (self.incarnations[slots_of_tokens] == incarnations).tolist()
-            for place, slot, token_id, same in zip(places.tolist(), slots_of_tokens.tolist(), token_ids, is_same):
-                if same:
-                    rules = NO_RULES if place in bad else self.rules[slot].after(token_id)
-                    self.rules[slot] = self.active_rules[slot] = rules
+        for each in unread:
+            for slot, token_ids in each.arrived(self.incarnations):
+                rules = NO_RULES if token_ids is None else self.rules[slot].after_all(token_ids)
+                self.rules[slot] = self.active_rules[slot] = rules
         found: list[Grammar] = []
         is_found = np.zeros(len(slots), bool)
         for place, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist())):
@@ -480,6 +548,7 @@ class SamplingRows:
         for name in OF_SLOTS:
             value: np.ndarray = getattr(self, name)
             setattr(self, name, np.concatenate([value, np.zeros(missing, dtype=value.dtype)]))
+        self._told += [ToldRun(slot, 0) for slot in range(len(self.rules), len(self.rules) + missing)]
         self.rules += [NO_RULES] * missing
         self.active_rules += [()] * missing
 

@@ -260,10 +260,10 @@ def test_grammars_that_match_together_are_those_of_each() -> None:
     for tokens in [None, *zip(*map(tokens_of, texts))]:
         alone = alone if tokens is None else [rules.after(token) for rules, token in zip(alone, tokens)]
         assert batch.match(None if tokens is None else np.array(tokens), table, rows) == []
-        for row, rules in zip(rows, alone):
+        for place, (row, rules) in enumerate(zip(rows, alone)):
             words = rules[0].mask()  # type: ignore[attr-defined]
-            if not rules[0].forced_tokens():  # type: ignore[attr-defined]
-                np.testing.assert_array_equal(table[row, : len(words)], words)
+            np.testing.assert_array_equal(table[row, : len(words)], words)
+            assert batch.forced.get(place, []) == rules[0].forced_tokens()  # type: ignore[attr-defined]
     batch.settle()
     assert [rule._num_tokens for rule in moving] == [rules[0]._num_tokens for rules in alone]  # type: ignore[attr-defined]
     assert possible(RowRules((moving[0],))) == possible(alone[0])
@@ -272,6 +272,30 @@ def test_grammars_that_match_together_are_those_of_each() -> None:
     moves[2] = library.vocab_size - 1
     assert batch.match(np.array(moves), table, rows) == [2] and not table[3].any() and table[5].any()
     assert moving[2].stuck().problem
+
+
+def test_a_grammar_that_was_told_what_follows_goes_on_behind_it() -> None:
+    library = grammars().library
+    names = {"properties": {"longername": {"type": "boolean"}}, "required": ["longername"]}
+    asked = json.dumps({"type": "object", "additionalProperties": False, **names})
+    moving: list[Any] = [rules_for(json_schema=asked)[0] for _ in range(3)]
+    plain = rules_for(json_schema=asked)
+    table, rows = np.zeros((3, library.num_words), np.int32), np.arange(3)
+    batch = GrammarBatch(moving, library)
+    assert batch.match(None, table, rows) == []
+    run = batch.forced[0]
+    assert len(run) > 4 and run == plain[0].forced_tokens()  # type: ignore[attr-defined]
+    # One is told all that is left, one a part, and one nothing
+    told = {0: run[1:], 1: run[1:3]}
+    assert batch.match(np.full(3, run[0]), table, rows, told) == []
+    assert 0 not in batch.forced and batch.forced[1] == run[3:] and batch.forced[2] == run[1:]
+    for row, num_tokens in zip(rows, (len(run), 3, 1)):
+        words = plain.after_all(run[:num_tokens])[0].mask()  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(table[row, : len(words)], words)
+    batch.settle()
+    assert [rule._num_tokens for rule in moving] == [len(run), 3, 1]
+    for rule, num_tokens in zip(moving, (len(run), 3, 1)):
+        assert possible(RowRules((rule,))) == possible(plain.after_all(run[:num_tokens]))
 
 
 def test_masks_that_are_filled_ahead_are_the_same() -> None:
