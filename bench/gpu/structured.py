@@ -1,6 +1,7 @@
-"""Structured output on a GPU: milliseconds a decode step with JSON schemas, against the same step without, in turns.
+"""Structured output on a GPU: milliseconds a token with JSON schemas, against the same without, in turns.
 
     python3 bench/gpu/structured.py --tokenizer TOKENIZER.json [--requests 8,32,128] [--tokens 192] [--rounds 3]
+                                    [--no-jump-forward]
 
 The model has random weights of a shape in models/. Its tokenizer is a real one, a `tokenizer.json` with at most as many
 tokens: masks of a made-up vocabulary would be nothing like those of a real one. The schemas are arrays of objects that
@@ -77,10 +78,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-jump-forward", action="store_true", help="sample tokens without a choice one by one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = copy_model(SHAPES / args.model, Path(scratch), args.tokenizer)
         settings = {"max_num_seqs": 256, "enable_prefix_caching": False, "disable_log_stats": True}
+        settings["jump_forward"] = not args.no_jump_forward
         with LLM(str(folder), load_format="dummy", device=args.device, max_model_len=2048, **settings) as llm:
             kinds = ("free", "schemas", "one schema")
             for num_requests in map(int, args.requests.split(",")):
@@ -96,7 +99,7 @@ def main() -> None:
                     record = {
                         "requests": num_requests,
                         "kind": kind,
-                        "ms_a_step": round(1000 * statistics.median(steps), 3),
+                        "ms_a_token": round(1000 * statistics.median(steps), 3),
                         "spread": [round(1000 * min(steps), 3), round(1000 * max(steps), 3)],
                         "share_of_free": round(free / statistics.median(steps), 3),
                         "first_ms": round(1000 * statistics.median(first for first, _ in found[kind]), 1),

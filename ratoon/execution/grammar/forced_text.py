@@ -1,4 +1,5 @@
-"""Text for which a grammar leaves no choice, such as the names of JSON properties: found from masks, a piece at a time.
+"""Text for which a grammar leaves no choice, such as the names of JSON properties: found from masks, a piece at a time,
+for several texts together.
 
 Where all tokens that may follow are beginnings of the longest of them, the text of that one must follow. The pieces are
 put together, and tokenised as the model's tokenizer would. A piece is bounded, so that a text of any length costs the
@@ -8,11 +9,11 @@ are the same one by one and many at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, words_of
+from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, Match
 
 MAX_BYTES = 128  # of a piece
 MAX_TOKENS = 48  # that may follow, where all are beginnings of one
@@ -45,30 +46,55 @@ def longest_of_all(token_ids: Iterable[int], library: GrammarLibrary) -> int | N
     return longest if text and all(map(text.startswith, others)) else None
 
 
-def forced_tokens(state: GrammarState, words: np.ndarray, library: GrammarLibrary) -> list[int]:
-    """The next tokens that have no alternative, behind a state whose mask is `words` [W] int32. The state stays as it
-    is. There may be more behind them; an end of the text is not among them."""
-    if state.is_accepting or not _may_be_forced(words, library):
+class _Probe:
+    """A copy of a state that goes on by what must follow."""
+
+    __slots__ = ("followers", "is_whole", "place", "state", "text")
+
+    def __init__(self, place: int, state: GrammarState, followers: np.ndarray) -> None:
+        self.place = place
+        self.state = state  # that of the text itself, until it goes on
+        self.followers = followers  # the tokens that may follow
+        self.text = b""  # that must follow, so far
+        self.is_whole = False  # whether nothing may follow it
+
+
+def forced_tokens(
+    states: Sequence[GrammarState], masks: Sequence[np.ndarray], library: GrammarLibrary
+) -> list[list[int]]:
+    """For each of several states of this library, with its mask [W] int32: the next tokens that have no alternative.
+    The states stay as they are. There may be more behind them; an end of the text is not among them."""
+    found: list[list[int]] = [[] for _ in states]
+    probes: list[_Probe] = []
+    for place in _few_at_first(masks):
+        words, state = masks[place], states[place]
+        if not _may_be_forced(words, library) or state.is_accepting:
+            continue
+        followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
+        if followers is None or len(followers) == 0:
+            continue
+        if len(followers) == 1:
+            found[place] = [int(followers[0])]
+        if len(followers) > 1 or not library.is_special(int(followers[0])):
+            probes.append(_Probe(place, state, followers))
+    _go_on(probes, library)
+    for probe in probes:
+        found[probe.place] = _tokens_of(probe.text, probe.is_whole, library) or found[probe.place]
+    return found
+
+
+def _few_at_first(masks: Sequence[np.ndarray]) -> list[int]:
+    """The places of masks without too many tokens among the first. Asked of every mask, so it looks at a part."""
+    if not len(masks):
         return []
-    followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
-    if followers is None or len(followers) == 0:
-        return []
-    if len(followers) == 1 and library.is_special(int(followers[0])):
-        return [int(followers[0])]
-    text, is_whole = _forced_bytes(state, followers, library)
-    if not text:
-        return []
-    tokens: list[int] = []
-    while found := library.tokenize(text, is_whole):
-        tokens.append(found[0])
-        text = text[len(library.token_bytes(found[0])) :]
-    return tokens or ([int(followers[0])] if len(followers) == 1 else [])
+    first = np.array([words[:FIRST_WORDS] for words in masks])
+    return np.flatnonzero(np.count_nonzero(first, axis=1) <= MAX_TOKENS).tolist()
 
 
 def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
     """Whether the first and the last token of a mask [W] int32 begin with the same byte, which most masks without
-    forced text rule out. Asked of every mask, so it looks at two tokens alone."""
-    if np.count_nonzero(words[:FIRST_WORDS]) > MAX_TOKENS or np.count_nonzero(words) > MAX_TOKENS:
+    forced text rule out."""
+    if np.count_nonzero(words) > MAX_TOKENS:
         return False
     places = words.nonzero()[0]
     if not len(places):
@@ -80,23 +106,42 @@ def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
     return last >= len(texts) or texts[first][:1] == texts[last][:1]
 
 
-def _forced_bytes(state: GrammarState, followers: np.ndarray, library: GrammarLibrary) -> tuple[bytes, bool]:
-    """Some of the forced text, and whether nothing may follow it."""
-    text = b""
-    probe: GrammarState | None = None
-    words = np.empty(words_of(library.vocab_size), np.int32)
-    while (longest := longest_of_all(followers.tolist(), library)) is not None:
-        text += library.token_bytes(longest)
-        if len(text) >= MAX_BYTES:
-            break
-        probe = state.copy() if probe is None else probe
-        if not probe.consume(longest):
-            break
-        probe.fill(words)
-        found = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
-        if probe.is_accepting:
-            return text, found is not None and len(found) == 0
-        if found is None or len(found) == 0:
-            break
-        followers = found
-    return text, False
+def _go_on(probes: Sequence[_Probe], library: GrammarLibrary) -> None:
+    """Collect some of the forced text of each, a token at a time for all of them."""
+    going = list(probes)
+    while going:
+        moves: list[int] = []
+        moving: list[_Probe] = []
+        for probe in going:
+            longest = longest_of_all(probe.followers.tolist(), library)
+            if longest is None:
+                continue
+            probe.state = probe.state if probe.text else probe.state.copy()
+            probe.text += library.token_bytes(longest)
+            if len(probe.text) < MAX_BYTES:
+                moves.append(longest)
+                moving.append(probe)
+        if not moving:
+            return
+        table = np.empty((len(moving), library.num_words), np.int32)
+        matches = library.match(
+            [probe.state for probe in moving], np.array(moves, np.int64), table, np.arange(len(moving))
+        )
+        going = []
+        for probe, match, words in zip(moving, matches.tolist(), table):
+            if match & (Match.REFUSED | Match.FAILED):
+                continue
+            followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
+            if match & Match.ACCEPTING:
+                probe.is_whole = followers is not None and len(followers) == 0
+            elif followers is not None and len(followers):
+                probe.followers = followers
+                going.append(probe)
+
+
+def _tokens_of(text: bytes, is_whole: bool, library: GrammarLibrary) -> list[int]:
+    tokens: list[int] = []
+    while text and (found := library.tokenize(text, is_whole)):
+        tokens.append(found[0])
+        text = text[len(library.token_bytes(found[0])) :]
+    return tokens

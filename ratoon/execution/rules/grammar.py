@@ -217,7 +217,7 @@ class Grammar(LogitsRule):
         try:
             state = self._state
             state.fill(words[0])
-            _set_masks([self], [state], words)
+            _set_masks([self], [state], words, self._path.source.library)
         except Exception as error:  # of the library, about this grammar
             self._fail(str(error))
 
@@ -290,7 +290,7 @@ def _fill_many(rules: Sequence[Any]) -> None:
         members: list[Grammar] = list(group)
         try:
             states = [rule._state for rule in members]
-            _set_masks(members, states, library.masks(states))
+            _set_masks(members, states, library.masks(states), library)
         except Exception:
             for rule in members:
                 rule.fill()
@@ -306,16 +306,19 @@ def mask_filler() -> MaskFiller:
 os.register_at_fork(after_in_child=mask_filler.cache_clear)  # threads stay in the parent
 
 
-def _set_masks(rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray) -> None:
+def _set_masks(
+    rules: Sequence[Grammar], states: Sequence[GrammarState], masks: np.ndarray, library: GrammarLibrary
+) -> None:
     """`masks` [N, W]: what the library allows, without ends. Text without an alternative gets the tokens of the
     tokenizer, not any that the model prefers, and so the same ones where it is appended at once."""
-    for rule, state, words in zip(rules, states, masks):
-        error = state.error
-        if error is not None:
-            rule._fail(error)
+    errors = [state.error for state in states]
+    good = [place for place, error in enumerate(errors) if error is None]
+    runs = dict(zip(good, forced_tokens([states[place] for place in good], masks[good], library)))
+    for place, (rule, state, words) in enumerate(zip(rules, states, masks)):
+        if place not in runs:
+            rule._fail(errors[place] or "")
             continue
-        is_accepting = state.is_accepting
-        forced = [] if is_accepting else forced_tokens(state, words, rule._path.source.library)
+        is_accepting, forced = state.is_accepting, runs[place]
         rule._ends.set_in(words, is_accepting)
         rule._mask = words
         forced = rule._ends.cut(forced, words if is_accepting else None)

@@ -60,8 +60,7 @@ class GrammarBatch:
         found[places] = self._library.match(states, tokens[places], table, rows[places])
         stuck += np.flatnonzero(found & (Match.REFUSED | Match.FAILED)).tolist()
         is_open[stuck] = False
-        for place in np.flatnonzero(is_open & ((found & Match.ACCEPTING) == 0)).tolist():
-            self._find_forced(place, table[rows[place]], forced, stuck)
+        self._find_forced(np.flatnonzero(is_open & ((found & Match.ACCEPTING) == 0)), table, rows, forced)
         for ends, members in self._places_of_ends.items():
             ends.set_in_rows(table, rows[members], (found[members] & Match.ACCEPTING) != 0)
         table[rows[[*forced, *stuck]]] = 0
@@ -95,16 +94,17 @@ class GrammarBatch:
             self._num_moved[place] += len(run) - 1
         return forced, stuck
 
-    def _find_forced(self, place: int, words: np.ndarray, forced: dict[int, list[int]], stuck: list[int]) -> None:
-        """Find the tokens that must follow a text, by its mask without ends."""
-        try:
-            words = words[: words_of(self._library.vocab_size)]
-            found = self.grammars[place].ends.cut(forced_tokens(self._states[place], words, self._library), None)
-        except Exception:  # of the library, about this grammar
-            stuck.append(place)
-            return
-        if found:
-            forced[place] = found
+    def _find_forced(
+        self, places: np.ndarray, table: np.ndarray, rows: np.ndarray, forced: dict[int, list[int]]
+    ) -> None:
+        """Find the tokens that must follow these texts, by their masks without ends."""
+        num_words = words_of(self._library.vocab_size)
+        masks = [table[row, :num_words] for row in rows[places]]
+        runs = forced_tokens([self._states[place] for place in places], masks, self._library)
+        for place, run in zip(places.tolist(), runs):
+            cut = self.grammars[place].ends.cut(run, None)
+            if cut:
+                forced[place] = cut
 
     def settle(self) -> None:
         """Tell the rules how far they are."""
