@@ -324,28 +324,23 @@ class KVCacheManager:
         branch.write_limit = 0
 
     def roll_back(self, branch: TokenSequence, num_tokens: int) -> None:
-        """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed."""
-        self.register_blocks()
-        branch.num_computed_tokens -= num_tokens
-        num_left = branch.num_computed_tokens
+        """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed, and those that were
+        registered before their step leave the prefix cache."""
+        self.take_back(branch, num_tokens, keeps_shared=False)
         for table, size in zip(branch.block_tables, self._sizes):
-            for block in table[num_left // size : branch.num_registered_tokens // size]:  # registered before the step
-                self.pool.uncache(block)
-            num_kept = -(-num_left // size)
+            num_kept = -(-branch.num_computed_tokens // size)
             self.pool.free_blocks(reversed(table[num_kept:]))
             del table[num_kept:]
-        branch.num_registered_tokens = min(branch.num_registered_tokens, num_left - num_left % self._unit)
-        branch.write_limit = 0
 
-    def take_back(self, branch: TokenSequence, num_tokens: int = 1) -> None:
+    def take_back(self, branch: TokenSequence, num_tokens: int = 1, keeps_shared: bool = True) -> None:
         """The last computed tokens count as not computed. What follows is written in their blocks, which stay and leave
-        the prefix cache until then, or, where others share them, in copies."""
+        the prefix cache until then, or, where others share them (`keeps_shared`), in copies."""
         self.register_blocks()
         branch.num_computed_tokens -= num_tokens
         num_left = branch.num_computed_tokens
         for table, size in zip(branch.block_tables, self._sizes):
             for block in table[num_left // size : branch.num_registered_tokens // size]:
-                if block.ref_cnt == 1:
+                if block.ref_cnt == 1 or not keeps_shared:
                     self.pool.uncache(block)
         branch.num_registered_tokens = min(branch.num_registered_tokens, num_left - num_left % self._unit)
         branch.write_limit = 0

@@ -457,18 +457,18 @@ class StepPlanner:
             branch.write_limit = 0  # the end of a prompt must be handled here, because it may fork
         else:
             branch.request.task.complete(plan, branch_id)
-            if branch.draft_tokens:
-                self._write_drafts(plan, branch)
-            # Choices are created with the result, and behind drafts the next step begins where it says.
-            if branch.plans_ahead and branch_id not in plan.fanout and not branch.num_drafts:
+            if branch.draft_tokens and self._write_drafts(plan, branch):
+                return  # where it goes on is known with the result
+            if branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
                 self._expect_token(branch)
 
-    def _write_drafts(self, plan: SchedulerOutput, branch: Branch) -> None:
-        """The drafts that there was room for; the others are dropped."""
+    def _write_drafts(self, plan: SchedulerOutput, branch: Branch) -> bool:
+        """Write down the drafts that there was room for; the others are dropped. False: there was none."""
         drafts, branch.draft_tokens = branch.draft_tokens, ()
         branch.num_drafts = max(0, branch.num_computed_tokens - branch.num_tokens - branch.num_pending)
         if branch.num_drafts:
             plan.scheduled_spec_decode_tokens[branch.branch_id] = list(drafts[: branch.num_drafts])
+        return branch.num_drafts > 0
 
     def _expect_token(self, branch: Branch) -> None:
         """A branch is sampled in this step, and may run in the next one before its token is known, unless it is the
