@@ -17,7 +17,6 @@ from ratoon.execution.grammar.interface import GrammarLibrary, GrammarState, Mat
 
 MAX_BYTES = 128  # of a piece
 MAX_TOKENS = 48  # that may follow, where all are beginnings of one
-FIRST_WORDS = 256  # of a mask: those of most free texts have too many tokens among these
 
 
 def allowed_tokens(words: np.ndarray, vocab_size: int, most: int) -> np.ndarray | None:
@@ -66,8 +65,7 @@ def forced_tokens(
     The states stay as they are. There may be more behind them; an end of the text is not among them."""
     found: list[list[int]] = [[] for _ in states]
     probes: list[_Probe] = []
-    for place in _few_at_first(masks):
-        words, state = masks[place], states[place]
+    for place, (state, words) in enumerate(zip(states, masks)):
         if not _may_be_forced(words, library) or state.is_accepting:
             continue
         followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
@@ -83,25 +81,16 @@ def forced_tokens(
     return found
 
 
-def _few_at_first(masks: Sequence[np.ndarray]) -> list[int]:
-    """The places of masks without too many tokens among the first. Asked of every mask, so it looks at a part."""
-    if not len(masks):
-        return []
-    first = np.array([words[:FIRST_WORDS] for words in masks])
-    return np.flatnonzero(np.count_nonzero(first, axis=1) <= MAX_TOKENS).tolist()
-
-
 def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
     """Whether the first and the last token of a mask [W] int32 begin with the same byte, which most masks without
-    forced text rule out."""
-    if np.count_nonzero(words) > MAX_TOKENS:
+    forced text rule out. Asked of every mask, so it looks at two tokens alone."""
+    is_set = words != 0
+    if not 0 < np.count_nonzero(is_set) <= MAX_TOKENS:
         return False
-    places = words.nonzero()[0]
-    if not len(places):
-        return False
-    lowest, highest = int(words[places[0]]) & 0xFFFFFFFF, int(words[places[-1]]) & 0xFFFFFFFF
-    first = 32 * int(places[0]) + (lowest & -lowest).bit_length() - 1
-    last = 32 * int(places[-1]) + highest.bit_length() - 1
+    places = int(is_set.argmax()), len(words) - 1 - int(is_set[::-1].argmax())
+    lowest, highest = (int(words[place]) & 0xFFFFFFFF for place in places)
+    first = 32 * places[0] + (lowest & -lowest).bit_length() - 1
+    last = 32 * places[1] + highest.bit_length() - 1
     texts = library.all_token_bytes()
     return last >= len(texts) or texts[first][:1] == texts[last][:1]
 
