@@ -313,7 +313,7 @@ def _set_masks(
     tokenizer, not any that the model prefers, and so the same ones where it is appended at once."""
     errors = [state.error for state in states]
     good = [place for place, error in enumerate(errors) if error is None]
-    runs = dict(zip(good, forced_tokens([states[place] for place in good], masks[good], library)))
+    runs = dict(zip(good, forced_tokens([states[place] for place in good], [masks[place] for place in good], library)))
     for place, (rule, state, words) in enumerate(zip(rules, states, masks)):
         if place not in runs:
             rule._fail(errors[place] or "")

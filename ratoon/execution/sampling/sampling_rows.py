@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from ratoon.execution.rules.grammar_batch import GrammarBatch
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.sampling.mask_column import Filling, MaskColumn
 from ratoon.execution.sampling.penalty_rows import PenaltyRows
-from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.execution.sampling.tokens import SampledTokens, ToldTokens, UnreadTokens
 from ratoon.execution.sampling.told_runs import RunsOfStep, ToldRun
 from ratoon.layers import sampling
 
@@ -51,39 +51,6 @@ class Needs:
     PENALTIES = 32  # kept on the device: it needs edits whatever its rules are
     MASK = 64  # one of its rules is a grammar that has begun
     ONLY_MASK = 128  # and it is the only one
-
-
-class UnreadTokens(NamedTuple):
-    """Tokens on their way to the host, which the rules of some slots read."""
-
-    tokens: SampledTokens
-    places: np.ndarray  # [N] of those that are read, among the tokens
-    slots: np.ndarray  # [N] that they belong to
-    incarnations: np.ndarray  # [N] of these slots, when they were sampled
-
-    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
-        """Wait for them. Returns the slots that still have the branch that got a token, and that token; None: it got
-        none."""
-        self.tokens.wait()
-        token_ids, bad = self.tokens.to_numpy()[self.places].tolist(), set(self.tokens.bad_rows)
-        is_same = (incarnations[self.slots] == self.incarnations).tolist()
-        return [
-            (slot, None if place in bad else [token_id])
-            for place, slot, token_id, same in zip(self.places.tolist(), self.slots.tolist(), token_ids, is_same)
-            if same
-        ]
-
-
-class ToldTokens(NamedTuple):
-    """Tokens without a choice that a result told, and that follow those of a slot."""
-
-    slots: np.ndarray  # [1]
-    incarnation: int
-    token_ids: list[int]
-
-    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
-        slot = int(self.slots[0])
-        return [(slot, self.token_ids)] if incarnations[slot] == self.incarnation else []
 
 
 class MasksOfStep:
@@ -430,7 +397,7 @@ class SamplingRows:
         if batch is None or not unread or not np.array_equal(self._batch_slots, slots):
             return None
         sampled, *others = unread
-        told = [each for each in others if isinstance(each, ToldTokens)]
+        told = [each for each in others if isinstance(each, ToldTokens) and each.slots[0] in slots]
         if not isinstance(sampled, UnreadTokens) or len(told) < len(others):
             return None
         tokens, places, slots_of_tokens, incarnations = sampled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +91,39 @@ class SampledTokens:
         if self._values is None:
             self._values = self._packed().cpu().numpy() if self._copy is None else self._copy.to_numpy()
         return self._values
+
+
+class UnreadTokens(NamedTuple):
+    """Tokens on their way to the host, which the rules of some slots read."""
+
+    tokens: SampledTokens
+    places: np.ndarray  # [N] of those that are read, among the tokens
+    slots: np.ndarray  # [N] that they belong to
+    incarnations: np.ndarray  # [N] of these slots, when they were sampled
+
+    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
+        """Wait for them. Returns the slots that still have the branch that got a token, and that token; None: it got
+        none."""
+        self.tokens.wait()
+        token_ids, bad = self.tokens.to_numpy()[self.places].tolist(), set(self.tokens.bad_rows)
+        is_same = (incarnations[self.slots] == self.incarnations).tolist()
+        return [
+            (slot, None if place in bad else [token_id])
+            for place, slot, token_id, same in zip(self.places.tolist(), self.slots.tolist(), token_ids, is_same)
+            if same
+        ]
+
+
+class ToldTokens(NamedTuple):
+    """Tokens without a choice that a result told, and that follow those of a slot."""
+
+    slots: np.ndarray  # [1]
+    incarnation: int
+    token_ids: list[int]
+
+    def arrived(self, incarnations: np.ndarray) -> list[tuple[int, list[int] | None]]:
+        slot = int(self.slots[0])
+        return [(slot, self.token_ids)] if incarnations[slot] == self.incarnation else []
 
 
 def packed_logprobs(logprobs: TokenLogprobs) -> Tensor:
