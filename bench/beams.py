@@ -26,7 +26,6 @@ from harness import (
     OURS,
     Comparison,
     Engines,
-    Panel,
     Program,
     Ratio,
     Times,
@@ -38,7 +37,6 @@ from harness import (
     ratios_of,
     say,
     spread,
-    times_panel,
 )
 from peers.conversion import converted_model
 from peers.process import CallResult, EngineFailedError
@@ -94,7 +92,7 @@ class BeamBenchmark(Program):
     rounds = 3
     parts = ("latency", "search", "steps")
     peers = (OURS, "vllm", "ctranslate2", "transformers")
-    plots = quick = True
+    quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--model", type=Path, metavar="FOLDER", help=f"Hugging Face folder; default: {MODEL}'s")
@@ -255,27 +253,6 @@ class BeamBenchmark(Program):
         grown = [f"{format_number(growth['with_prefix'][width]['median'])}×" for width in sizes.widths]
         rows.append([f"  {sizes.prefixes[-1]:,} against {sizes.prefixes[0]:,}", *grown])
         return f"One step of a beam search, ms\n{align(rows)}"
-
-    def panels(self) -> list[Panel]:
-        sizes, panels = self.sizes, []
-        for part, result in self.found.items():
-            if part == "latency":
-                panels.append(times_panel(f"First result after {sizes.before} tokens", LABELS, result, log=True))
-            elif part == "search":
-                kinds = {COLD: "new prompt", KNOWN: "known before"}
-                bars = {
-                    label: {name: values["median"] for name, values in result["seconds"][kind].items()}
-                    for kind, label in kinds.items()
-                }
-                title = f"Beams {sizes.width} × {sizes.tokens} after {sizes.before} tokens"
-                panels.append(Panel(title, "s", bars, logarithmic=True))
-            else:
-                bars = {
-                    f"{prefix:,} before": {f"{width} beams": 1e3 * found["median"] for width, found in widths.items()}
-                    for prefix, widths in result["seconds"].items()
-                }
-                panels.append(Panel("One step", "ms", bars))
-        return panels
 
 
 def median_step(times: list[float]) -> float:

@@ -8,8 +8,8 @@ run in processes of their own and take turns within every round; those that wait
 round, so what slows the machine down for a minute slows all of them. The workloads are in workloads.py, the engines of
 a part and their files in cpu_parts/engines.py, the workers in peers/.
 
-Each result is a line when it comes, with the time that has passed and an estimate of what is left. The file of --json
-is written after every workload, so a run that is cut off keeps what it has.
+Each result is a line when it comes. The file of --json is written after every workload, so a run that is cut off keeps
+what it has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from cpu_parts.engines import (
     missing_reason,
 )
 from cpu_parts.floors import Floors, measure_floors, shares
-from cpu_parts.progress import Progress, call_seconds, format_duration, start_seconds
 from export_hf import CACHE_FOLDER
 from export_hf import MODEL as EMBEDDED
 from harness import (
@@ -88,29 +87,16 @@ class Comparison:
     def title(self) -> str:
         return f"{self.format} file" if self.part == QUANTISED else self.part
 
-    def run(self, progress: Progress, save: Callable[[], None]) -> None:
+    def run(self, save: Callable[[], None]) -> None:
         """`save` is called after every workload."""
         with ExitStack() as stack:
-            self._start_engines(stack, progress)
+            self._start_engines(stack)
             save()
             if OURS in self.engines:
                 self.weight_bytes = self.engines[OURS].call("weight_bytes").value
                 self.floors = measure_floors(self.threads, self.weight_bytes, self.args.limits)
-            self._warm_up(progress)
-            self._measure(progress, save)
-
-    def expected_seconds(self) -> float:
-        """Of `run`, before anything was measured."""
-        seconds = sum(start_seconds(name) for names in self._starts() for name in names)
-        source = PromptSource(SEED, self.models.config["vocab_size"])
-        for workload in self._workloads():
-            calls = WORKLOADS[workload].plan(source, self.sizes)
-            of_engine = self._expected(warm_up_calls(calls)) + self.args.rounds * self._expected(calls)
-            seconds += len(self._engines_for(workload, 0)) * of_engine
-        return seconds
-
-    def _expected(self, calls: list[Call]) -> float:
-        return call_seconds(calls, self.part, self.models.num_product_weights, self.threads)
+            self._warm_up()
+            self._measure(save)
 
     def _starts(self) -> list[list[str]]:
         """The engines that are started, round by round: all in the last one, those whose start is timed before it."""
@@ -123,7 +109,7 @@ class Comparison:
     def _times_start(self, name: str) -> bool:
         return STARTUP in self.args.workloads and PARTS[self.part][name].takes(STARTUP)
 
-    def _start_engines(self, stack: ExitStack, progress: Progress) -> None:
+    def _start_engines(self, stack: ExitStack) -> None:
         """Start-up is timed here: in all rounds but the last, the engines are ended again."""
         rounds = self._starts()
         for round_index, names in enumerate(rounds):
@@ -133,10 +119,9 @@ class Comparison:
                 engine = self._make_engine(name)
                 stack.callback(engine.close)
                 seconds = engine.start(prompt)
-                progress.note(start_seconds(name))
                 if self._times_start(name):
                     self._record({STARTUP: STARTUP_FIGURE}, name, [seconds])
-                    progress.show(self._line(round_index, len(rounds), name, {STARTUP: STARTUP_FIGURE}, [seconds]))
+                    print(self._line(round_index, len(rounds), name, {STARTUP: STARTUP_FIGURE}, [seconds]), flush=True)
                 if round_index < len(rounds) - 1:
                     engine.close()
                 else:
@@ -153,7 +138,7 @@ class Comparison:
             finally:
                 engine.close()
 
-    def _warm_up(self, progress: Progress) -> None:
+    def _warm_up(self) -> None:
         """The shapes of every workload once."""
         for workload in self._workloads():
             for name in self._engines_for(workload, 0):
@@ -161,9 +146,8 @@ class Comparison:
                 calls = warm_up_calls(WORKLOADS[workload].plan(self.source, self.sizes))
                 for call in calls:
                     run_call(self.engines[name], call)
-                progress.note(self._expected(calls))
 
-    def _measure(self, progress: Progress, save: Callable[[], None]) -> None:
+    def _measure(self, save: Callable[[], None]) -> None:
         for round_index in range(self.args.rounds):
             for workload in self._workloads():
                 calls = WORKLOADS[workload].plan(self.source, self.sizes)
@@ -176,8 +160,7 @@ class Comparison:
                     values = WORKLOADS[workload].evaluate(calls, seconds)
                     figures = WORKLOADS[workload].figures
                     self._record(figures, name, values)
-                    progress.note(self._expected(calls))
-                    progress.show(self._line(round_index, self.args.rounds, name, figures, values))
+                    print(self._line(round_index, self.args.rounds, name, figures, values), flush=True)
                 self._compare_outputs(generations)
                 save()
 
@@ -450,14 +433,12 @@ class CpuPeers(Program):
             for part in args.parts
             for one in (args.formats if part == QUANTISED else [FLOAT32])
         ]
-        expected = sum(comparison.expected_seconds() for comparison in self.comparisons)
-        self._print_head(expected)
-        progress = Progress(expected)
+        self._print_head()
         for comparison in self.comparisons:
-            comparison.run(progress, self.save if args.json else lambda: None)
+            comparison.run(self.save if args.json else lambda: None)
             print_part(comparison)
 
-    def _print_head(self, expected_seconds: float) -> None:
+    def _print_head(self) -> None:
         args, sizes, machine = self.args, self.args.sizes, describe_machine()
         print(f"{self.models.name}, {args.rounds} rounds; {machine['cpu']}, {machine['cores']} cores")
         print(f"{sizes.input} tokens in and {sizes.output} out, prefill of {sizes.long_input:,}, ", end="")
@@ -469,7 +450,7 @@ class CpuPeers(Program):
             print(f"Left out, {name}: {reason}")
         if self.quiet is False:
             print(f"Warning: the machine did not get quiet within {QUIET_LIMIT_SECONDS} s.")
-        print(f"Expected to take {format_duration(expected_seconds)} (minutes:seconds).\n", flush=True)
+        print(flush=True)
 
     def title(self) -> str:
         return self.models.name

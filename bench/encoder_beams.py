@@ -21,10 +21,8 @@ from harness import (
     OURS,
     Comparison,
     Engines,
-    Panel,
     Program,
     Row,
-    comparison_panel,
     format_comparison,
     format_spread,
     in_turn,
@@ -47,7 +45,6 @@ ROWS = {
     "greedy_step": Row("greedy: step", "ms"),
     "beams_step": Row("beams: step", "ms"),
 }
-STEP_ROWS = {key: row for key, row in ROWS.items() if key.endswith("_step")}
 GROWTH_AIM = 2.0  # a step of beams against a greedy one, at most
 
 
@@ -69,7 +66,7 @@ class EncoderBeams(Program):
 
     doc = __doc__
     parts = tuple(ENCODER_SHAPES)
-    plots = quick = True
+    quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
@@ -93,12 +90,6 @@ class EncoderBeams(Program):
     def report(self) -> Iterator[str]:
         for family, result in self.found.items():
             yield format_search(family, result, self.sizes)
-
-    def panels(self) -> list[Panel]:
-        return [
-            comparison_panel(f"{family}: one step after {self.sizes.input} tokens", STEP_ROWS, result, "ms")
-            for family, result in self.found.items()
-        ]
 
 
 def measure_search(family: str, engines: Engines, source: PromptSource, sizes: Sizes, rounds: int) -> dict[str, Any]:

@@ -158,13 +158,11 @@ class Program:
     def add_engine(
         self, stack: ExitStack, name: str, model: Path, max_model_len: int = MAX_MODEL_LEN, log: str = "", **more: Any
     ) -> EngineProcess:
-        """Makes the process of an engine, which the caller starts; it ends with the stack. `kind` among the further
-        arguments is the engine, where the name is another one."""
+        """Makes the process of an engine, which the caller starts; it ends with the stack."""
         say(f"start-up: {name}")
-        kind = more.pop("kind", name)
-        python = engine_python(kind, python_of(self.args, "vllm"), python_of(self.args, "ctranslate2"))
+        python = engine_python(name, python_of(self.args, "vllm"), python_of(self.args, "ctranslate2"))
         path = CACHE_FOLDER / "logs" / f"{log or name}.log"
-        engine = EngineProcess(kind, python, model, self.args.threads, path, max_model_len, **more)
+        engine = EngineProcess(name, python, model, self.args.threads, path, max_model_len, **more)
         stack.callback(engine.close)
         self.engines.append((name, engine))
         return engine
@@ -396,20 +394,6 @@ class Panel:
     bars: dict[str, dict[str, float]]  # label → series → height
     logarithmic: bool = False
     aims: dict[str, float] = field(default_factory=dict)  # label → a line across its bars
-
-
-def comparison_panel(title: str, rows: dict[str, Row], result: dict[str, Any], unit: str, log: bool = False) -> Panel:
-    factor = {"s": 1.0, "ms": 1e3}[unit]
-    bars = {
-        row.label: {name: factor * values["median"] for name, values in result["seconds"][key].items()}
-        for key, row in rows.items()
-    }
-    return Panel(title, unit, bars, log)
-
-
-def times_panel(title: str, labels: dict[str, str], result: dict[str, Any], log: bool = False) -> Panel:
-    bars = {labels[key]: {"": 1e3 * values["median"]} for key, values in result["seconds"].items()}
-    return Panel(title, "ms", bars, log)
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:

@@ -5,8 +5,7 @@
 latency: the states of the last token of a finished request, read from its lease, against one decode step there and
 against computing the whole text again. throughput: generation while some requests, or all, ask for the states of their
 last token; the answers must be the same. prefill: all positions of a text, of one layer and of all, against a plain
-prefill. idle: a step with nothing to read and its two parts that know about states, against an earlier checkout
-(--before). Engines are compared only where they give the same states.
+prefill. Engines are compared only where they give the same states.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from export_hf import DEFAULT_FOLDER, MODEL, export_model
 from harness import (
     OURS,
     Engines,
-    Panel,
     Program,
     Ratio,
     Times,
@@ -36,14 +34,13 @@ from harness import (
     ratios_of,
     say,
     spread,
-    times_panel,
 )
 from peers.process import EngineFailedError
 from peers.protocol import MAX_MODEL_LEN
 from workloads import PromptSource
 
 SEED = 0
-PEER, BEFORE = "transformers", "before"  # BEFORE: the earlier version, among the engines
+PEER = "transformers"
 TOLERANCE = 1e-3  # of the largest number: sums in fp32 differ by the order in which they are made
 AIMS = {20: 0.95, 100: 0.80}  # per cent of requests that ask → of the throughput without
 
@@ -70,7 +67,6 @@ PREFILL_RATIOS = {
     "peer_one": Ratio("transformers against one layer", PEER, "one_layer"),
     "peer_all": Ratio("transformers against all layers", PEER, "all_layers"),
 }
-STEPS = {"step": "a decode step", "planning": "of it, the plan", "forward": "of it, the model"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,6 @@ class Sizes:
     shortest_output: int = 32  # answers end one by one, so that states are read while others are generated
     longest_output: int = 96
     shares: tuple[int, ...] = (0, 20, 100)  # per cent of the requests that ask for their states
-    idle_before: int = 16  # short, so that whatever a step has to do beside the model shows
-    idle_tokens: int = 129
 
     @property
     def outputs(self) -> list[int]:
@@ -95,24 +89,17 @@ class Sizes:
         return [self.shortest_output + span * index // max(self.requests - 1, 1) for index in range(self.requests)]
 
 
-QUICK = Sizes(
-    before=40, repeats=2, decode_tokens=4, requests=5, input=8, shortest_output=2, longest_output=6, idle_tokens=5
-)
+QUICK = Sizes(before=40, repeats=2, decode_tokens=4, requests=5, input=8, shortest_output=2, longest_output=6)
 
 
 class StatesBenchmark(Program):
     doc = __doc__
-    parts = ("latency", "throughput", "prefill", "idle")
-    plots = quick = True
+    parts = ("latency", "throughput", "prefill")
+    quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
-        parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of an earlier version, for idle")
         parser.add_argument("--model", type=Path, metavar="FOLDER", help=f"Hugging Face folder; default: {MODEL}'s")
-
-    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-        if args.before is not None and not (args.before / "ratoon" / "__init__.py").exists():
-            parser.error(f"--before: {args.before}; expected a folder that has the package ratoon in it")
 
     def prepare(self) -> None:
         self.model = self.args.model or export_model(MODEL, DEFAULT_FOLDER)
@@ -125,14 +112,11 @@ class StatesBenchmark(Program):
         args, names = self.args, [OURS]
         if args.peer and {"latency", "prefill"} & set(args.parts):
             names.append(PEER)
-        if args.before is not None and "idle" in args.parts:
-            names.append(BEFORE)
         with ExitStack() as stack:
             self.running: Engines = {}
             for name in names:
-                more = {"kind": OURS, "checkout": args.before} if name == BEFORE else {}
-                self.running[name] = self.add_engine(stack, name, self.model, self.max_model_len, **more)
-                self.running[name].start(self.source.prompt(self.sizes.idle_before))
+                self.running[name] = self.add_engine(stack, name, self.model, self.max_model_len)
+                self.running[name].start(self.source.prompt(self.sizes.input))
             for part in args.parts:
                 self.found[part] = getattr(self, f"_measure_{part}")(self.running)
 
@@ -231,32 +215,6 @@ class StatesBenchmark(Program):
             verify_same_states(PREFILLS[key], found["one_layer"]["mean"], found[key]["mean"])
         return {key: result["seconds"] for key, result in found.items()}
 
-    # ---- idle ----
-
-    def _measure_idle(self, engines: Engines) -> dict[str, Any]:
-        names = [name for name in (OURS, BEFORE) if name in engines]
-        samples: dict[str, dict[str, list[float]]] = {name: {key: [] for key in STEPS} for name in names}
-        for name in names:  # a warm-up
-            engines[name].call("watch_decode", prompt=self.source.prompt(self.sizes.idle_before), num_tokens=3)
-        for index in self._rounds("idle"):
-            asked = {"prompt": self.source.prompt(self.sizes.idle_before), "num_tokens": self.sizes.idle_tokens}
-            found = {name: engines[name].call("watch_decode", **asked).value for name in in_turn(names, index)}
-            for name in names:
-                for key in STEPS:
-                    samples[name][key].append(found[name][key])
-            if found[OURS]["reading_passes"]:
-                raise EngineFailedError(
-                    f"{found[OURS]['reading_passes']} passes looked for states that were not requested"
-                )
-            kernels = {name: result["kernels"] for name, result in found.items()}
-            if len(set(kernels.values())) > 1:
-                raise EngineFailedError(f"the two versions run with different kernels: {kernels}")
-        ratios = {}
-        if BEFORE in samples:
-            ratios = {key: ratios_of(samples[OURS][key], samples[BEFORE][key]) for key in STEPS}
-        seconds = {name: {key: spread(values) for key, values in found.items()} for name, found in samples.items()}
-        return {"samples": samples, "seconds": seconds, "ratios": ratios}
-
     # ---- report ----
 
     def title(self) -> str:
@@ -270,7 +228,7 @@ class StatesBenchmark(Program):
             elif part == "prefill":
                 yield format_times(f"All positions of {before} tokens", PREFILLS, PREFILL_RATIOS, result)
             else:
-                yield self._format_throughput(result) if part == "throughput" else self._format_idle(result)
+                yield self._format_throughput(result)
 
     def _format_throughput(self, result: dict[str, Any]) -> str:
         sizes = self.sizes
@@ -283,36 +241,6 @@ class StatesBenchmark(Program):
                 line += f"; the aim is at least {AIMS[share]:g}" if share in AIMS else ""
             lines.append(line.rstrip())
         return "\n".join(lines)
-
-    def _format_idle(self, result: dict[str, Any]) -> str:
-        tokens = self.sizes.idle_before
-        lines = [f"A step with nothing to read, {tokens} tokens in; no pass went through the code that reads, ms"]
-        for key, label in STEPS.items():
-            now, *earlier = [format_spread(found[key], "", 1e3) for found in result["seconds"].values()]
-            line = f"  {label:<20}{now:<26}"
-            if earlier:
-                line += f"{format_spread(result['ratios'][key], '×')} of an earlier version's {earlier[0]}"
-            lines.append(line.rstrip())
-        return "\n".join(lines)
-
-    def panels(self) -> list[Panel]:
-        panels = []
-        for part, result in self.found.items():
-            if part == "latency":
-                panels.append(times_panel(f"The last token of {self.sizes.before:,}", LATENCIES, result, log=True))
-            elif part == "prefill":
-                panels.append(times_panel(f"All positions of {self.sizes.before:,} tokens", PREFILLS, result))
-            elif part == "throughput":
-                rates = result["tokens_per_second"]
-                bars = {f"{share} % ask": {"": found["median"]} for share, found in rates.items()}
-                aims = {f"{share} % ask": aim * rates[0]["median"] for share, aim in AIMS.items() if 0 in rates}
-                panels.append(
-                    Panel(f"{self.sizes.requests} requests at once (line: the aim)", "tok/s", bars, aims=aims)
-                )
-            else:
-                bars = {name: {"": 1e3 * found["step"]["median"]} for name, found in result["seconds"].items()}
-                panels.append(Panel("A decode step with nothing to read", "ms", bars))
-        return panels
 
 
 def without_absent(labels: dict[str, str], engines: Engines) -> dict[str, str]:

@@ -49,13 +49,13 @@ class Round:
 
 
 def measure_round(server: ServerProcess, args: argparse.Namespace, requests: int, seed: int) -> Round:
-    before = server.usage()
+    before = server.cpu_seconds()
     summary, seconds = send_load(server, args, requests, seed)
-    after = server.usage()
+    after = server.cpu_seconds()
     tokens = summary["num_output_tokens"]
     if summary["num_failed"] or not tokens:
         raise ServerFailedError(f"{summary['num_failed']} of {summary['num_requests']} requests failed")
-    used = {role: 1e6 * (after[role].cpu_seconds - before[role].cpu_seconds) / tokens for role in before}
+    used = {role: 1e6 * (after[role] - before[role]) / tokens for role in before}
     return Round(
         used["server"],
         used["engine"],

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,13 +22,13 @@ from typing import Any
 from export_hf import DEFAULT_FOLDER, MODEL, export_model
 from harness import OURS, Program, count, format_spread, in_turn, ratios_of, say, spread
 from peers.protocol import MAX_MODEL_LEN
-from service.server import ServerProcess
-from service.streams import Exchange, StreamFailedError, completion_body, read_answer, run_exchanges
+from service.server import ServerFailedError, ServerProcess
 from workloads import Call, PromptSource
 
 SEED = 1
 AIM = 0.95
 DIRECT, SERVED = "LLM.generate", "ratoon serve"
+COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 class ServerOverhead(Program):
@@ -70,19 +72,30 @@ class ServerOverhead(Program):
         return asyncio.run(self._exchange(call))
 
     async def _exchange(self, call: Call) -> float:
-        exchanges = [
-            Exchange(completion_body(MODEL, prompt, call.num_tokens, SEED, stream=not self.args.no_stream))
-            for prompt in call.prompts
-        ]
         begin, cpu_before = time.perf_counter(), time.process_time()
-        await run_exchanges(self.server.host, self.server.port, exchanges)
+        answers = await asyncio.gather(*(self._complete(prompt, call.num_tokens) for prompt in call.prompts))
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_before
         self.client_cpu_share.append(cpu_seconds / seconds)
-        for exchange in exchanges:
-            answer = read_answer(exchange)
-            if answer.num_tokens != call.num_tokens:
-                raise StreamFailedError(f"an answer has {answer.num_tokens} tokens instead of {call.num_tokens}")
+        for answer in answers:
+            told = COUNT.findall(answer)
+            if not answer.startswith(b"HTTP/1.1 200 ") or not told or int(told[-1]) != call.num_tokens:
+                raise ServerFailedError(f"an answer does not have {call.num_tokens} tokens: {answer[-500:]!r}")
         return seconds
+
+    async def _complete(self, prompt: list[int], num_tokens: int) -> bytes:
+        """Returns the bytes of an answer, head and framing included: all else would be the client's time."""
+        body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "seed": SEED}
+        if not self.args.no_stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        reader, writer = await asyncio.open_connection(self.server.host, self.server.port)
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+        writer.close()
+        return answer
 
     def title(self) -> str:
         return f"{MODEL} in fp32, {self.args.threads} threads"

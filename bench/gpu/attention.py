@@ -1,31 +1,27 @@
-"""Attention over pages: times of the Triton kernels against floors, for several tiles and splits.
+"""Attention over pages: times of the Triton kernels against floors, as the backend chooses them and in other ways.
 
-    python3 bench/gpu/attention.py             # everything: about a minute, kernels are compiled by several processes
-    python3 bench/gpu/attention.py decode      # a part: decode, uneven, graph, fp8, prefill, mixed, shared, store, bits
+    python3 bench/gpu/attention.py             # everything
+    python3 bench/gpu/attention.py decode      # a part: decode, uneven, graph, fp8, prefill, mixed, shared, store
 
-Each figure is a line `RESULT {json}`; the table at the end has the best variant of each case, and the one that the
-backend chooses by itself ("default"). Steps run as CUDA graphs over several caches, more than the L2 cache holds.
+Each figure is a line `RESULT {json}`; the table at the end has the best way of each case, and the one that the backend
+chooses by itself ("default"). Steps run as CUDA graphs over several caches, more than the L2 cache holds.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.triton_backend import TritonAttentionBackend
-from ratoon.attention.triton_balanced import Balance
-from ratoon.attention.triton_plan import Tiles
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
@@ -38,35 +34,7 @@ MIN_LAYERS = 8  # what a step does once is spread over them
 BLOCK_SIZE = 16
 FP8 = torch.float8_e4m3fn
 BOUND = 9216  # of lengths in captured steps
-NUM_COMPILERS = 12
 LLAMA, QWEN = AttentionLayer(0, 32, 8, 128, 128**-0.5), AttentionLayer(0, 16, 8, 128, 128**-0.5)
-DECODE_TILES = [
-    Tiles(16, 32, 1, 3, False),
-    Tiles(16, 32, 2, 4, False),
-    Tiles(16, 32, 4, 4, False),
-    Tiles(16, 64, 2, 3, False),
-    Tiles(16, 64, 4, 2, False),
-    Tiles(16, 64, 4, 3, False),
-    Tiles(16, 64, 4, 4, False),
-    Tiles(16, 64, 8, 3, False),
-    Tiles(16, 128, 4, 2, False),
-    Tiles(16, 128, 4, 3, False),
-    Tiles(16, 128, 8, 2, False),
-    Tiles(16, 128, 8, 3, False),
-]
-BALANCES = {
-    torch.bfloat16: [Balance(64, 3, 3), Balance(64, 4, 2), Balance(128, 3, 1, 8)],
-    FP8: [Balance(128, 3, 2), Balance(64, 3, 3), Balance(64, 4, 4, 4, 128), Balance(128, 3, 2, 8, 128)],
-}
-PREFILL_TILES = [
-    Tiles(128, 64, 8, 2, True),
-    Tiles(128, 64, 8, 3, True),
-    Tiles(128, 64, 4, 3, True),
-    Tiles(128, 128, 8, 2, True),
-    Tiles(128, 128, 8, 3, True),
-    Tiles(64, 64, 4, 3, True),
-    Tiles(64, 128, 4, 2, True),
-]
 
 
 @dataclass
@@ -177,113 +145,64 @@ def continuation(layer: AttentionLayer) -> Case:
     return Case(name, layer, [17], [688], stores=True, bound=BOUND, padding=7)
 
 
-@dataclass
-class Variant:
-    name: str
-    make: Callable[[], TritonAttentionBackend]
+Ways: TypeAlias = dict[str, dict[str, Any]]  # by name: options of the backend
+DEFAULT: Ways = {"default": {}}
+INVARIANT: Ways = {**DEFAULT, "batch invariant": {"batch_invariant": True}}
+SEPARATE: Ways = {**DEFAULT, "separate store": {"fused_store": False}}
+NOT_DEPENDENT: Ways = {**SEPARATE, "no dependent launch": {"dependent_launch": False}}
+IN_ORDER: Ways = {**DEFAULT, "a request a program": {"balance": False}}
+APART: Ways = {**DEFAULT, "each reads the prefix": {"cascade": False}}
 
 
-@dataclass
-class Plan:
-    case: Case
-    variants: list[Variant] = field(default_factory=lambda: [Variant("default", TritonAttentionBackend)])
-
-
-def tiled(tiles: Tiles, num_splits: int | None = None, name: str = "", **options: Any) -> Variant:
-    name += f"{tiles.block_m} × {tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
-    splits = "" if num_splits is None else f", {num_splits} splits"
-    return Variant(name + splits, lambda: TritonAttentionBackend(tiles=tiles, num_splits=num_splits, **options))
-
-
-def fused(tiles: Tiles) -> Variant:
-    return tiled(tiles, name="one kernel, ", fused_store=True)
-
-
-def apart(tiles: Tiles) -> Variant:
-    return tiled(tiles, name="two kernels, ", fused_store=False)
-
-
-def balanced(balance: Balance) -> Variant:
-    name = f"balanced, {balance.block_n} keys, {balance.num_warps} warps, {balance.num_stages} stages"
-    name += f", {balance.programs_per_sm} programs"
-    return Variant(name, lambda: TritonAttentionBackend(balance=balance))
-
-
-DEFAULT = Variant("default", TritonAttentionBackend)
-IN_ORDER = Variant("a request a program", lambda: TritonAttentionBackend(balance=False))
-SEPARATE = Variant("separate store", lambda: TritonAttentionBackend(fused_store=False))
-APART = Variant("each reads the prefix", lambda: TritonAttentionBackend(cascade=False))
-NOT_DEPENDENT = Variant("no dependent launch", lambda: TritonAttentionBackend(dependent_launch=False))
-INVARIANT = Variant("batch invariant", lambda: TritonAttentionBackend(batch_invariant=True))
-
-
-def captured_plans() -> Iterator[Plan]:
-    tiles = {stages: Tiles(16, 64, 4, stages, False) for stages in (2, 3, 4, 5)}
-    for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [DEFAULT, apart(tiles[3]), fused(tiles[2]), fused(tiles[3])]
-        yield Plan(captured(layer, 1, length), ways)
-    yield Plan(captured(LLAMA, 1, 8192), [DEFAULT, fused(tiles[2]), fused(tiles[3]), fused(tiles[5])])
-    for layer, length in ((LLAMA, 256), (QWEN, 256), (LLAMA, 1024)):
-        ways = [DEFAULT, apart(tiles[3]), apart(tiles[4]), fused(tiles[3]), fused(tiles[4])]
-        yield Plan(captured(layer, 32, length), ways)
-    for length in (256, 1024):
-        ways = [DEFAULT, apart(tiles[3]), fused(tiles[3]), fused(tiles[4]), fused(tiles[5])]
-        yield Plan(captured(LLAMA, 16, length), ways)
-    for length in (256, 1024):
-        yield Plan(captured(LLAMA, 256, length), [DEFAULT, apart(tiles[2]), fused(tiles[3])])
-    for layer in (QWEN, LLAMA):
-        ways = [tiled(Tiles(16, 64, 4, 3, False), 8), tiled(Tiles(16, 64, 4, 2, False), 16)]
-        yield Plan(continuation(layer), [DEFAULT, *ways])
-
-
-def plans(parts: set[str]) -> Iterator[Plan]:
+def plans(parts: set[str]) -> Iterator[tuple[Case, Ways]]:
     if "decode" in parts:
-        splits = {(1, 1024): (8, 16, 32), (32, 1024): (1, 2, 4, 8), (256, 1024): (1, 2), (1, 8192): (16, 32)}
-        for (batch, length), counts in splits.items():
-            variants = [tiled(tiles, count) for tiles in DECODE_TILES for count in counts]
-            yield Plan(decode(LLAMA, batch, length), [DEFAULT, INVARIANT, *variants])
-        for batch, length in ((1, 256), (32, 256), (32, 8192), (256, 256)):
-            yield Plan(decode(LLAMA, batch, length), [DEFAULT, INVARIANT])
+        for batch, length in (
+            (1, 256),
+            (1, 1024),
+            (1, 8192),
+            (32, 256),
+            (32, 1024),
+            (32, 8192),
+            (256, 256),
+            (256, 1024),
+        ):
+            yield decode(LLAMA, batch, length), INVARIANT
         for batch, length in ((1, 256), (1, 1024), (32, 256), (32, 1024), (256, 1024)):
-            yield Plan(decode(QWEN, batch, length), [DEFAULT, SEPARATE, NOT_DEPENDENT])
-        yield Plan(Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]))
+            yield decode(QWEN, batch, length), NOT_DEPENDENT
+        yield Case("5 tokens behind 700, 32/8 heads", LLAMA, [5], [700]), DEFAULT
     if "uneven" in parts:
         for kv_dtype in (torch.bfloat16, FP8):
             for layer, batch in ((QWEN, 36), (QWEN, 64), (QWEN, 128), (QWEN, 256), (LLAMA, 128), (LLAMA, 256)):
-                yield Plan(uneven(layer, batch, kv_dtype), [DEFAULT, IN_ORDER, *map(balanced, BALANCES[kv_dtype])])
+                yield uneven(layer, batch, kv_dtype), IN_ORDER
     if "graph" in parts:
-        yield from captured_plans()
+        for batch, length in ((1, 256), (1, 1024), (1, 8192), (16, 256), (16, 1024), (256, 256), (256, 1024)):
+            yield captured(LLAMA, batch, length), SEPARATE
+        for layer, length in ((QWEN, 256), (LLAMA, 256), (LLAMA, 1024)):
+            yield captured(layer, 32, length), SEPARATE
+        yield from ((continuation(layer), DEFAULT) for layer in (QWEN, LLAMA))
     if "fp8" in parts:
-        tiles = [Tiles(16, 64, 4, 3, False), Tiles(16, 64, 4, 4, False), Tiles(16, 128, 4, 3, False)]
-        tiles += [Tiles(16, 128, 8, 3, False), Tiles(16, 32, 4, 4, False), Tiles(16, 64, 2, 4, False)]
-        for batch in (256, 32):
-            yield Plan(captured(LLAMA, batch, 1024, FP8), [DEFAULT, *map(apart, tiles), *map(fused, tiles)])
-        yield Plan(captured(LLAMA, 256, 256, FP8))
+        for batch, length in ((256, 1024), (32, 1024), (256, 256)):
+            yield captured(LLAMA, batch, length, FP8), SEPARATE
     if "prefill" in parts:
-        alone = Case("prefill 8,192, 32/8 heads", LLAMA, [8192], [0])
-        yield Plan(alone, [DEFAULT, INVARIANT, *map(tiled, PREFILL_TILES)])
-        yield Plan(Case("prefill 8,192, 16/8 heads", QWEN, [8192], [0]))
-        yield Plan(Case("prefill 16 × 512, 32/8 heads", LLAMA, [512] * 16, [0] * 16))
+        yield Case("prefill 8,192, 32/8 heads", LLAMA, [8192], [0]), INVARIANT
+        yield Case("prefill 8,192, 16/8 heads", QWEN, [8192], [0]), DEFAULT
+        yield Case("prefill 16 × 512, 32/8 heads", LLAMA, [512] * 16, [0] * 16), DEFAULT
     if "mixed" in parts:
-        yield Plan(Case("chunk 2,048 behind 4,096, 32/8 heads", LLAMA, [2048], [4096]))
-        mixed = Case(
-            "255 × decode at 1,024 + chunk of 1,793, 32/8 heads", LLAMA, [1] * 255 + [1793], [1023] * 255 + [0]
-        )
-        yield Plan(mixed)
+        yield Case("chunk 2,048 behind 4,096, 32/8 heads", LLAMA, [2048], [4096]), DEFAULT
+        mixed = "255 × decode at 1,024 + chunk of 1,793, 32/8 heads"
+        yield Case(mixed, LLAMA, [1] * 255 + [1793], [1023] * 255 + [0]), DEFAULT
     if "shared" in parts:
         for layer in (LLAMA, QWEN):
             name = f"32 searches × 32 beams, 704 shared + 16, {layer.num_heads}/8 heads"
-            yield Plan(Case(name, layer, [1] * 1024, [719] * 1024, 704, 32), [DEFAULT, APART])
-        yield Plan(
-            Case("32 beams, 704 shared + 16, 32/8 heads", LLAMA, [1] * 32, [719] * 32, 704, 32), [DEFAULT, APART]
-        )
+            yield Case(name, layer, [1] * 1024, [719] * 1024, 704, 32), APART
+        yield Case("32 beams, 704 shared + 16, 32/8 heads", LLAMA, [1] * 32, [719] * 32, 704, 32), APART
 
 
 class Run:
-    """A case with its inputs and a number of caches."""
+    """A case with its inputs and caches."""
 
-    def __init__(self, case: Case, num_caches: int | None = None) -> None:
-        self.case, self.inputs, self.caches = case, case.metadata(), case.caches()[:num_caches]
+    def __init__(self, case: Case) -> None:
+        self.case, self.inputs, self.caches = case, case.metadata(), case.caches()
         heads = [case.layer.num_heads, 8, 8]
         self.product = torch.randn(case.num_tokens, sum(heads), 128, device="cuda", dtype=torch.bfloat16)
         self.heads = self.product.split(heads, dim=1)
@@ -328,27 +247,27 @@ def time_graph(work: Callable[[], None], count: int) -> float:
     return float(np.median(times[1:])) / count
 
 
-def run_plan(plan: Plan) -> dict[str, float]:
-    case, run = plan.case, Run(plan.case)
-    times = {}
+def run_case(case: Case, ways: Ways) -> dict[str, float]:
+    """Returns the seconds of each way."""
+    run, times = Run(case), {}
     reference = TritonAttentionBackend(fused_store=False, cascade=False, num_splits=1)
     expected = run.attend_once(reference, run.caches[0].bfloat16())
-    for variant in plan.variants:
+    for way, options in ways.items():
         try:
-            backend = variant.make()
+            backend = TritonAttentionBackend(**options)
             error = float((run.attend_once(backend) - expected).norm() / expected.norm())
             seconds = time_graph(lambda b=backend: run.attend_all(b), run.num_layers)
         except Exception as failure:
-            print(f"{case.name}: {variant.name}: {type(failure).__name__}: {str(failure)[:200]}")
+            print(f"{case.name}: {way}: {type(failure).__name__}: {str(failure)[:200]}")
             continue
-        times[variant.name] = seconds
+        times[way] = seconds
         rate = round(case.moved() / seconds / 1e12, 2)
-        report(case.name, variant.name, seconds, case.floor(), tb_s=rate, error=round(error, 5))
+        report(case.name, way, seconds, case.floor(), tb_s=rate, error=round(error, 5))
     return times
 
 
-def report(case: str, variant: str, seconds: float, floor: float, **more: Any) -> None:
-    figure = {"bench": "attention", "case": case, "variant": variant, "us": round(seconds * 1e6, 2)}
+def report(case: str, way: str, seconds: float, floor: float, **more: Any) -> None:
+    figure = {"bench": "attention", "case": case, "variant": way, "us": round(seconds * 1e6, 2)}
     figure |= {"floor_us": round(floor * 1e6, 2), "times_floor": round(seconds / floor, 2), **more}
     print("RESULT", json.dumps(figure, ensure_ascii=False), flush=True)
 
@@ -386,54 +305,12 @@ def run_store() -> None:
         report(f"norm, rotation, store of {num_tokens}", "default", seconds, num_tokens * 48 * 128 * 2 * 2 / READ)
 
 
-def same_bits_for_any_tile() -> None:
-    """Whether tensor cores round alike for tiles of 16 and of 64 rows: then decoding could use the small ones where
-    rows must not depend on the batch."""
-    case = decode(LLAMA, 8, 512)
-    inputs, cache = case.metadata(), case.caches()[0]
-    q = torch.randn(8, 32, 128, device="cuda", dtype=torch.bfloat16)
-    outs = []
-    for block_m in (16, 64, 128):
-        backend = TritonAttentionBackend(tiles=Tiles(block_m, 64, 4, 3, False), num_splits=1)
-        outs.append(backend.attend(case.layer, q, (cache,), backend.build_metadata(inputs)))
-    equal = {f"16 and {m}": bool(torch.equal(outs[0], out)) for m, out in zip((64, 128), outs[1:], strict=True)}
-    print("RESULT", json.dumps({"bench": "attention", "case": "equal bits for tiles of rows", **equal}), flush=True)
-
-
-def compile_in_processes(parts: set[str]) -> None:
-    """Compiled kernels are shared through Triton's cache on disk."""
-    begin = time.monotonic()
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "--compile", str(index), *parts], stdout=subprocess.DEVNULL)
-        for index in range(NUM_COMPILERS)
-    ]
-    for worker in workers:
-        worker.wait()
-    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-
-
-def compile_share(index: int, parts: set[str]) -> None:
-    tasks = [(plan.case, variant) for plan in plans(parts) for variant in plan.variants]
-    for case, variant in tasks[index::NUM_COMPILERS]:
-        try:
-            Run(case, 1).attend_once(variant.make())
-        except Exception as failure:
-            print(variant.name, failure)
-
-
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--compile"]:
-        compile_share(int(arguments[1]), set(arguments[2:]))
-        os._exit(0)
-    parts = set(arguments) or {"decode", "uneven", "graph", "prefill", "mixed", "shared", "fp8", "store", "bits"}
-    compile_in_processes(parts)
-    rows = [(plan.case, run_plan(plan)) for plan in plans(parts)]
+    parts = set(sys.argv[1:]) or {"decode", "uneven", "graph", "prefill", "mixed", "shared", "fp8", "store"}
+    rows = [(case, run_case(case, ways)) for case, ways in plans(parts)]
     if "store" in parts:
         run_store()
-    if "bits" in parts:
-        same_bits_for_any_tile()
-    print(f"\n{'case':58} {'floor µs':>9} {'default':>9} {'best':>9}  best variant")
+    print(f"\n{'case':58} {'floor µs':>9} {'default':>9} {'best':>9}  best way")
     for case, times in rows:
         if times:
             best = min(times, key=lambda name: times[name])

@@ -251,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=names, help="workloads (default %(default)s)")
     parser.add_argument("--rounds", type=int, metavar="N", help="counted rounds (default: of each workload)")
     parser.add_argument("--workload-seconds", type=float, default=180.0, metavar="S", help="default %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
     parser.add_argument("--title", help="of tables and plot (default: the GPU and versions)")
     parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
@@ -273,7 +274,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-seconds", type=float, default=420.0, metavar="S", help="default %(default)s")
     parser.add_argument("--work-folder", type=Path, default=CACHE_FOLDER, metavar="DIR", help="models and logs")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write everything that was measured")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw it (needs matplotlib)")
 
 
 def settle_options(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """`ratoon serve` and `vllm serve` on one GPU under the same load, from light to saturated, one server after the other.
 
     python3 bench/gpu/compare_http.py --engines ratoon --models qwen3-0.6b
-    python3 bench/gpu/compare_http.py --vllm-path /tmp/vllm --rates 1,8,32,inf --json http.json --plot http.png
+    python3 bench/gpu/compare_http.py --vllm-path /tmp/vllm --rates 1,8,32,inf --json http.json
 
 The load comes from `ratoon bench serve`. Each rate of each server is printed at once as a line `RESULT {json}`: time to
 first token and time between tokens, 50th and 99th percentile, output tokens a second, and the processor time that each
@@ -28,7 +28,7 @@ from compare import VARIANTS, add_options, engine_settings, gpu_name, module_pat
 from compare_parts.models import prepare_model
 from compare_parts.records import ERROR_MARK, MARK
 from compare_parts.servers import Server
-from harness import OURS, Panel, align, draw, format_number
+from harness import OURS, align, format_number
 from peers.process import EngineFailedError
 
 RATES = (1.0, 8.0, 32.0, math.inf)
@@ -213,20 +213,6 @@ def format_ratio(ratio: float) -> str:
     return "" if math.isnan(ratio) else f"{format_number(ratio)}×"
 
 
-def panels(loads: list[Load]) -> list[Panel]:
-    """Returns two panels for each model: both latencies by rate, median and 99th percentile."""
-    found = []
-    for model in dict.fromkeys(load.model for load in loads):
-        for name, label in (("ttft", "time to first token"), ("itl", "time between tokens")):
-            bars: dict[str, dict[str, float]] = {}
-            for load in loads:
-                for percentile in (50, 99) if load.model == model else ():
-                    series = bars.setdefault(load.rate_text, {})
-                    series[f"{load.engine}, p{percentile}"] = getattr(load, f"{name}_p{percentile}")
-            found.append(Panel(f"{model}: {label}", "milliseconds", bars, logarithmic=True))
-    return found
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser)
@@ -264,8 +250,6 @@ def main() -> int:
     if args.json:
         result = {"gpu": gpu_name(), "loads": [asdict(load) for load in comparison.loads], "errors": comparison.errors}
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if args.plot and comparison.loads:
-        draw(args.plot, gpu_name(), panels(comparison.loads))
     return 1 if comparison.errors and not comparison.loads else 0
 
 

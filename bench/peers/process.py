@@ -59,7 +59,6 @@ class EngineProcess:
         threads: int,
         log: Path,
         max_model_len: int = MAX_MODEL_LEN,
-        checkout: Path | None = None,  # whose package runs in the place of the installed one
         worker: str | None = None,  # the module in this package that runs, if it is not the engine's first
         settings: dict[str, Any] | None = None,  # of the engine, in addition to the worker's own
         environment: dict[str, str] | None = None,  # in addition to `engine_environment`
@@ -75,8 +74,6 @@ class EngineProcess:
             self._command += ["--settings", json.dumps(settings)]
         self._pausing = pausing
         self._environment = engine_environment(engine, threads) | (environment or {})
-        if checkout is not None:
-            self._environment["PYTHONPATH"] = str(checkout.resolve())
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, prompt: list[int]) -> float:

@@ -1,16 +1,11 @@
-"""Ratoon's calls that have to do with hidden states. Times are taken here, around what is compared.
-
-A version of the package that has none can be asked for `watch_decode`: the others are not imported before their call.
-"""
+"""Ratoon's calls that have to do with hidden states. Times are taken here, around what is compared."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from peers.protocol import Calls, TokenIds
@@ -82,31 +77,7 @@ def state_calls(llm: Any, known: Known) -> Calls:
             "rows": [outputs[index].hidden_states[0].computed_tokens for index in asking],
         }
 
-    def watch_decode(prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """A decode step in seconds, its parts, and how many passes went through the code that reads states."""
-        try:
-            from ratoon.execution.readers.hidden_states import CaptureReader
-        except ImportError:  # an earlier checkout has it elsewhere (`--before`)
-            CaptureReader = None
-
-        core = llm.engine.client.core
-        runner = core.executor._worker.runner
-        llm.reset_prefix_cache()
-        with ExitStack() as stack:
-            planning = stack.enter_context(timed(core.scheduler, "schedule"))
-            forward = stack.enter_context(timed(runner, "execute_model"))
-            reading = stack.enter_context(timed(CaptureReader, "read"))
-            arrivals = [time.perf_counter() for _ in llm.stream(prompt, _greedy(num_tokens))]
-        return {
-            "step": statistics.median(later - earlier for earlier, later in pairwise(arrivals)),
-            "planning": statistics.median(planning[1:]),  # the first is the prompt's
-            "forward": statistics.median(forward[1:]),
-            "passes": len(forward),
-            "reading_passes": len(reading),
-            "kernels": llm.describe()["kernels"],
-        }
-
-    calls: list[Callable[..., Any]] = [read_last, read_prompt, prefill, generate_with_states, watch_decode]
+    calls: list[Callable[..., Any]] = [read_last, read_prompt, prefill, generate_with_states]
     return {call.__name__: call for call in calls}
 
 
@@ -118,12 +89,9 @@ def _greedy(num_tokens: int, **others: Any) -> Any:
 
 @contextmanager
 def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """How long each call of a method or function took. One that is not there is not called."""
-    method = getattr(owner, name, None)
+    """Gives the seconds that each call of a method took."""
+    method = getattr(owner, name)
     seconds: list[float] = []
-    if method is None:
-        yield seconds
-        return
 
     def call(*arguments: Any, **named: Any) -> Any:
         begin = time.perf_counter()

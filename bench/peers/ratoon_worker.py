@@ -91,12 +91,8 @@ def has_tokenizer(model: Path) -> bool:
 
 
 def _searches(llm: Any, known: Known) -> Calls:
-    try:
-        from ratoon.benchmarks.two_stage.stage import Send, StageRunner
-        from ratoon.benchmarks.two_stage.stage import beam_search as search_params
-    except ImportError:  # an earlier checkout has them there (`--before`)
-        from ratoon.api.two_stage.experiment import beam_search as search_params
-        from ratoon.api.two_stage.stage import Send, StageRunner
+    from ratoon.benchmarks.two_stage.stage import Send, StageRunner
+    from ratoon.benchmarks.two_stage.stage import beam_search as search_params
     from ratoon.core.params import RequestOutputKind, SamplingParams
 
     stages = StageRunner(llm)

@@ -1,1 +1,1 @@
-"""What the programs that measure the service share: a server process, clients for many streams, a sampling profiler."""
+"""What the programs that measure the service share: a server process, and the least that event streams cost."""

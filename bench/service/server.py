@@ -11,10 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,20 +23,10 @@ STUB = "bench.stub_executor:StubExecutor"
 START_SECONDS = 300.0
 END_SECONDS = 20.0
 SHOWN_LINES = 40  # of the log of a server that did not start: the cause may be that of one of its processes
-WATCH_INTERVAL = 0.2
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServerFailedError(EngineFailedError):
     """A server did not start, or ended on its own; the message has the end of its log."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What a process has used: processor time since its start, memory now."""
-
-    cpu_seconds: float
-    memory_bytes: int
 
 
 class OwnSession:
@@ -91,15 +78,12 @@ class ServerProcess(OwnSession):
 
     log = CACHE_FOLDER / "logs" / "server.log"
 
-    def __init__(
-        self, options: list[str], environment: dict[str, str] | None = None, profile: Path | None = None
-    ) -> None:
+    def __init__(self, options: list[str], environment: dict[str, str] | None = None) -> None:
         super().__init__()
-        launcher = ["-m", "ratoon"] if profile is None else ["-m", "service.sampled", str(profile.resolve())]
-        self._command = [sys.executable, *launcher, "serve", *options, "--port", "0"]
-        # The root is where engine processes find bench.stub_executor, the folder where a profiled server finds service.
-        path = os.pathsep.join([str(BENCH_FOLDER.parent), str(BENCH_FOLDER)])
-        self._environment = {**engine_environment("ratoon", 0), "PYTHONPATH": path, **(environment or {})}
+        self._command = [sys.executable, "-m", "ratoon", "serve", *options, "--port", "0"]
+        # The root is where engine processes find bench.stub_executor.
+        own = {"PYTHONPATH": str(BENCH_FOLDER.parent), **(environment or {})}
+        self._environment = {**engine_environment("ratoon", 0), **own}
         self.host, self.port = "", 0
 
     def __enter__(self) -> ServerProcess:
@@ -117,73 +101,14 @@ class ServerProcess(OwnSession):
         self.host, self.port = str(address.hostname), int(address.port or 0)
         return self
 
-    def usage(self) -> dict[str, Usage]:
-        """By role: "server", "engine" (all of them together)."""
-        found: dict[str, Usage] = {}
+    def cpu_seconds(self) -> dict[str, float]:
+        """Returns processor time since the start by role: "server", and "engine" for all engines together."""
+        found = {"server": 0.0, "engine": 0.0}
         for pid, seconds in processes_of(self.pid).items():
-            try:
-                role = "engine" if b"core_process" in (PROC / str(pid) / "cmdline").read_bytes() else "server"
-                memory = int((PROC / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
-            except OSError:
-                continue  # ended meanwhile
-            before = found.get(role, Usage(0.0, 0))
-            found[role] = Usage(before.cpu_seconds + seconds, before.memory_bytes + memory)
+            with suppress(OSError):  # it has ended meanwhile
+                is_engine = b"core_process" in (PROC / str(pid) / "cmdline").read_bytes()
+                found["engine" if is_engine else "server"] += seconds
         return found
-
-    def toggle_profile(self) -> None:
-        """Begin to sample, or end it and write what was found."""
-        os.kill(self.pid, signal.SIGUSR2)
-
-
-@dataclass
-class UsageRecord:
-    """What was used over a phase, by role."""
-
-    begin: dict[str, Usage] = field(default_factory=dict)
-    peak_memory: dict[str, int] = field(default_factory=dict)
-    end: dict[str, Usage] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def cpu_seconds(self, role: str) -> float:
-        return self.end[role].cpu_seconds - self.begin[role].cpu_seconds
-
-    def as_dict(self) -> dict[str, dict[str, float]]:
-        return {
-            role: {
-                "cpu_seconds": self.cpu_seconds(role),
-                "memory_begin": self.begin[role].memory_bytes,
-                "memory_peak": self.peak_memory[role],
-                "memory_end": self.end[role].memory_bytes,
-            }
-            for role in self.begin
-        }
-
-
-@contextmanager
-def watch_usage(server: ServerProcess) -> Iterator[UsageRecord]:
-    """Looks at the processes while the block runs; the record is whole after it."""
-    record, stop = UsageRecord(), threading.Event()
-
-    def look() -> dict[str, Usage]:
-        usage = server.usage()
-        for role, used in usage.items():
-            record.peak_memory[role] = max(record.peak_memory.get(role, 0), used.memory_bytes)
-        return usage
-
-    def keep_looking() -> None:
-        while not stop.wait(WATCH_INTERVAL):
-            look()
-
-    record.begin, begin = look(), time.monotonic()
-    thread = threading.Thread(target=keep_looking, daemon=True)
-    thread.start()
-    try:
-        yield record
-    finally:
-        stop.set()
-        thread.join()
-        record.seconds = time.monotonic() - begin
-        record.end = look()
 
 
 def allow_many_files() -> None:

@@ -1,1 +1,1 @@
-"""Parts of structured.py: schemas, and measurements of grammar libraries."""
+"""Parts of structured.py: schemas, and the peer."""

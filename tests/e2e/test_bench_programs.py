@@ -69,7 +69,7 @@ def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Pat
     shown = run_program("cpu_peers.py", *options, *workloads, "--json", str(tmp_path / "out.json"))
     assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
     (line,) = [line for line in shown.splitlines() if line.startswith("float32, 1 threads, round 1/1, ratoon: many-8 ")]
-    assert line.endswith(" left)")
+    assert line.endswith(" tok/s")
     quantised, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert quantised["figures"].keys() == {"single-decode", "single-end-to-end", "many-8", "shared-prefix", "beam"}
     assert quantised["weight_bytes"] < floats["weight_bytes"] / 4
@@ -119,30 +119,7 @@ def test_a_comparison_that_is_cut_off_keeps_what_it_has_measured(
     assert kept["figures"]["startup"]["samples"] == {"ratoon": [1.0, 1.0]}
     assert kept["figures"]["prefill"]["samples"] == {"ratoon": [2.0]}
     shown = capsys.readouterr().out
-    assert "Expected to take 0:0" in shown
-    assert "float32, 1 threads, round 1/2, ratoon: prefill: TTFT 2.00 s (0:00; 0:00 left)\n" in shown
-
-
-def test_what_is_done_corrects_the_estimate_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "bench")
-    progress = importlib.import_module("cpu_parts.progress")
-    now = [100.0]
-    done = progress.Progress(60.0, clock=lambda: now[0])
-    assert done.seconds_left == 60.0
-    now[0] += 20.0
-    done.note(10.0)
-    assert done.seconds == 20.0 and done.seconds_left == 100.0
-
-
-@needs_embedded_model
-@pytest.mark.slow
-@pytest.mark.full
-def test_many_streams_all_get_their_own_answers(tmp_path: Path) -> None:
-    sizes = ("--streams", "20", "--tokens", "8", "--slow-streams", "2", "--slow-tokens", "50", "--slow-seconds", "0.5")
-    shown = run_program("many_streams.py", *sizes, "--profile", "--json", str(tmp_path / "out.json"))
-    assert "Where the server's processor time goes" in shown
-    phases = json.loads((tmp_path / "out.json").read_text())["phases"]
-    assert [phase["streams"]["num_tokens"] for phase in phases.values()] == [20 * 8, 18 * 8, 18 * 8]
+    assert "float32, 1 threads, round 1/2, ratoon: prefill: TTFT 2.00 s\n" in shown
 
 
 @needs_embedded_model
@@ -178,63 +155,54 @@ def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_beams_are_measured_in_all_three_parts(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
-    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    files = ("--json", str(tmp_path / "out.json"))
     shown = run_program("beams.py", *options, *files)
     assert "Beams that are also Ratoon's, transformers: 100.0%" in shown
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
     assert list(parts) == ["latency", "search", "steps"]
     assert set(parts["search"]["ratios"]["cold"]) == {"transformers"}
     assert parts["steps"]["growth"]["with_prefix"].keys() == {"2", "4"}
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @needs_embedded_model
 @pytest.mark.slow
 @pytest.mark.full
-def test_hidden_states_are_measured_in_all_four_parts(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_hidden_states_are_measured_in_all_three_parts(tmp_path: Path) -> None:
     options = ("--quick", "--threads", "1", "--model", str(model_folder("llama with grouped heads")))
-    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
-    shown = run_program("hidden_states.py", *options, "--before", str(REPOSITORY), *files)
+    files = ("--json", str(tmp_path / "out.json"))
+    shown = run_program("hidden_states.py", *options, *files)
     assert "the aim is at most 2" in shown
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
-    assert list(parts) == ["latency", "throughput", "prefill", "idle"]
+    assert list(parts) == ["latency", "throughput", "prefill"]
     assert parts["latency"]["ratios"].keys() == {"in_steps", "saved", "transformers"}
     assert parts["throughput"]["ratios"].keys() == {"20", "100"}
     assert parts["prefill"]["ratios"].keys() == {"one_layer", "all_layers", "peer_one", "peer_all"}
-    assert parts["idle"]["ratios"].keys() == {"step", "planning", "forward"}
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @needs_embedded_model
 @pytest.mark.slow
 @pytest.mark.full
 def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    files = ("--json", str(tmp_path / "out.json"))
     shown = run_program("encoder_beams.py", "--quick", "--threads", "1", "--parts", "t5", *files)
     assert "the aim is at most 2" in shown
     (result,) = json.loads((tmp_path / "out.json").read_text())["parts"].values()
     assert result["same"] == {"transformers, greedy": [1.0], "transformers, beams": [1.0]}
     assert result["growth"].keys() == {"ratoon", "transformers"}
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @needs_embedded_model
 @pytest.mark.slow
 @pytest.mark.full
 def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     options = ("--model", str(small_whisper(tmp_path / "model")), "--recording", str(noise(tmp_path / "noise.wav")))
-    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    files = ("--json", str(tmp_path / "out.json"))
     run_program("speech.py", "--quick", "--threads", "1", *options, *files)
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
     assert parts["transcription"]["same"] == {"transformers": [1.0] * 4}  # two clips, from samples and from features
     assert parts["transcription"]["ratios"].keys() == {"whole", "ready"}
     assert parts["pieces"]["ratios"].keys() == {"features", "encoder", "first", "step"}
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object], *options: str) -> str:
     command = [sys.executable, f"bench/gpu/{name}", "--models", str(shape)]
     command += ["--settings", json.dumps(ON_THE_CPU | settings), "--work-folder", str(folder / "work")]
-    command += ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png"), *options]
+    command += ["--json", str(folder / "out.json"), *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
     return done.stdout
@@ -88,8 +88,8 @@ def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object
 def test_every_workload_is_measured_and_one_that_fails_does_not_end_the_run(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     longest = {"max_model_len": 36}  # the prompt of the prefill workload has 40 tokens
-    vllm = ("--vllm-path", str(write_fake_vllm(tmp_path / "site")))
-    shown = run_program("compare.py", shape, tmp_path, longest, "--quick", "--only", ALL_BUT_LONG_BEAMS, *vllm)
+    options = ("--vllm-path", str(write_fake_vllm(tmp_path / "site")), "--plot", str(tmp_path / "out.png"))
+    shown = run_program("compare.py", shape, tmp_path, longest, "--quick", "--only", ALL_BUT_LONG_BEAMS, *options)
     result = json.loads((tmp_path / "out.json").read_text())
     assert [(error["engine"], error["workload"]) for error in result["errors"]] == [("ratoon", "prefill")]
     assert "36" in result["errors"][0]["error"]
@@ -123,7 +123,6 @@ ALL_BUT_LONG_BEAMS = "startup,decode1,decode32,prefill,continue,continue-leased,
 @pytest.mark.slow
 @pytest.mark.full
 def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     command = write_fake_vllm(tmp_path / "site") / "vllm" / "entrypoints" / "cli" / "main.py"
     command.parent.mkdir(parents=True)
     command.write_text(FAKE_VLLM_COMMAND)
@@ -138,7 +137,6 @@ def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> N
     assert all(0 < load["ttft_p50"] <= load["ttft_p99"] for load in result["loads"])
     assert shown.count("# warmed up by 3 requests") == 2
     assert shown.count("×") >= 6  # at each rate three that are never zero: twice TTFT, and tokens a second
-    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
