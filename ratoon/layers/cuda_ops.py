@@ -107,19 +107,13 @@ class CudaLinear:
             can_norm = self.segments.takes_norm
         if norm is not None and not can_norm:
             x, norm = norms.rms_norm(x, *norm, dependent=self.dependent), None
-        if isinstance(choice, Panel) and self.segments is not None:
-            from ratoon.layers.triton.segment_panel import segment_panel_product
-
-            return segment_panel_product(
-                x, self.weight, self.bias, choice, self.arrivals, self.segments.inputs,
-                norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
-            )  # fmt: skip
         if isinstance(choice, Panel):
             from ratoon.layers.triton.panel import panel_product
 
             return panel_product(
                 x, self.weight, self.bias, choice, self.arrivals,
                 scales=self.scales, norm=norm, gated=is_gate, residual=residual, dependent=self.dependent,
+                segment=None if self.segments is None else self.segments.inputs,
             )  # fmt: skip
         return gemv(
             x, self.weight, self.bias, choice,
@@ -147,7 +141,7 @@ class CudaLinear:
         self, x: Tensor, segments: Segments, norm: RMSWeights | None, residual: Tensor | None
     ) -> Tensor:
         """Multiplies many rows, with the bits that the kernels for few rows have."""
-        from ratoon.layers.triton.segment_panel import apply_factors
+        from ratoon.layers.triton.segment_norm import apply_factors
         from ratoon.layers.triton.wide import wide_product  # for Hopper alone
 
         row_scales = None

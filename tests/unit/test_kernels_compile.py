@@ -20,7 +20,7 @@ STACKS = {"prefill_kernel": 80}
 # Kernels in Gluon, which no interpreter runs: by the part of the program that compiles them.
 GLUON = {
     "attention": {"prefill_kernel"},
-    "products": {"_factors_kernel", "_panel_kernel", "_segment_panel_kernel", "_stream_kernel", "_wide_kernel"},
+    "products": {"_factors_kernel", "_panel_kernel", "_stream_kernel", "_wide_kernel"},
 }
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

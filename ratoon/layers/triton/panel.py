@@ -10,6 +10,10 @@ the same order.
 
 An RMS norm scales a row, so it is applied to the sums: y = s · ((x · factors) Wᵀ), and s is computed on the way.
 
+Where a row must have the same bits among any number of rows, sums have the order of wide.py: each warp has a segment of
+inputs that follow each other, and multiplies 16 of them at a time, in order; four threads exchange what they loaded for
+that. A program's warps have the segments of one group, or of all groups, one after the other.
+
 Written in Gluon, in which a kernel decides where in registers and shared memory its numbers lie. It can't run under
 Triton's interpreter.
 """
@@ -49,12 +53,14 @@ def panel_product(
     gated: bool = False,
     residual: Tensor | None = None,
     dependent: bool = False,
+    segment: int | None = None,
 ) -> Tensor:
     """x [T, in] in 16 bits, weight [out, in] → [T, out]. `scales` [out], in float32: of a weight in 8 bits.
 
     `arrivals`: a zero for each PANEL_OUTPUTS outputs, and zero again after it; of this weight alone. `gated`: the
     weight holds a gate and an up part, one above the other; the result [T, out / 2] is silu of the one times the other.
     `residual` [T, out] is added to in place and returned. `dependent`: launch before the kernel ahead has ended.
+    `segment`: inputs of a warp's segment, where a row must have the same bits among any number of rows.
     """
     rows, width = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -64,18 +70,23 @@ def panel_product(
         assert norm is None and not gated
         parts = torch.empty((panel.splits, rows, outputs), dtype=torch.float32, device=x.device)
     step = PANEL_STEP_BYTES // weight.dtype.itemsize  # four threads, 16 bytes each
-    steps = triton.cdiv(width, panel.splits * panel.k_warps * step)
+    steps, groups = triton.cdiv(width, panel.splits * panel.k_warps * step), 1
+    if segment is not None:
+        assert scales is None
+        steps, groups = segment // step, triton.cdiv(width, panel.splits * panel.k_warps * segment)
+        assert groups == 1 or not (gated or norm)
     block_rows = max(MIN_ROWS, triton.next_power_of_2(rows))
     weight_rows = (2 if gated else 1) * panel.outputs // panel.out_warps
     num_registers = steps * (weight_rows * PANEL_STEP_BYTES + block_rows * step * x.itemsize) // REGISTER_BYTES
+    together = segment is None and steps > 1 and block_rows == MIN_ROWS and num_registers <= MAX_REGISTERS
     launch(
         _panel_kernel, (triton.cdiv(outputs, panel.outputs), panel.splits),
         x, weight if scales is None else weight.view(torch.uint8), weight if scales is None else scales,
         weight if bias is None else bias, weight if norm is None else norm.weight, y, parts, arrivals,
         x.stride(0), y.stride(0), rows, outputs, 0.0 if norm is None else norm.eps,
-        WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_OUT=panel.outputs, STEP=step, STEPS=steps,
-        TOGETHER=steps > 1 and block_rows == MIN_ROWS and num_registers <= MAX_REGISTERS, SPLITS=panel.splits,
-        WHOLE=width == panel.splits * panel.k_warps * steps * step, K_WARPS=panel.k_warps, OUT_WARPS=panel.out_warps,
+        WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_OUT=panel.outputs, STEP=step, STEPS=steps, GROUPS=groups,
+        TOGETHER=together, SPLITS=panel.splits, WHOLE=width == panel.splits * groups * panel.k_warps * steps * step,
+        K_WARPS=panel.k_warps, OUT_WARPS=panel.out_warps, IN_SEGMENTS=segment is not None,
         SCALED=scales is not None, BIAS=bias is not None, NORM=norm is not None, GATED=gated,
         ADD=residual is not None, num_warps=panel.k_warps * panel.out_warps, **launch_options(dependent),
     )  # fmt: skip
@@ -86,9 +97,9 @@ def panel_product(
 def _panel_kernel(
     x, weight, scales, bias, norm, y, parts, arrivals, x_stride, y_stride, rows, outputs, eps,
     WIDTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr,
-    TOGETHER: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr, K_WARPS: gl.constexpr, OUT_WARPS: gl.constexpr,
-    SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    GROUPS: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr, K_WARPS: gl.constexpr,
+    OUT_WARPS: gl.constexpr, IN_SEGMENTS: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
@@ -96,21 +107,23 @@ def _panel_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [K_WARPS, OUT_WARPS, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, STEP // 4)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, STEP // 4)
-    SPAN: gl.constexpr = K_WARPS * STEP
-    first = gl.program_id(1) * (STEPS * SPAN)
+    APART: gl.constexpr = STEPS * STEP if IN_SEGMENTS else STEP  # from one warp to the next
+    SPAN: gl.constexpr = STEP if IN_SEGMENTS else K_WARPS * STEP  # from one step of a warp to the next
+    GROUP_SPAN: gl.constexpr = STEPS * K_WARPS * STEP
+    first = gl.program_id(1) * GROUP_SPAN
     output = gl.program_id(0) * BLOCK_OUT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
     weights = weight + gl.minimum(output, outputs - 1)[None, :, None].to(gl.int64) * WIDTH
     up_weights = weights + outputs.to(gl.int64) * WIDTH
     column = (
         first
-        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None] * STEP
+        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None] * APART
         + gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
     )  # [parts, 1, S]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
     inputs = x + gl.minimum(row, rows - 1)[None, None, :] * x_stride
     place = (
         first
-        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None] * STEP
+        + gl.arange(0, K_WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None] * APART
         + gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
     )  # [parts, S, 1]
     parted: gl.constexpr = _parted_layout(BLOCK_OUT, K_WARPS, OUT_WARPS)
@@ -122,17 +135,19 @@ def _panel_kernel(
     tiles = ()
     up_tiles = ()
     factors = ()
-    for step in gl.static_range(STEPS):
-        tiles = tiles + (load_part(weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    for step in gl.static_range(GROUPS * STEPS):
+        offset = step // STEPS * GROUP_SPAN + step % STEPS * SPAN
+        tiles = tiles + (load_part(weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if GATED:
-            up_tiles = up_tiles + (load_part(up_weights, column + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            up_tiles = up_tiles + (load_part(up_weights, column + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
         if NORM:
-            factors = factors + (load_part(norm, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+            factors = factors + (load_part(norm, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     if DEPENDENT:
         gdc_wait()
     pieces = ()
-    for step in gl.static_range(STEPS):  # all on their way before the first is used
-        pieces = pieces + (load_part(inputs, place + step * SPAN, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
+    for step in gl.static_range(GROUPS * STEPS):  # all on their way before the first is used
+        offset = step // STEPS * GROUP_SPAN + step % STEPS * SPAN
+        pieces = pieces + (load_part(inputs, place + offset, WIDTH, WHOLE),)  # type: ignore[assignment]  # noqa: RUF005
     residual = gl.to_tensor(0.0)
     if ADD:
         places, inside = _places(y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, flat)
@@ -140,7 +155,7 @@ def _panel_kernel(
     epilogue = Epilogue(scale, up_scale, added, up_added, residual)
     wide_tiles = ()
     wide_up_tiles = ()
-    for step in gl.static_range(STEPS):
+    for step in gl.static_range(GROUPS * STEPS):
         wide_tiles = wide_tiles + (_widen(tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
         if GATED:
             wide_up_tiles = wide_up_tiles + (_widen(up_tiles[step], SCALED),)  # type: ignore[assignment]  # noqa: RUF005
@@ -154,21 +169,26 @@ def _panel_kernel(
         if GATED:
             wide_up_tiles = _after_all(wide_up_tiles, STEPS, 1)
     second_total = total
-    for step in gl.static_range(STEPS):
+    earlier = ()
+    for step in gl.static_range(GROUPS * STEPS):
+        if step > 0 and step % STEPS == 0:
+            earlier = earlier + (total,)  # type: ignore[assignment]  # noqa: RUF005
+            total = gl.zeros([K_WARPS, BLOCK_OUT, BLOCK_ROWS], gl.float32, mma)
         values = pieces[step]  # type: ignore[var-annotated]
         if NORM:
             squares, values = apply_norm(squares, values, factors[step])
+        values = _ordered(values, IN_SEGMENTS)
         if step % CHAINS == 1:
             second_total = mma_v2(wide_tiles[step], values, second_total)
         else:
-            total = mma_v2(wide_tiles[step], values, total)
+            total = mma_v2(_ordered(wide_tiles[step], IN_SEGMENTS), values, total)
         if GATED:
-            up_total = mma_v2(wide_up_tiles[step], values, up_total)
+            up_total = mma_v2(_ordered(wide_up_tiles[step], IN_SEGMENTS), values, up_total)
     if CHAINS == 2:
         total += second_total
     _end(
-        total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps, WIDTH, SPLITS, parted,
-        SCALED, BIAS, NORM, GATED, ADD,
+        earlier, total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps, WIDTH, GROUPS,
+        SPLITS, parted, SCALED, BIAS, NORM, GATED, ADD,
     )  # fmt: skip
 
 
@@ -221,9 +241,9 @@ def _places(y, y_stride, rows, outputs, BLOCK_OUT: gl.constexpr, BLOCK_ROWS: gl.
 
 @gluon.jit
 def _end(
-    total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps,
-    WIDTH: gl.constexpr, SPLITS: gl.constexpr, parted: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr,
-    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    earlier, total, up_total, squares, epilogue, y, parts, arrivals, y_stride, rows, outputs, eps,
+    WIDTH: gl.constexpr, GROUPS: gl.constexpr, SPLITS: gl.constexpr, parted: gl.constexpr, SCALED: gl.constexpr,
+    BIAS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The program's sums over all its warps, or over all programs, and what follows the product."""
     BLOCK_OUT: gl.constexpr = total.shape[1]
@@ -231,13 +251,18 @@ def _end(
     flat: gl.constexpr = gl.SliceLayout(0, parted)  # [O, T]
     tile = gl.program_id(0)
     split = gl.program_id(1)
-    sums = gl.sum(gl.convert_layout(total, parted), axis=0)  # by a single exchange
+    if GROUPS == 1:
+        sums = gl.sum(gl.convert_layout(total, parted), axis=0)  # by a single exchange
+    else:
+        sums = gl.sum(gl.convert_layout(earlier[0], parted), axis=0)
+        for group in gl.static_range(1, GROUPS - 1):
+            sums += gl.sum(gl.convert_layout(earlier[group], parted), axis=0)
+        sums += gl.sum(gl.convert_layout(total, parted), axis=0)
     up_sums = sums
     if GATED:
         up_sums = gl.sum(gl.convert_layout(up_total, parted), axis=0)
     if NORM:
-        square = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, parted)), axis=0)
-        scale = gl.convert_layout(gl.rsqrt(square / WIDTH + eps), gl.SliceLayout(0, flat))[None, :]
+        scale = gl.convert_layout(row_scale(squares, eps, WIDTH, parted), gl.SliceLayout(0, flat))[None, :]
         sums *= scale
         up_sums *= scale
     if SPLITS == 1:
@@ -303,6 +328,13 @@ def apply_norm(squares, values, factors):
 
 
 @gluon.jit
+def row_scale(squares, eps, WIDTH: gl.constexpr, parted: gl.constexpr):
+    """[parts, T] sums of squares → [T] what a norm multiplies with."""
+    square = gl.sum(gl.convert_layout(squares, gl.SliceLayout(1, parted)), axis=0)
+    return gl.rsqrt(square / WIDTH + eps)
+
+
+@gluon.jit
 def _multiply_pairs(values, factors):
     """Two products of 16 bits in one instruction, with the rounding of single ones."""
     if values.dtype == gl.bfloat16:
@@ -313,6 +345,51 @@ def _multiply_pairs(values, factors):
         return gl.inline_asm_elementwise(
             "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [values, factors], dtype=gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def _ordered(numbers, IN_SEGMENTS: gl.constexpr):
+    if IN_SEGMENTS:
+        return _in_order(numbers)
+    else:
+        return numbers
+
+
+@gluon.jit
+def _in_order(numbers):
+    """Four threads hold 32 inputs, 8 that follow each other each. A product would take the first 4 of each of them,
+    then the others. They exchange pairs, so that it takes the first 16, in the order in which wgmma does:
+    in the number of a pair, the two bits of the thread and the two of the register change places."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 lane, bit, s, t, a, b, c, d;
+        .reg .pred p, q;
+        mov.u32 lane, %laneid;
+        and.b32 bit, lane, 2;
+        setp.ne.u32 p, bit, 0;
+        and.b32 bit, lane, 1;
+        setp.ne.u32 q, bit, 0;
+        selp.b32 s, $4, $6, p;
+        selp.b32 t, $5, $7, p;
+        shfl.sync.bfly.b32 s, s, 2, 31, 0xffffffff;
+        shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff;
+        selp.b32 a, s, $4, p;
+        selp.b32 b, t, $5, p;
+        selp.b32 c, $6, s, p;
+        selp.b32 d, $7, t, p;
+        selp.b32 s, a, b, q;
+        selp.b32 t, c, d, q;
+        shfl.sync.bfly.b32 s, s, 1, 31, 0xffffffff;
+        shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff;
+        selp.b32 $0, s, a, q;
+        selp.b32 $1, b, s, q;
+        selp.b32 $2, t, c, q;
+        selp.b32 $3, d, t, q;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r", [numbers], dtype=numbers.dtype, is_pure=True, pack=8,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 The sum over inputs is cut into segments. Within one, Hopper's products (wgmma) add up 16 inputs at a time, in order;
 the sums of a group of segments are added in order, in float32, and then those of groups. A tile's size does not matter
-for that, so it can follow the number of rows, and the kernels for few rows (stream.py, segment_panel.py) that cut sums
+for that, so it can follow the number of rows, and the kernels for few rows (stream.py, panel.py) that cut sums
 in the same way compute the same bits.
 
 Few tiles would not keep a GPU busy: then a program computes one group of a tile, and the last one to arrive adds the
