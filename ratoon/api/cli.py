@@ -27,7 +27,7 @@ from ratoon.api.commands import (
     serve,
     transcribe,
 )
-from ratoon.api.option_names import in_terms_of_options
+from ratoon.api.options import in_terms_of_options
 from ratoon.api.parser import EXIT_INPUT, CommandParser
 from ratoon.api.terminal import print_error
 from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestError

@@ -23,7 +23,7 @@ from ratoon.api.batches import (
     chat_prompts,
     split_progress,
 )
-from ratoon.api.progress import request_progress
+from ratoon.api.terminal import request_progress
 from ratoon.core.config import resolve_max_model_len
 from ratoon.core.errors import ConfigError, EngineAwayError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput

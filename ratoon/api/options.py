@@ -1,4 +1,5 @@
-"""Command-line options that several commands share, and what they turn into: an LLM, params.
+"""Command-line options that several commands share, and what they turn into: an LLM, params. Errors name the option
+that was typed: `--json-schema`, not `structured_output.json_schema`.
 
 Only light modules are imported at the top: `ratoon --help` must be fast.
 """
@@ -6,6 +7,7 @@ Only light modules are imported at the top: `ratoon --help` must be fast.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,8 @@ from ratoon.api.beam_options import (
     wants_beam_search,
 )
 from ratoon.api.parser import leave_out, show_everyday
-from ratoon.api.structured_options import add_structured_options, structured_output
+from ratoon.api.structured_options import add_structured_options, fields_of_option, structured_output
+from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.setting import Setting
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
 from ratoon.core.sizes import format_size
@@ -264,3 +267,55 @@ def status(text: str) -> Iterator[None]:
 
     with live_display(), Console(stderr=True).status(text):
         yield
+
+
+# ---- errors name what was typed ----
+
+POSITIONAL = ("model", "prompts", "files", "run")
+# What the engine calls the tokens of a prompt
+PROMPTS = {
+    "prompt": "PROMPT",
+    "prompt_token_ids": "PROMPT",
+    "encoder_prompt": "PROMPT",
+    "encoder_prompt_token_ids": "PROMPT",
+    "decoder_prompt_token_ids": "--decoder-prompt",
+}
+IN_A_LIST = re.compile(r"(?P<place>prompts\[\d+\])\.(?P<field>.+)", re.DOTALL)
+FIELD_OF_SERVER = re.compile(r"(?P<field>[a-z_]+[\w.\[\]]*): (?P<rest>.+)", re.DOTALL)
+
+
+def in_terms_of_options(error: Exception, args: argparse.Namespace) -> Exception:
+    """An error that names a field of a request, or a setting, names the option that was given for it. Any other error
+    as it is."""
+    if not isinstance(error, (RequestError, ConfigError)):
+        return error
+    listed = IN_A_LIST.fullmatch(error.field)
+    field = listed["field"] if listed else error.field
+    if field in PROMPTS:
+        place = listed["place"] if listed else PROMPTS[field]
+        return RequestError(place, error.problem, in_options(error.expected))
+    option = option_for(field, args)
+    if option is not None:
+        kind = ConfigError if isinstance(error, ConfigError) else RequestError
+        return kind(f"{listed['place']}, {option}" if listed else option, error.problem, error.expected)
+    told = FIELD_OF_SERVER.fullmatch(error.problem)  # a server's message begins with the field
+    option = None if told is None else option_for(told["field"], args)
+    if told is None or option is None:
+        return error
+    return RequestError(error.field, f"{option}: {told['rest']}", error.expected)
+
+
+def in_options(expected: str) -> str:
+    """What an error suggests, on the command line: settings are options there."""
+    return expected.replace("start the engine with a greater max_model_len", "give a greater --max-model-len")
+
+
+def option_for(field: str, args: argparse.Namespace) -> str | None:
+    """The option that was given for a field; None: none was."""
+    for dest, value in vars(args).items():
+        if value is None or value is False or dest in POSITIONAL:
+            continue
+        for name in (dest, *fields_of_option(dest)):
+            if field == name or field.startswith((f"{name}.", f"{name}[")):
+                return "--" + dest.replace("_", "-")
+    return None

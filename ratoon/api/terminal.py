@@ -1,11 +1,15 @@
-"""What is written to a terminal, as opposed to a pipe or a file: colour, and lines that break between words."""
+"""What is written to a terminal, as opposed to a pipe or a file: colour, lines that break between words, and a
+progress bar."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+import time
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 RED, DIM, PLAIN = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
@@ -87,3 +91,40 @@ def _num_cells(character: str, column: int) -> int:
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Mn", "Me"):
         return 0
     return OTHER_WIDTHS.get(unicodedata.east_asian_width(character), 1)
+
+
+# ---- progress ----
+
+Advance = Callable[[int, int], None]  # (requests that ended, tokens they have)
+
+
+@contextmanager
+def request_progress(num_requests: int, wanted: bool, label: str = "requests") -> Iterator[Advance]:
+    """Yields a function to call when requests end. In a pipe, or if not wanted, that function does nothing."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda num_requests, num_tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    begin = time.monotonic()
+    num_tokens_so_far = 0
+    with bar:
+        task = bar.add_task(label, total=num_requests, speed="")
+
+        def advance(num_ended: int, num_tokens: int) -> None:
+            nonlocal num_tokens_so_far
+            num_tokens_so_far += num_tokens
+            seconds = max(time.monotonic() - begin, 1e-9)
+            bar.update(task, advance=num_ended, speed=f"{num_tokens_so_far / seconds:.0f} tok/s")
+
+        yield advance

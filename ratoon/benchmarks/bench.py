@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
-from ratoon.api.progress import request_progress
+from ratoon.api.terminal import request_progress
 from ratoon.benchmarks import bench_products, bench_profile, bench_serve, bench_two_stage
 from ratoon.core.errors import EngineError, RequestError
 

@@ -83,8 +83,8 @@ def _add_output_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ratoon.benchmarks.loadgen.experiment import measure
     from ratoon.benchmarks.loadgen.plot import check_plotting
+    from ratoon.benchmarks.loadgen.run import measure
     from ratoon.benchmarks.loadgen.settings import check_writable, settings_of
 
     settings = settings_of(args)

@@ -21,7 +21,7 @@ from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input.input_processor import InputProcessor
-from ratoon.engine.input.long_inputs import takes_long
+from ratoon.engine.input.prompts import takes_long
 from ratoon.engine.output.answers import arrange_beside
 from ratoon.engine.output.output_collector import OutputCollector, Take
 from ratoon.engine.output.output_processor import OutputProcessor

@@ -19,7 +19,7 @@ from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.roots import Root
 from ratoon.engine.processes.garbage import no_garbage_collection
-from ratoon.engine.processes.torch_library import start_loading_torch_library
+from ratoon.engine.processes.torch_parts import start_loading_torch_library
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer

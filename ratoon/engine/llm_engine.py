@@ -1,14 +1,17 @@
 """The synchronous engine: the front end, driven one step at a time by the caller that waits.
 
-It serves one thread; only `abort_request` may be called from others. Lists of prompts and progress are the API's.
+It serves one thread; only `abort_request` may be called from others. Ctrl-C is held back until the end of a step, so
+that the engine's state stays consistent. Lists of prompts and progress are the API's.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` looks for the names of numbers at each call, for 10 µs
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import suppress
+from types import FrameType
 from typing import Any, TypeAlias
 
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
@@ -16,11 +19,10 @@ from ratoon.core.params import GenerationParams
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.prompts import Prompt
+from ratoon.engine.output.answers import with_torch_tensors
 from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.request_state import Output
-from ratoon.engine.output.torch_tensors import with_torch_tensors
 from ratoon.engine.processes.client_interface import EngineClient
-from ratoon.engine.processes.interrupts import interrupts_held_back
 
 MAX_EXTRACTIONS = 256  # of a list, in the engine at a time: it refuses more than it can queue
 Inbox: TypeAlias = deque[Any]
@@ -148,3 +150,36 @@ class LLMEngine(FrontEnd):
         self._inboxes.pop((None, request_id), None)
         with suppress(UnknownParentError):
             self.output_processor.roots.remove(request_id)
+
+
+SIGINT: int = _signal.SIGINT
+
+
+class interrupts_held_back:
+    """Ctrl-C inside the block is raised at its end. A second one is raised at once: the block may hang.
+
+    Does nothing on other threads than the main one, or if the program has its own handler. A class, not a generator:
+    it is entered once a step.
+    """
+
+    __slots__ = ("_count", "_holds")
+
+    def __enter__(self) -> None:
+        self._count = 0
+        self._holds = (
+            threading.current_thread() is threading.main_thread()
+            and _signal.getsignal(SIGINT) is _signal.default_int_handler
+        )
+        if self._holds:
+            _signal.signal(SIGINT, self._note)
+
+    def __exit__(self, *error: object) -> None:
+        if self._holds:
+            _signal.signal(SIGINT, _signal.default_int_handler)
+            if self._count and error[0] is None:
+                raise KeyboardInterrupt
+
+    def _note(self, signal_number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt

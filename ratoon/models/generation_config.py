@@ -1,7 +1,7 @@
 """Generation defaults of a model's files: generation_config.json, or, without one, the same keys of config.json.
 
 Pure: supported keys become defaults, and keys that would change answers in transformers but have no effect here are
-listed by name. engine/input/default_params.py and engine/input/own_rules.py apply the defaults.
+listed by name. engine/input/default_params.py applies the defaults.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ratoon.core.config import ModelConfig
-from ratoon.core.errors import ModelError
+from ratoon.core.config import ModelConfig, PositionKind
+from ratoon.core.errors import ConfigError, ModelError
 from ratoon.models.damage import reading, shorten, show
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.generation_config import generation_fields, read_generation_defaults
@@ -23,7 +23,6 @@ from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenize
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
 from ratoon.models.hub import HUB_ID, download
-from ratoon.models.overrides import verify_overrides, with_overrides
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
@@ -206,3 +205,35 @@ def _read_pooling(folder: Path) -> str | None:
     if (folder / "2_Dense").exists():
         logger.warning("%s has a layer after the pooling, which is not applied: its vectors will differ", folder)
     return ours
+
+
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # the newer and the older name
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with these fields replaced. An override of the rotary embedding replaces its scaling and keeps its
+    base, under either name."""
+    changed = {**raw, **overrides}
+    for name in ROPE_FIELDS:
+        rope = overrides.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, Mapping):
+            raise ConfigError(name, f"{rope!r} is not an object", '{"rope_type": "yarn", "factor": 4.0}, for example')
+        theta = next((known["rope_theta"] for known in _rope_objects(raw) if "rope_theta" in known), None)
+        kept = {} if theta is None else {"rope_theta": theta}
+        for other in ROPE_FIELDS:
+            changed.pop(other, None)
+        changed["rope_parameters"] = {**kept, **rope}
+    return changed
+
+
+def verify_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> None:
+    """ConfigError for a rope scaling of a model that has no rotary embedding."""
+    given = next((name for name in ROPE_FIELDS if overrides.get(name) is not None), None)
+    if given is not None and config.position_kind != PositionKind.ROTARY:
+        raise ConfigError(given, f"the model's positions are {config.position_kind.value}, not rotary", "leave it out")
+
+
+def _rope_objects(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [rope for name in ROPE_FIELDS[::-1] if isinstance(rope := raw.get(name), Mapping)]

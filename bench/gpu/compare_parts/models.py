@@ -36,7 +36,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Every id has a word. The first ones are those that `ratoon bench serve` makes its prompts of."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from ratoon.benchmarks.loadgen.prompts import WORDS
+    from ratoon.benchmarks.loadgen.datasets import WORDS
 
     words = [*SPECIAL_WORDS, *(SPACE + word for word in WORDS)][:vocab_size]
     words += [f"{SPACE}w{index}" for index in range(len(words), vocab_size)]

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ratoon.api.answer_parts.grammars import (
-    BLANKS,
-    arguments_schema,
-    call_rules,
-    callable_functions,
-    is_strict,
-    reasoning_rules,
-    strict_rules,
-    text_rule,
-)
 from ratoon.api.answer_parts.parser import AnswerFormat, AnswerParser
-from ratoon.api.answer_parts.reasoning_formats import ReasoningState
+from ratoon.api.answer_parts.reasoning_formats import ReasoningFormat, ReasoningState
+from ratoon.api.answer_parts.tool_formats import CallForm, ToolFormat
 from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
+from ratoon.core.closed_objects import close_objects
 from ratoon.core.errors import RequestError
 from ratoon.core.params import GenerationParams
 from ratoon.core.structured import StructuredOutput
@@ -127,3 +120,122 @@ def answer_plan(
     marks = format.marks(with_tools=bool(tools.tools))
     found = {mark: token_id for mark in marks if (token_id := tokenizer.special_token_id(mark)) is not None}
     return AnswerPlan(format, tools, found, continued)
+
+
+# ---- grammars of tool calls ----
+
+MAX_PARALLEL_CALLS = 16  # in a forced answer, which could otherwise go on without an end
+ANY_TEXT = r"/(.|\n)*/"
+BLANKS = r"/[ \t\n]{0,4}/"  # between reasoning and what follows
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# One way to write a value, the one of Python's json.dumps, which the models have seen most.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_PIECES = r'[{}]|: |, |"(?:[^"\\]|\\.)*"'
+
+SpecialTokens = Mapping[str, int]  # marks that are no text for the tokenizer, and their ids
+
+
+def call_rules(format: ToolFormat, use: ToolUse, special: SpecialTokens) -> list[str]:
+    """The rule `calls`, and those that it needs."""
+    form = format.form
+    again = f" ({literal(form.between, special)} call){{0,{MAX_PARALLEL_CALLS - 1}}}" if use.parallel else ""
+    rules = []
+    for index, (_, function) in enumerate(callable_functions(use)):
+        rules += _call(index, function["name"], arguments_schema(function), form, special, form.head)
+    names = " | ".join(f"call_{index}" for index in range(len(use.callable_names)))
+    opening, closing = literal(form.opening, special), literal(form.closing, special)
+    return [f"calls: {opening} call{again} {closing}", f"call: {names}", *rules]
+
+
+def _call(
+    index: int, name: str, schema: Mapping[str, Any], form: CallForm, special: SpecialTokens, head: str
+) -> list[str]:
+    begin = head + (json.dumps(name, ensure_ascii=False) if form.quotes_name else name) + form.middle
+    return [
+        f"call_{index}: {literal(begin, special)} arguments_{index} {literal(form.tail, special)}",
+        f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}",
+    ]
+
+
+def strict_rules(format: ToolFormat, use: ToolUse, special: SpecialTokens) -> list[str] | None:
+    """The rule `free`, and those that it needs: any text, in which calls match their schemas. None: calls of this
+    format do not begin with a mark, so that they can't be told from other text."""
+    form = format.form
+    mark = next((mark for mark in format.marks if form.head.startswith(mark)), None)
+    if mark is None:
+        return None
+    functions = [function for _, function in callable_functions(use)]
+    calls = [f"call_{index}" for index in range(len(functions))]
+    rules = ["free: free_call* rest", f"rest: {ANY_TEXT}", f"free_call: to_mark ({' | '.join(calls)})"]
+    if mark in special:
+        rules.append(f"to_mark: {ANY_TEXT} {literal(mark, special)}")
+    else:
+        rules.append(f"to_mark[lazy]: /(.|\\n)*{_in_expression(mark)}/")
+    for index, function in enumerate(functions):
+        schema = arguments_schema(function) if is_strict(function) else {"type": "object", "x-guidance": JSON_FORM}
+        rules += _call(index, function["name"], schema, form, special, form.head.removeprefix(mark))
+    return rules
+
+
+def is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
+
+
+def callable_functions(use: ToolUse) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """Yields the functions that may be called, each with the tool's index in the request."""
+    for name in use.callable_names:
+        index = use.names.index(name)
+        yield index, use.tools[index]["function"]
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, and have no properties that the function does not name."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        schema: dict[str, Any] = dict(NO_PARAMETERS)
+    else:
+        schema = close_objects({"type": "object", **parameters})
+    return {**schema, "x-guidance": JSON_FORM}
+
+
+def text_rule(asked: StructuredOutput, beside_calls: bool = False) -> str | None:
+    """The rule `text` for what a text must match. None: it can't be part of another grammar. Beside calls that are JSON
+    too, its JSON has the same form, since the library's lexer can't tell two forms apart."""
+    if asked.continue_grammar or asked.begins_after is not None:
+        return None
+    if asked.json_schema is not None or asked.json_object:
+        schema = {"type": "object"} if asked.json_schema is None else json.loads(asked.json_schema)
+        if not isinstance(schema, dict):
+            return None
+        options: dict[str, Any] = JSON_FORM if beside_calls else {}
+        if asked.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        if asked.whitespace_pattern is not None:
+            options = {"whitespace_pattern": asked.whitespace_pattern}
+        return f"text: %json {json.dumps({**asked.enforced(schema), 'x-guidance': options}, ensure_ascii=False)}"
+    if asked.choice is not None:
+        return "text: " + " | ".join(literal(text, {}) for text in dict.fromkeys(asked.choice))
+    return None
+
+
+def reasoning_rules(format: ReasoningFormat, special: SpecialTokens, is_open: bool) -> list[str]:
+    """The rule `reasoning`, up to its end mark. If it is not open yet, it begins with its start mark."""
+    start = "" if is_open else literal(format.start, special)
+    if format.end in special:
+        return [f"reasoning: {start} {ANY_TEXT} {literal(format.end, special)}"]
+    return [f"reasoning: {start} thoughts", rf"thoughts[lazy]: /(.|\n)*{_in_expression(format.end)}/"]
+
+
+def _in_expression(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def literal(text: str, special: SpecialTokens) -> str:
+    """Special tokens in the text are tokens. JSON in it is cut into the pieces that the library makes of a schema."""
+    marks = [re.escape(mark) for mark in sorted(special, key=len, reverse=True)]
+    pieces = re.split(f"({'|'.join([*marks, JSON_PIECES])})", text)
+    return " ".join(
+        f"<[{special[piece]}]>" if piece in special else json.dumps(piece, ensure_ascii=False)
+        for piece in pieces
+        if piece
+    )

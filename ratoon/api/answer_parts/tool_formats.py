@@ -170,7 +170,7 @@ TOOL_FORMATS = {
 
 def tool_format_of_template(template: str | None) -> ToolFormat:
     """The form that a chat template writes calls in. Where it does not know tools, they are written into the messages
-    in the form of Hermes (models/tool_rendering.py)."""
+    in the form of Hermes (models/chat_template.py)."""
     text = template or ""
     if FUNCTION in text and PARAMETER in text:
         return QWEN3_CODER

@@ -1,7 +1,7 @@
 """`ratoon chat MODEL` or `ratoon chat --url URL`: a conversation on the terminal. Without both, with the server that
 `ratoon serve` starts on this machine.
 
-Ctrl-C stops the answer, Ctrl-D or /exit leaves. The models are in chat_answerers.py, the input in chat_input.py.
+Ctrl-C stops the answer, Ctrl-D or /exit leaves. The models are in chat_answerers.py.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
 from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
-from ratoon.api.commands.chat_input import Entry, read_entry, read_lines, terminal_reader
-from ratoon.api.option_names import PROMPTS, in_options
 from ratoon.api.options import (
+    PROMPTS,
     Subparsers,
     add_common_options,
     add_engine_options,
     add_sampling_options,
     check_generation_options,
     generation_params,
+    in_options,
     open_llm,
     status,
 )
@@ -41,6 +41,9 @@ from ratoon.api.structured_options import check_structured_output
 from ratoon.api.terminal import DIM, PLAIN, is_coloured, print_error
 from ratoon.core.errors import RequestError
 from ratoon.core.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
 
 COMMANDS = ("/continue", "/reset", "/stats", "/help", "/exit")
 HELP = """\
@@ -245,3 +248,84 @@ def print_dim(text: str, note: str) -> None:
         print(f"{DIM}{line}{PLAIN}" if is_coloured(sys.stdout) else line)
     elif note:
         print(line, file=sys.stderr)
+
+
+# ---- input ----
+
+PROMPT = "> "
+CONTINUATION = ". "
+QUOTES = '"""'
+
+
+class Entry(NamedTuple):
+    text: str
+    is_command: bool = False  # such as /help
+
+
+def read_entry(read_text: Callable[[], str]) -> Entry | None:
+    """What comes next; None at the end of input. Ctrl-C discards the input; the program goes on."""
+    try:
+        return parse_entry(read_text())
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None
+    except KeyboardInterrupt:
+        print("\n(Ctrl-D or /exit leaves)")
+        return Entry("")
+
+
+def parse_entry(typed: str) -> Entry:
+    """A text in quotes, or of several lines, is never a command."""
+    text = typed.strip()
+    if text.startswith(QUOTES):
+        return Entry(text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n"))
+    return Entry(text, is_command=text.startswith("/") and "\n" not in text)
+
+
+def is_open(typed: str) -> bool:
+    """Quotes were opened, and not closed yet."""
+    text = typed.strip()
+    return text.startswith(QUOTES) and (len(text) < 2 * len(QUOTES) or not text.endswith(QUOTES))
+
+
+def read_lines() -> str:
+    """A line of standard input, or the lines up to closing quotes. EOFError at its end."""
+    text = input()
+    while is_open(text):
+        try:
+            text += "\n" + input()
+        except EOFError:
+            break
+    return text
+
+
+def terminal_reader() -> Callable[[], str]:
+    """Reads from the terminal, with line editing and a history."""
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT, multiline=True, prompt_continuation=CONTINUATION, key_bindings=_key_bindings()
+    )
+    return session.prompt
+
+
+def _key_bindings() -> KeyBindings:
+    """Enter sends, unless quotes are open; Alt-Enter does not. Pasted line breaks are text, as they are by default."""
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")  # what terminals send for Alt-Enter
+    def begin_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings

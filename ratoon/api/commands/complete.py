@@ -21,8 +21,13 @@ from ratoon.api.commands.generate import (
     read_prompts,
     shorten,
 )
-from ratoon.api.option_names import in_terms_of_options
-from ratoon.api.options import Subparsers, add_answer_options, add_common_options, check_generation_options
+from ratoon.api.options import (
+    Subparsers,
+    add_answer_options,
+    add_common_options,
+    check_generation_options,
+    in_terms_of_options,
+)
 from ratoon.api.remote.client import RemoteError
 from ratoon.api.remote.options import add_remote_options, choose_model, generation_fields, open_client
 from ratoon.api.terminal import print_error

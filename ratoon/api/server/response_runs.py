@@ -22,11 +22,11 @@ from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_d
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.logprobs import MessageLogprobs
 from ratoon.api.server.preparation import Place
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
-from ratoon.api.server.response_items import new_id, read_input
-from ratoon.api.server.response_logprobs import MessageLogprobs
+from ratoon.api.server.response_items import new_id, read_input, store_items
 from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
 from ratoon.api.server.response_store import (
     CANCELLED,
@@ -40,7 +40,6 @@ from ratoon.api.server.response_store import (
     Turn,
     encode_head,
 )
-from ratoon.api.server.stored_items import store_items
 from ratoon.api.server.threads import LONG_TEXT, off_loop
 from ratoon.core.errors import EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput

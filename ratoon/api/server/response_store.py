@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from ratoon.api.server.errors import ApiError
-from ratoon.api.server.response_items import FoundItem, Item
-from ratoon.api.server.stored_items import NO_ITEMS, StoredItems, find_items, store_items
+from ratoon.api.server.response_items import NO_ITEMS, FoundItem, Item, StoredItems, find_items, store_items
 from ratoon.api.server.transcripts import Transcript
 
 QUEUED, IN_PROGRESS = "queued", "in_progress"

@@ -1,4 +1,5 @@
-"""Sends sessions at their arrival times and records the answers. The figures are defined in measures.py.
+"""Sends sessions at their arrival times and records the answers. A whole run also detects what the server
+supports, and warms it up. The figures are defined in measures.py.
 
 It shares the machine with the server that it measures: while an answer runs, it only takes the time of each chunk.
 """
@@ -16,10 +17,15 @@ from typing import Any
 
 import msgspec
 
+from ratoon.api.options import status
 from ratoon.api.remote.client import Chunk, RemoteClient, RemoteError, decode_chunk
-from ratoon.benchmarks.loadgen.datasets import Session
+from ratoon.api.remote.options import choose_model
+from ratoon.api.terminal import request_progress
+from ratoon.benchmarks.loadgen import datasets
+from ratoon.benchmarks.loadgen.datasets import Session, Sources
 from ratoon.benchmarks.loadgen.measures import RequestRecord
-from ratoon.benchmarks.loadgen.target import Target, messages_of
+from ratoon.benchmarks.loadgen.settings import LoadSettings
+from ratoon.benchmarks.loadgen.target import Target, examine, messages_of
 
 OnEnd = Callable[[RequestRecord], None]
 
@@ -173,3 +179,56 @@ def note(record: RequestRecord, now: float, chunks: list[Chunk], text: list[str]
             record.num_output_tokens = usage.completion_tokens
             record.num_prompt_tokens = usage.prompt_tokens
             record.num_cached_tokens = usage.cached_tokens
+
+
+# ---- a whole run ----
+
+MAKERS = {
+    "random": datasets.random_sessions,
+    "shared-prefix": datasets.shared_prefix_sessions,
+    "multi-turn": datasets.multi_turn_sessions,
+}
+
+
+async def measure(client: RemoteClient, settings: LoadSettings, model: str | None) -> tuple[Target, list[Round]]:
+    """Measures all rounds. If cancelled during a round, it returns the results so far."""
+    has_file = settings.file_sessions is not None
+    async with client:
+        with status(f"asking {client.url}"):
+            model = await choose_model(client, model)
+            target = await examine(
+                client, model, settings.chat, settings.ignore_eos, settings.fields, token_ids=not has_file
+            )
+            await warm_up(client, target, settings)
+        return target, await run_rounds(client, target, settings)
+
+
+async def warm_up(client: RemoteClient, target: Target, settings: LoadSettings) -> None:
+    """Requests of the same form and other words. One that fails ends the run before anything is measured."""
+    sessions = datasets.random_sessions(settings.shape, target.maker, Sources.of(settings.seed, "warm-up"))
+    for session in sessions[: settings.num_warmup]:
+        await client.stream(target.path, target.body(session[0], []), lambda chunks: None)
+
+
+async def run_rounds(client: RemoteClient, target: Target, settings: LoadSettings) -> list[Round]:
+    runner = LoadRunner(client, target, settings.concurrency, settings.think_time)
+    rounds: list[Round] = []
+    with request_progress(settings.repeat * settings.shape.num_requests, wanted=True) as advance:
+        for number in range(settings.repeat):
+            sessions = make_sessions(settings, target, number)
+            source = random.Random(f"{settings.seed}, arrivals")  # all rounds have the same load
+            arrivals = arrival_times(len(sessions), settings.request_rate, settings.burstiness, source)
+            one = await runner.run(sessions, arrivals, lambda record: advance(1, record.num_output_tokens))
+            rounds.append(one)
+            if one.interrupted:
+                break
+    return rounds
+
+
+def make_sessions(settings: LoadSettings, target: Target, number: int) -> list[Session]:
+    """The sessions of a round."""
+    if settings.file_sessions is not None:
+        return settings.file_sessions
+    # Runs of another shape get other words too, so that they do not find cached prompts of earlier ones.
+    sources = Sources.of(settings.seed, f"{settings.dataset}, {settings.shape}, round {number}")
+    return MAKERS[settings.dataset](settings.shape, target.maker, sources)

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from ratoon.api.remote.client import CHAT, COMPLETIONS, Chunk, RefusedError, RemoteClient, RemoteError, Usage
-from ratoon.benchmarks.loadgen.datasets import Turn
-from ratoon.benchmarks.loadgen.prompts import VOCABULARY, WORDS, Prompt, PromptMaker, TextPrompts, TokenPrompts
+from ratoon.benchmarks.loadgen.datasets import VOCABULARY, WORDS, Prompt, PromptMaker, TextPrompts, TokenPrompts, Turn
 
 PROBE_WORDS = 32
 WRONG_FIELD = (400, 422)  # the answers to a field that a server does not know

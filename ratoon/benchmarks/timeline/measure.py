@@ -12,8 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ratoon.benchmarks.timeline.parts import parts_of_steps
-from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, STEPS, Span, SpanRecorder, busy_time
+from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, STEPS, Span, SpanRecorder, busy_time, parts_of_steps
 from ratoon.benchmarks.timeline.trace import DeviceTrace
 from ratoon.core.errors import EngineError
 from ratoon.core.params import RequestOutputKind, SamplingParams

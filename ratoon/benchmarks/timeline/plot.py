@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 
 from ratoon.benchmarks.loadgen.plot import new_figure
 from ratoon.benchmarks.timeline.measure import Timeline
-from ratoon.benchmarks.timeline.parts import (
+from ratoon.benchmarks.timeline.spans import (
     ATTENTION,
     BETWEEN,
+    CORE,
+    DEVICE,
+    KERNELS,
+    LANES,
     OUTPUTS,
     PLANNING,
     PREPARATION,
@@ -18,9 +22,11 @@ from ratoon.benchmarks.timeline.parts import (
     REST,
     ROWS,
     SAMPLING,
+    STEPS,
+    WAIT,
+    Span,
     kind_of,
 )
-from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, LANES, STEPS, WAIT, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

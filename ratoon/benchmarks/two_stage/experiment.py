@@ -9,13 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ratoon.api.progress import request_progress
+from ratoon.api.terminal import request_progress
+from ratoon.benchmarks.loadgen.datasets import PromptMaker
 from ratoon.benchmarks.loadgen.datasets import Turn as FirstTurn
-from ratoon.benchmarks.loadgen.prompts import PromptMaker
 from ratoon.benchmarks.two_stage.conversations import Conversation
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
-from ratoon.benchmarks.two_stage.trips import Measured, Round, Trip, Turn
-from ratoon.benchmarks.two_stage.ways import HTTP_WAYS, Way
+from ratoon.benchmarks.two_stage.trips import HTTP_WAYS, Measured, Round, Trip, Turn, Way
 from ratoon.core.errors import EngineError, RequestError
 
 WARM_UP_TOKENS = 4

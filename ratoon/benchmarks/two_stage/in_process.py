@@ -10,13 +10,12 @@ import random
 from collections.abc import Callable, Sequence
 
 from ratoon.api.llm import LLM
+from ratoon.benchmarks.loadgen.datasets import TokenPrompts
 from ratoon.benchmarks.loadgen.measures import RequestRecord
-from ratoon.benchmarks.loadgen.prompts import TokenPrompts
 from ratoon.benchmarks.two_stage.conversations import Conversation
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
 from ratoon.benchmarks.two_stage.stage import Send, StageRunner, TimedAnswer, beam_search, sampling
-from ratoon.benchmarks.two_stage.trips import Trip, Turn
-from ratoon.benchmarks.two_stage.ways import WAYS, Beam, Between, Way
+from ratoon.benchmarks.two_stage.trips import WAYS, Beam, Between, Trip, Turn, Way
 from ratoon.core.errors import EngineError
 from ratoon.core.outputs import RequestOutput
 

@@ -9,8 +9,7 @@ import msgspec
 from ratoon.benchmarks.loadgen.measures import Distribution, RequestRecord, Summary, distribution
 from ratoon.benchmarks.loadgen.measures import summarize as summarize_records
 from ratoon.benchmarks.two_stage.conversations import Conversation
-from ratoon.benchmarks.two_stage.trips import Measured, Trip
-from ratoon.benchmarks.two_stage.ways import NO_REUSE, WAYS, Way, shared_beams
+from ratoon.benchmarks.two_stage.trips import NO_REUSE, WAYS, Measured, Trip, Way, shared_beams
 
 
 class Evaluation(msgspec.Struct, frozen=True):

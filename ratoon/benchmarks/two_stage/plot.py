@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from ratoon.benchmarks.loadgen.plot import new_figure
 from ratoon.benchmarks.two_stage.measures import WaySummary
-from ratoon.benchmarks.two_stage.trips import Measured, Trip
-from ratoon.benchmarks.two_stage.ways import WAYS
+from ratoon.benchmarks.two_stage.trips import WAYS, Measured, Trip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

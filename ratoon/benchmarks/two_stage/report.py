@@ -12,8 +12,7 @@ from ratoon.benchmarks.loadgen.measures import Distribution
 from ratoon.benchmarks.loadgen.report import format_number, record_as_dict
 from ratoon.benchmarks.two_stage.measures import WaySummary, all_well, errors_of
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
-from ratoon.benchmarks.two_stage.trips import Measured, Trip, Turn
-from ratoon.benchmarks.two_stage.ways import WAYS
+from ratoon.benchmarks.two_stage.trips import WAYS, Measured, Trip, Turn
 
 COLUMNS = ("median", "p90", "p99")
 WAY_HEAD = (

@@ -28,8 +28,8 @@ from ratoon.core.params import (
 )
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine.grammars.checks import GrammarChecks
+from ratoon.engine.input.default_params import SUPPRESSED, OwnRules
 from ratoon.engine.input.hidden_states import HiddenStatesSelector
-from ratoon.engine.input.own_rules import SUPPRESSED, OwnRules
 
 SEED_BITS = 63
 TOKEN_LISTS = (

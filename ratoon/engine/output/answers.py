@@ -1,6 +1,7 @@
 """Answers that are not text: a vector, or hidden states. They are complete, and sent once, when their request ends.
 
-Each collects the engine's outputs and builds the caller's output. Requests themselves are in request_state.py.
+Each collects the engine's outputs and builds the caller's output: numpy arrays, and torch tensors for an LLM, which
+share their memory. Requests themselves are in request_state.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestMetrics, RequestOutput
@@ -17,6 +18,9 @@ from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.core.wire import WireTensor
 from ratoon.engine.input.hidden_states import Selection
 from ratoon.engine.output.vectors import finish_vector
+
+if TYPE_CHECKING:
+    import torch
 
 Output: TypeAlias = RequestOutput | EmbeddingOutput | HiddenStatesOutput
 
@@ -203,3 +207,19 @@ class HiddenStatesAssembly:
         """Layers and rows rising, each once. To be called once: ownership passes to the caller."""
         array, self._array = self._array, None
         return array
+
+
+def with_torch_tensors(output: Output) -> None:
+    """Put tensors where an output has arrays of hidden states."""
+    arrange(output)
+    for states in states_of(output):
+        if states.tensor is not None:
+            states.tensor = as_torch(states.tensor, states.dtype)
+
+
+def as_torch(array: Any, dtype: str) -> torch.Tensor:
+    import torch
+
+    if dtype == "bfloat16":  # which numpy does not know: there they are whole numbers
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -20,9 +20,8 @@ from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReas
 from ratoon.engine.input.extraction_requests import extract_from_root
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
-from ratoon.engine.output.request_measures import count_tokens, measure_end, measure_tokens
+from ratoon.engine.output.request_measures import count_tokens, measure_end, measure_tokens, trace_of
 from ratoon.engine.output.request_state import Output, Reading, RequestState, make_request_state
-from ratoon.engine.output.request_traces import trace_of
 from ratoon.engine.output.roots import Root, RootTable
 from ratoon.observe.logging import get_logger
 

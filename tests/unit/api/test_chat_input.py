@@ -9,7 +9,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from ratoon.api.commands.chat_input import Entry, is_open, parse_entry, read_entry, read_lines, terminal_reader
+from ratoon.api.commands.chat import Entry, is_open, parse_entry, read_entry, read_lines, terminal_reader
 
 ALT_ENTER = "\x1b\r"
 

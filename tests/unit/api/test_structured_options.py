@@ -10,7 +10,7 @@ import pytest
 
 from ratoon.api.cli import parse_arguments
 from ratoon.api.commands.complete import make_request
-from ratoon.api.option_names import in_terms_of_options
+from ratoon.api.options import in_terms_of_options
 from ratoon.api.remote.client import RefusedError
 from ratoon.cli import main
 from ratoon.core.errors import RequestError

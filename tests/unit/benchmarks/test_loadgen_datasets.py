@@ -10,12 +10,13 @@ from ratoon.benchmarks.loadgen.datasets import (
     LengthRange,
     Shape,
     Sources,
+    TextPrompts,
+    TokenPrompts,
     multi_turn_sessions,
     random_sessions,
     read_jsonl,
     shared_prefix_sessions,
 )
-from ratoon.benchmarks.loadgen.prompts import TextPrompts, TokenPrompts
 from ratoon.core.errors import RequestError
 
 TOKENS = TokenPrompts([*range(100, 400), 100])

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from ratoon.api.remote.client import CHAT, COMPLETIONS, RemoteError, decode_chunk
-from ratoon.benchmarks.loadgen.datasets import Turn
+from ratoon.benchmarks.loadgen.datasets import TextPrompts, Turn
 from ratoon.benchmarks.loadgen.measures import RequestRecord
-from ratoon.benchmarks.loadgen.prompts import TextPrompts
 from ratoon.benchmarks.loadgen.run import LoadRunner, note
 from ratoon.benchmarks.loadgen.target import Target
 from tests.waiting import until

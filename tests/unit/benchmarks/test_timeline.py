@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from ratoon.benchmarks.timeline.measure import Timeline
-from ratoon.benchmarks.timeline.parts import (
+from ratoon.benchmarks.timeline.spans import (
     ATTENTION,
     BETWEEN,
+    CORE,
+    DEVICE,
+    KERNELS,
     OUTPUTS,
     PARTS,
     PLANNING,
@@ -20,9 +23,13 @@ from ratoon.benchmarks.timeline.parts import (
     REST,
     ROWS,
     SAMPLING,
+    STEPS,
+    WAIT,
+    Span,
+    SpanRecorder,
+    busy_time,
     parts_of_steps,
 )
-from ratoon.benchmarks.timeline.spans import CORE, DEVICE, KERNELS, STEPS, WAIT, Span, SpanRecorder, busy_time
 from ratoon.benchmarks.timeline.trace import MARKER, device_spans, shift_events, write_trace
 from ratoon.cli import main
 from ratoon.layers.native import library

@@ -12,13 +12,22 @@ from ratoon.api.remote.client import CHAT, RemoteError
 from ratoon.benchmarks.loadgen.datasets import Turn as FirstTurn
 from ratoon.benchmarks.loadgen.measures import RequestRecord
 from ratoon.benchmarks.two_stage.conversations import Conversation, read_conversations
-from ratoon.benchmarks.two_stage.http_client import TwoStageClient
+from ratoon.benchmarks.two_stage.http_transport import TwoStageClient
 from ratoon.benchmarks.two_stage.measures import all_well, summarize
 from ratoon.benchmarks.two_stage.plot import draw
 from ratoon.benchmarks.two_stage.report import as_object, format_latencies, format_notes, format_ways
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
-from ratoon.benchmarks.two_stage.trips import Measured, Trip, Turn
-from ratoon.benchmarks.two_stage.ways import CONTINUATION, HTTP_WAYS, NO_REUSE, PREFIX_CACHE, Beam, shared_beams
+from ratoon.benchmarks.two_stage.trips import (
+    CONTINUATION,
+    HTTP_WAYS,
+    NO_REUSE,
+    PREFIX_CACHE,
+    Beam,
+    Measured,
+    Trip,
+    Turn,
+    shared_beams,
+)
 from ratoon.cli import main
 from ratoon.core.errors import RequestError
 

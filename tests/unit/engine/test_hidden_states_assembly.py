@@ -14,8 +14,7 @@ from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from ratoon.core.params import HiddenStatesParams
 from ratoon.core.wire import WireTensor
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection, layers_passed
-from ratoon.engine.output.answers import Arrangement, HiddenStatesAssembly
-from ratoon.engine.output.torch_tensors import as_torch, with_torch_tensors
+from ratoon.engine.output.answers import Arrangement, HiddenStatesAssembly, as_torch, with_torch_tensors
 from tests.unit.engine.fakes import HIDDEN_SIZE, NUM_LAYERS, hidden_state, model_config, wire_tensor
 
 LENGTH = 12

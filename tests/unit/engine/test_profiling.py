@@ -14,7 +14,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.distributed.uniproc import ThreadedExecutor
-from ratoon.engine.profiling import VARIABLE, StepProfiler
+from ratoon.engine.utilities import VARIABLE, StepProfiler
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ratoon.engine.processes import torch_library
+from ratoon.engine.processes import torch_parts
 
 LINKED_AHEAD = """
 import sys
-from ratoon.engine.processes.torch_library import start_loading_torch_library
+from ratoon.engine.processes.torch_parts import start_loading_torch_library
 thread = start_loading_torch_library()
 if thread is not None:
     thread.join()
@@ -24,11 +24,11 @@ assert torch.ones(3).sum() == 3
 # Opening a pipe waits for its other end, which only another thread of the process can open here.
 LINKED_BESIDE = """
 import os, pathlib, sys
-from ratoon.engine.processes import torch_library
+from ratoon.engine.processes import torch_parts
 path = pathlib.Path(sys.argv[1])
 os.mkfifo(path)
-torch_library._library_path = lambda: path
-thread = torch_library.start_loading_torch_library()
+torch_parts._library_path = lambda: path
+thread = torch_parts.start_loading_torch_library()
 path.write_bytes(b"not a library")
 thread.join()
 """
@@ -51,14 +51,14 @@ def test_python_runs_while_the_library_is_linked(tmp_path) -> None:
 def test_nothing_is_loaded_where_torch_is_imported_already() -> None:
     import torch  # noqa: F401
 
-    assert torch_library.start_loading_torch_library() is None
+    assert torch_parts.start_loading_torch_library() is None
 
 
 def test_a_library_that_cannot_be_loaded_is_left_to_the_import(tmp_path, monkeypatch) -> None:
     damaged = tmp_path / "libtorch_cpu.so"
     damaged.write_bytes(b"not a library")
-    monkeypatch.setattr(torch_library, "_library_path", lambda: damaged)
+    monkeypatch.setattr(torch_parts, "_library_path", lambda: damaged)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    thread = torch_library.start_loading_torch_library()
+    thread = torch_parts.start_loading_torch_library()
     assert thread is not None
     thread.join()

@@ -11,8 +11,7 @@ from ratoon.execution.choices import choose_kv_dtype, choose_ops
 from ratoon.execution.devices import use_device
 from ratoon.execution.worker import describe_weights
 from ratoon.layers.native import library
-from ratoon.layers.native_encoding import encode
-from ratoon.layers.native_ops import native_ops_reasons
+from ratoon.layers.native_ops import encode, native_ops_reasons
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor
 

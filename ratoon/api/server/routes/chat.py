@@ -10,10 +10,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.answer_parts.parts import Part, ReasoningDelta, WholeAnswer
+from ratoon.api.answer_parts.parser import AnswerParser
+from ratoon.api.answer_parts.parts import (
+    ContentDelta,
+    Part,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    WholeAnswer,
+)
 from ratoon.api.answer_parts.plan import AnswerPlan
 from ratoon.api.answer_parts.tool_use import ToolUse, tool_use
-from ratoon.api.server.chat_parts import ChoiceReader, delta_of
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.continuations import chat_origin
 from ratoon.api.server.errors import refused
@@ -239,3 +246,42 @@ class ChatRenderer(Renderer):
         if self.return_token_ids:
             about["prompt_token_ids"] = output.prompt_token_ids
         return about
+
+
+# ---- the parts of an answer ----
+
+TOOL_CALLS = "tool_calls"
+
+
+class ChoiceReader:
+    """Reads one choice, as a whole or piece by piece."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._has_calls = False
+
+    def read(self, choice: CompletionOutput) -> list[Part]:
+        """Returns the parts of a choice's new text."""
+        parts = self._parser.push(choice.text)
+        if choice.finished:
+            parts += self._parser.finish()
+        self._has_calls = self._has_calls or any(isinstance(part, ToolCallBegin) for part in parts)
+        return parts
+
+    def finish_reason(self, choice: CompletionOutput) -> str | None:
+        """The finish reason as the client is told. An answer that max_tokens ended may have an incomplete call, and
+        says so."""
+        return TOOL_CALLS if self._has_calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    match part:
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ContentDelta(text):
+            return {"content": text}
+        case ToolCallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {TOOL_CALLS: [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolCallArguments(index, text):
+            return {TOOL_CALLS: [{"index": index, "function": {"arguments": text}}]}

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from ratoon.api.answer_parts.parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallBegin
-from ratoon.api.server.logprobs import TokenTexts
-from ratoon.api.server.response_logprobs import MessageLogprobs
+from ratoon.api.server.logprobs import MessageLogprobs, TokenTexts
 from ratoon.core.outputs import CompletionOutput, Logprob
 from tests.unit.engine.fakes import byte_tokenizer
 

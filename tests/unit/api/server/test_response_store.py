@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ratoon.api.server import stored_items
+from ratoon.api.server import response_items
+from ratoon.api.server.response_items import PIECE_BYTES, StoredItems, find_items, store_items
 from ratoon.api.server.response_store import EVENT_BYTES, LEAST_LOG_BYTES, EventLog, ResponseStore
-from ratoon.api.server.stored_items import PIECE_BYTES, StoredItems, find_items, store_items
 from tests.unit.api.server.harness import MODEL, Client, say, scripted
 from tests.unit.api.server.test_event_loop import NUM_TOP, GenerousClient, always_a
 from tests.unit.engine.fakes_async import on_event_loop
@@ -131,7 +131,7 @@ def test_items_come_back_as_they_were() -> None:
     assert list(stored) == items and len(stored.pieces) > 3
     found = find_items(["msg_7", "long", "none"], [store_items([]), stored])
     assert {item_id: one.item for item_id, one in found.items()} == {"msg_7": items[7], "long": items[-1]}
-    assert stored_items._decode(bytes(stored.as_json())) == items
+    assert response_items._decode(bytes(stored.as_json())) == items
 
 
 # ---- events of streams in the background ----
