@@ -1,22 +1,30 @@
-"""Beam search with an encoder, on the CPU in fp32: what a step costs against a greedy one, and against transformers.
+"""Beam search with an encoder, on the CPU: what a step costs against a greedy one, transformers and CTranslate2.
 
     .venv/bin/python bench/encoder_beams.py
+    .venv/bin/python bench/encoder_beams.py --parts bart,spellings --quantization int8 --engines ratoon,ctranslate2 \\
+        --ct2-python .venv-ct2/bin/python
 
 A greedy answer and a search read a text that is new to all engines. Ratoon tells when every step ended; a peer's step
-is what all tokens take beyond the first, shared out. The models have the usual shape of a family and random weights.
+is what all tokens take beyond the first, shared out. The models have the usual shape of a family and random weights;
+CTranslate2 takes BART alone. spellings: words whose phonemes are not those of Ratoon in float32, by a small real BART.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from beams import median_step
+from export_hf import CACHE_FOLDER, write_json
 from harness import (
     OURS,
     Comparison,
@@ -29,12 +37,18 @@ from harness import (
     ratios_of,
     say,
 )
+from peers.conversion import FLOATS, converted_model, quantization_settings
 from peers.process import EngineFailedError, EngineProcess
 from random_models import ENCODER_SHAPES, encoder_vocab_size, make_encoder_model
 from workloads import PromptSource
 
 SEED = 0
-PEER = "transformers"
+CTRANSLATE2 = "ctranslate2"
+SPELLINGS, DECODED = "spellings", "ratoon, float32"
+DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "bart-g2p-us"
+TEXT = DATA.parents[2] / "docs" / "architecture.md"
+MOST_WORDS = 2000
+MOST_TOKENS = 60
 ROOM = 8  # positions of the decoder beyond an answer
 GREEDY, BEAMS = "greedy", "beams"
 ROWS = {
@@ -65,31 +79,71 @@ class EncoderBeams(Program):
     """A part is a family of models. Its engines end with it."""
 
     doc = __doc__
-    parts = tuple(ENCODER_SHAPES)
+    parts = (*ENCODER_SHAPES, SPELLINGS)
+    peers = (OURS, CTRANSLATE2, "transformers")
     quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
+        parser.add_argument("--quantization", choices=(FLOATS, "int8"), default=FLOATS, help="default: %(default)s")
 
     def measure(self) -> None:
         self.sizes = QUICK if self.args.quick else Sizes()
-        for family in self.args.parts:
-            source = PromptSource(SEED, encoder_vocab_size(family, self.sizes.full_models))
-            model, engines = make_encoder_model(family, self.sizes.full_models), {}
+        for part in self.args.parts:
             with ExitStack() as stack:
-                for name in (OURS, PEER) if self.args.peer else (OURS,):
-                    longest = self.sizes.tokens + ROOM
-                    engines[name] = self.add_engine(stack, name, model, longest, log=f"{name}_{family}")
-                    engines[name].start(source.prompt(self.sizes.input))
-                self.found[family] = measure_search(family, engines, source, self.sizes, self.args.rounds)
+                self.found[part] = self._spellings(stack) if part == SPELLINGS else self._family(stack, part)
+
+    def _family(self, stack: ExitStack, family: str) -> dict[str, Any]:
+        source = PromptSource(SEED, encoder_vocab_size(family, self.sizes.full_models))
+        model = make_encoder_model(family, self.sizes.full_models)
+        names = [name for name in self.args.engines if name != CTRANSLATE2 or family == "bart"]
+        engines = {name: self._engine(stack, name, model, self.args.quantization) for name in names}
+        for engine in engines.values():
+            engine.start(source.prompt(self.sizes.input))
+        return measure_search(family, engines, source, self.sizes, self.args.rounds)
+
+    def _spellings(self, stack: ExitStack) -> dict[str, float]:
+        """Returns by engine the share of answers that are not Ratoon's in float32."""
+        folder = CACHE_FOLDER / f"{DATA.name}-hf"
+        shutil.copytree(DATA, folder, dirs_exist_ok=True)
+        kinds = {DECODED: (OURS, FLOATS)}
+        kinds |= {name: (name, self.args.quantization) for name in self.args.engines if name != "transformers"}
+        answers = {}
+        for name, kind in kinds.items():
+            say(f"spellings: {name}")
+            engine = self._engine(stack, kind[0], folder, kind[1])
+            engine.start(spellings()[0])
+            found = engine.call("answer", prompts=spellings(), most_tokens=MOST_TOKENS).value
+            answers[name] = [[token for token in answer if token > 3] for answer in found]  # no start, end and filling
+            engine.close()
+        wanted = answers.pop(DECODED)
+        return {
+            name: sum(one != other for one, other in zip(found, wanted, strict=True)) / len(wanted)
+            for name, found in answers.items()
+        }
+
+    def _engine(self, stack: ExitStack, name: str, model: Path, quantization: str) -> EngineProcess:
+        more: dict[str, Any] = {"settings": quantization_settings(name, quantization)}
+        if name == CTRANSLATE2:
+            complete_bart(model)
+            model = converted_model(model, self.args.ct2_python, quantization)
+            more["worker"] = "ctranslate2_encoder_worker"
+        longest = max(self.sizes.tokens, MOST_TOKENS) + ROOM
+        return self.add_engine(stack, name, model, longest, log=f"{name}_encoder", **more)
 
     def title(self) -> str:
-        models = [ENCODER_SHAPES[family][0] if not self.args.quick else f"tiny {family}" for family in self.args.parts]
-        return f"{' and '.join(models)} with random weights in fp32, {self.args.threads} threads"
+        models = [
+            "spellings" if part == SPELLINGS else f"tiny {part}" if self.args.quick else ENCODER_SHAPES[part][0]
+            for part in self.args.parts
+        ]
+        return f"{' and '.join(models)} in {self.args.quantization}, {self.args.threads} threads"
 
     def report(self) -> Iterator[str]:
-        for family, result in self.found.items():
-            yield format_search(family, result, self.sizes)
+        for part, result in self.found.items():
+            if part == SPELLINGS:
+                rates = ", ".join(f"{name} {rate:.1%}" for name, rate in result.items())
+                yield f"Words whose phonemes are not those of Ratoon in float32: {rates}"
+            else:
+                yield format_search(part, result, self.sizes)
 
 
 def measure_search(family: str, engines: Engines, source: PromptSource, sizes: Sizes, rounds: int) -> dict[str, Any]:
@@ -154,6 +208,29 @@ def format_search(family: str, result: dict[str, Any], sizes: Sizes) -> str:
     for name, shares in result["same"].items():
         lines.append(f"  Texts that are also Ratoon's, {name}: {statistics.mean(shares):.1%}")
     return "\n".join(lines)
+
+
+def complete_bart(folder: Path) -> None:
+    """Writes what CTranslate2's converter asks for: a field that transformers no longer writes, and a tokenizer, whose
+    tokens are their numbers here."""
+    from tokenizers import Tokenizer, models
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, {**config, "normalize_before": False})
+    names = {f"<{index}>": index for index in range(config["vocab_size"])}
+    Tokenizer(models.WordLevel(names, unk_token="<3>")).save(str(folder / "tokenizer.json"))
+    special = {"pad_token": "<0>", "bos_token": "<1>", "eos_token": "<2>", "unk_token": "<3>"}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+
+
+def spellings() -> list[list[int]]:
+    """Returns words of a document, in the model's characters."""
+    config = json.loads((DATA / "config.json").read_text(encoding="utf-8"))
+    start, end, letters = config["bos_token_id"], config["eos_token_id"], config["grapheme_chars"]
+    words = sorted(set(re.findall(r"[A-Za-z]{3,}", TEXT.read_text(encoding="utf-8"))))
+    words = [word for word in words if all(letter in letters[4:] for letter in word)][:MOST_WORDS]
+    return [[start, *(letters.index(letter, 4) for letter in word), end] for word in words]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Speech on the CPU in fp32: Whisper with several clips at once, against transformers and CTranslate2.
+"""Speech on the CPU: Whisper with several clips at once, against transformers and CTranslate2.
 
     .venv/bin/python bench/speech.py --ct2-python .venv-ct2/bin/python
+    .venv/bin/python bench/speech.py --quantization int8 --engines ratoon,ctranslate2 --ct2-python .venv-ct2/bin/python
 
-transcription: clips up to their end, from the samples to tokens, and the same with the features ready. pieces: where
-the time goes: features, encoder, first token and decode steps, each alone. Keys and values of cross-attention count to
-the first token, where the peers make them. A step is what many tokens take beyond one, shared out; the end token is
-held back. Clips are cuts of one recording that differ in where they begin and end.
+transcription: clips up to their end, from the samples to tokens, and the same with the features ready. Clips are cuts
+of one recording that differ in where they begin and end. errors: the share of wrong, missing and additional words in
+recorded sentences, also of Ratoon in float32 where others have fewer bits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_hf import CACHE_FOLDER
 from harness import (
     OURS,
     Comparison,
@@ -31,7 +33,7 @@ from harness import (
     in_turn,
     say,
 )
-from peers.conversion import converted_model
+from peers.conversion import FLOATS, converted_model, quantization_settings
 from peers.process import EngineFailedError, EngineProcess
 from peers.speech import LANGUAGE, SAMPLE_RATE, TASK, Cuts
 
@@ -41,13 +43,10 @@ MODEL = REPOSITORY / ".cache" / "models" / "whisper-tiny"
 RECORDING = REPOSITORY / "tests" / "data" / "audio" / "jfk.wav"
 CTRANSLATE2 = "ctranslate2"
 AIMS = {"transformers": "above 1×", CTRANSLATE2: "at least 0.83×"}  # within 1.2 times its time
-WHOLE_ROWS = {"whole": Row("samples to tokens", aims=AIMS), "ready": Row("features to tokens")}
-PIECES = {
-    "features": Row("features", "ms"),
-    "encoder": Row("encoder", "ms"),
-    "first": Row("first token after it", "ms"),
-    "step": Row("decode step", "ms"),
-}
+ROWS = {"whole": Row("samples to tokens", aims=AIMS), "ready": Row("features to tokens")}
+DECODED = "ratoon, float32"
+SENTENCES = REPOSITORY / "tests" / "data" / "speech" / "sentences.json"
+SENTENCE_TOKENS = 60  # at most
 WARM_UP_TOKENS = 2
 
 
@@ -57,10 +56,9 @@ class Sizes:
     longest_start: float = 1.0  # seconds of the recording that a clip leaves out at its start, at most
     longest_end: float = 2.5  # and at its end
     tokens: int = 60  # of an answer, at most
-    step_tokens: int = 33  # the first tells what comes before decode steps, the others what a step takes
 
 
-QUICK = Sizes(clips=2, tokens=4, step_tokens=3)
+QUICK = Sizes(clips=2, tokens=4)
 
 
 @dataclass(frozen=True)
@@ -110,20 +108,21 @@ class ClipSource:
     def start(self, engine: EngineProcess) -> None:
         engine.start_with("take_clips", recording=self._recording, cuts=self.cuts())
 
-    def hand_over(self, engine: EngineProcess, cuts: Cuts) -> float:
-        """Returns the seconds that the features took."""
-        seconds: float = engine.call("take_clips", recording=self._recording, cuts=cuts).value["features"]
-        return seconds
+    def hand_over(self, engine: EngineProcess, cuts: Cuts) -> None:
+        engine.call("take_clips", recording=self._recording, cuts=cuts)
 
 
 class SpeechBenchmark(Program):
     doc = __doc__
-    parts = ("transcription", "pieces")
+    parts = ("transcription", "errors")
     peers = (OURS, CTRANSLATE2, "transformers")
     quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add_speech_options(parser)
+        parser.add_argument("--quantization", choices=(FLOATS, "int8"), default=FLOATS, help="default: %(default)s")
+        parser.add_argument("--model", type=Path, default=MODEL, metavar="FOLDER", help="default: Whisper-tiny's")
+        recording = "16 kHz, one channel; default: that of the tests"
+        parser.add_argument("--recording", type=Path, default=RECORDING, metavar="WAV", help=recording)
 
     def prepare(self) -> None:
         self.sizes = QUICK if self.args.quick else Sizes()
@@ -132,31 +131,39 @@ class SpeechBenchmark(Program):
     def measure(self) -> None:
         args = self.args
         with ExitStack() as stack:
-            engines: Engines = {}
-            for name in args.engines:
-                model = converted_model(args.model, args.ct2_python) if name == CTRANSLATE2 else args.model
-                worker = f"{name}_speech_worker"
-                engines[name] = self.add_engine(stack, name, model, log=f"{name}_speech", worker=worker)
-                self.source.start(engines[name])
-            for part in args.parts:
-                measure = measure_transcription if part == "transcription" else measure_pieces
-                self.found[part] = measure(engines, self.source, self.task, self.sizes, args.rounds)
+            engines = {name: self._start(stack, name, args.quantization) for name in args.engines}
+            if "transcription" in args.parts:
+                found = measure_transcription(engines, self.source, self.task, self.sizes, args.rounds)
+                self.found["transcription"] = found
+            if "errors" in args.parts:
+                if args.quantization != FLOATS:
+                    engines[DECODED] = self._start(stack, OURS, FLOATS)
+                self.found["errors"] = self._errors(engines)
+
+    def _start(self, stack: ExitStack, name: str, quantization: str) -> EngineProcess:
+        args = self.args
+        model = converted_model(args.model, args.ct2_python, quantization) if name == CTRANSLATE2 else args.model
+        more = {"worker": f"{name}_speech_worker", "settings": quantization_settings(name, quantization)}
+        engine = self.add_engine(stack, name, model, log=f"{name}_speech", **more)
+        self.source.start(engine)
+        return engine
+
+    def _errors(self, engines: Engines) -> dict[str, float]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.args.model)
+        return {name: word_errors(engine, self.task, tokenizer) for name, engine in engines.items()}
 
     def title(self) -> str:
-        return f"{self.args.model.name} in fp32, {self.args.threads} threads, {self.args.rounds} rounds"
+        bits = f"{self.args.model.name} in {self.args.quantization}"
+        return f"{bits}, {self.args.threads} threads, {self.args.rounds} rounds"
 
     def report(self) -> Iterator[str]:
-        for part, result in self.found.items():
-            if part == "transcription":
-                yield format_transcription(result, self.sizes)
-            else:
-                yield format_comparison(f"Pieces, {self.sizes.clips} clips at once", PIECES, result)
-
-
-def add_speech_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=MODEL, metavar="FOLDER", help="default: Whisper-tiny's")
-    recording = "16 kHz, one channel; default: that of the tests"
-    parser.add_argument("--recording", type=Path, default=RECORDING, metavar="WAV", help=recording)
+        if "transcription" in self.found:
+            yield format_transcription(self.found["transcription"], self.sizes)
+        if "errors" in self.found:
+            rates = self.found["errors"].items()
+            yield f"Word error rate: {', '.join(f'{name} {rate:.1%}' for name, rate in rates)}"
 
 
 def open_recording(args: argparse.Namespace, sizes: Sizes) -> tuple[ClipSource, Task]:
@@ -184,7 +191,7 @@ def measure_transcription(
     lengths: list[int] = []
     for index in range(rounds):
         say(f"transcription, round {index + 1}/{rounds}")
-        for row in WHOLE_ROWS:
+        for row in ROWS:
             cuts = source.cuts()
             answers = {}
             for name in in_turn(engines, index):
@@ -202,38 +209,6 @@ def measure_transcription(
     return {**comparison.summary(), "answer_lengths": lengths}
 
 
-def measure_pieces(engines: Engines, source: ClipSource, task: Task, sizes: Sizes, rounds: int) -> dict[str, Any]:
-    comparison = Comparison()
-    for index in range(-1, rounds):  # the first one warms up
-        say(f"pieces, round {index + 1}/{rounds}")
-        cuts = source.cuts()
-        for name in in_turn(engines, index):
-            for row, seconds in _pieces(name, engines[name], source, cuts, task, sizes).items():
-                if index >= 0:
-                    comparison.record(row, name, seconds)
-    return comparison.summary()
-
-
-def _pieces(
-    name: str, engine: EngineProcess, source: ClipSource, cuts: Cuts, task: Task, sizes: Sizes
-) -> dict[str, float]:
-    features = source.hand_over(engine, cuts)
-    before = num_encoder_runs(name, engine)
-    encoded = engine.call("encode").value
-    arguments = {"prompt": task.prompt, "num_tokens": sizes.step_tokens, "end_token": task.end_token}
-    decoded = engine.call("decode", **arguments).value
-    verify_encoder_runs(name, engine, before, sizes.clips)  # by encode(), and none by decode()
-    lengths = {len(token_ids) for token_ids in decoded["token_ids"]}
-    if lengths != {sizes.step_tokens}:
-        raise EngineFailedError(f"{name} generated {sorted(lengths)} tokens, not {sizes.step_tokens} for each clip")
-    return {
-        "features": features,
-        "encoder": encoded["encoder"],
-        "first": encoded.get("cross", 0.0) + decoded["first"],
-        "step": (decoded["all"] - decoded["first"]) / (sizes.step_tokens - 1),
-    }
-
-
 def num_encoder_runs(name: str, engine: EngineProcess) -> int:
     return int(engine.call("num_encoder_runs").value) if name == OURS else 0
 
@@ -245,13 +220,53 @@ def verify_encoder_runs(name: str, engine: EngineProcess, before: int, expected:
         raise EngineFailedError(f"the encoder was run for {runs} clips, not for {expected}")
 
 
-def format_transcription(result: dict[str, Any], sizes: Sizes, rows: dict[str, Row] = WHOLE_ROWS) -> str:
+def format_transcription(result: dict[str, Any], sizes: Sizes) -> str:
     lengths = result["answer_lengths"]
-    lines = [format_comparison(f"{sizes.clips} clips at once", rows, result)]
+    lines = [format_comparison(f"{sizes.clips} clips at once", ROWS, result)]
     lines.append(f"  Answers have {min(lengths)} to {max(lengths)} tokens.")
     for name, same in result["same"].items():
         lines.append(f"  Answers identical to Ratoon's, {name}: {sum(same):.0f} of {len(same)}")
     return "\n".join(lines)
+
+
+def join_sentences() -> tuple[Path, list[list[int]], list[str]]:
+    """Returns one recording of all sentences, where each begins and ends, and what is said."""
+    sentences = json.loads(SENTENCES.read_text(encoding="utf-8"))
+    path = CACHE_FOLDER / "sentences.wav"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cuts: list[list[int]] = []
+    with wave.open(str(path), "wb") as joined:
+        for sentence in sentences:
+            with wave.open(str(SENTENCES.parent / sentence["file"])) as file:
+                if not cuts:
+                    joined.setparams(file.getparams())
+                first = cuts[-1][1] if cuts else 0
+                cuts.append([first, first + file.getnframes()])
+                joined.writeframes(file.readframes(file.getnframes()))
+    return path, cuts, [sentence["text"] for sentence in sentences]
+
+
+def word_errors(engine: EngineProcess, task: Task, tokenizer: Any) -> float:
+    """Returns the share of wrong, missing and additional words."""
+    path, cuts, texts = join_sentences()
+    engine.call("take_clips", recording=str(path.resolve()), cuts=cuts)
+    answers = engine.call("transcribe", prompt=task.prompt, num_tokens=SENTENCE_TOKENS, ready=False).value
+    heard = [tokenizer.decode(task.answer(tokens), skip_special_tokens=True) for tokens in answers]
+    pairs = [(_words(said), _words(text)) for said, text in zip(texts, heard, strict=True)]
+    return sum(edit_distance(*pair) for pair in pairs) / sum(len(said) for said, _ in pairs)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.lower())
+
+
+def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
+    row = list(range(len(b) + 1))
+    for i, one in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+    return row[-1]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,27 @@
-"""Models in CTranslate2's format, made by its own environment where they are missing."""
+"""How engines get weights in few bits: models in CTranslate2's format, made by its own environment where they are
+missing, and settings."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from peers.process import BENCH_FOLDER, EngineFailedError, engine_environment, engine_python
 
+FLOATS = "float32"
 
-def converted_model(folder: Path, python: str | None, quantization: str = "float32") -> Path:
+
+def quantization_settings(engine: str, quantization: str) -> dict[str, Any]:
+    """Returns the settings of an engine for weights in so many bits; transformers has floats alone."""
+    if engine == "ctranslate2":
+        return {"compute_type": quantization}
+    return {} if engine == "transformers" else {"quantization": "none" if quantization == FLOATS else quantization}
+
+
+def converted_model(folder: Path, python: str | None, quantization: str = FLOATS) -> Path:
     """Beside the Hugging Face folder."""
-    suffix = "" if quantization == "float32" else f"-{quantization}"
+    suffix = "" if quantization == FLOATS else f"-{quantization}"
     output = folder.parent / f"{folder.name.removesuffix('-hf')}-ct2{suffix}"
     if not (output / "model.bin").exists():
         command = [engine_python("ctranslate2", ctranslate2_python=python), "-m", "peers.ctranslate2_convert"]

@@ -37,19 +37,16 @@ class CTranslate2Speech(SpeechEngine):
         features = self._extractor(self.clips, sampling_rate=SAMPLE_RATE, return_tensors="np")
         return ctranslate2.StorageView.from_array(features.input_features)  # [clips, mel bins, frames]
 
-    def generate(self, heard: Any, prompt: list[int], num_tokens: int, held_back: int | None = None) -> TokenIds:
+    def generate(self, heard: Any, prompt: list[int], num_tokens: int) -> TokenIds:
         results = self._model.generate(
             heard,
             [prompt] * len(self.clips),
             beam_size=1,
             # Prompt and answer together; and an answer gets no more than the half of it.
             max_length=max(2 * num_tokens, len(prompt) + num_tokens),
-            suppress_tokens=[SYMBOLS] if held_back is None else [SYMBOLS, held_back],
+            suppress_tokens=[SYMBOLS],
         )
         return [result.sequences_ids[0] for result in results]
-
-    def run_encoder(self) -> Any:
-        return self._model.encode(self.features)
 
 
 if __name__ == "__main__":

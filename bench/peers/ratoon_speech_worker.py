@@ -1,4 +1,4 @@
-"""Ratoon hearing, through its LLM class; the encoder's time is taken around the model's own method.
+"""Ratoon hearing, through its LLM class.
 
 It has one call more, `num_encoder_runs()`: of clips, since the start.
 """
@@ -6,11 +6,9 @@ It has one call more, `num_encoder_runs()`: of clips, since the start.
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
 from typing import Any
 
 from peers.protocol import Calls, TokenIds, serve
-from peers.ratoon_states import timed
 from peers.speech import SAMPLE_RATE, Cuts, SpeechEngine
 
 
@@ -29,9 +27,9 @@ class RatoonSpeech(SpeechEngine):
     def calls(self) -> Calls:
         return {**super().calls(), "num_encoder_runs": lambda: self._llm.stats().num_encoder_runs}
 
-    def take_clips(self, recording: str, cuts: Cuts) -> dict[str, float]:
+    def take_clips(self, recording: str, cuts: Cuts) -> None:
         self._llm.reset_prefix_cache()  # where it would find clips that it has heard
-        return super().take_clips(recording, cuts)
+        super().take_clips(recording, cuts)
 
     def extract(self) -> Any:
         from ratoon.models.log_mel import log_mel
@@ -42,35 +40,16 @@ class RatoonSpeech(SpeechEngine):
     def samples(self) -> Any:
         return [{"audio": clip, "sampling_rate": SAMPLE_RATE} for clip in self.clips]
 
-    def generate(self, heard: Any, prompt: list[int], num_tokens: int, held_back: int | None = None) -> TokenIds:
+    def generate(self, heard: Any, prompt: list[int], num_tokens: int) -> TokenIds:
         from ratoon import SamplingParams
 
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=num_tokens,
-            min_tokens=0 if held_back is None else num_tokens,
-            detokenize=False,
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, detokenize=False)
         pairs = [{"encoder_prompt": one, "decoder_prompt": prompt} for one in heard]
         outputs = self._llm.generate(pairs, params, progress=False)
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def encode(self) -> dict[str, float]:
-        """What cross-attention reads is made of the states at once ("cross"), and kept in their place."""
-        model = self._llm.engine.client.core.executor._worker.runner.model
-        with ExitStack() as stack:
-            encoding = stack.enter_context(timed(model, "encode"))
-            storing = stack.enter_context(timed(model, "store_cross"))
-            self.encoded = self.run_encoder()
-        return {"encoder": sum(encoding), "cross": sum(storing)}
-
-    def run_encoder(self) -> Any:
-        """The features again: what came of them is found by their content."""
-        self.generate(self.features, [self._llm.source.config.decoder_start_token_id], 1)
-        return self.features
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,23 +84,3 @@ def _greedy(num_tokens: int, **others: Any) -> Any:
     from ratoon import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **others)
-
-
-@contextmanager
-def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """Gives the seconds that each call of a method took."""
-    method = getattr(owner, name)
-    seconds: list[float] = []
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return method(*arguments, **named)
-        finally:
-            seconds.append(time.perf_counter() - begin)
-
-    setattr(owner, name, call)
-    try:
-        yield seconds
-    finally:
-        setattr(owner, name, method)

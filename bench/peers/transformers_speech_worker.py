@@ -32,21 +32,14 @@ class TransformersSpeech(SpeechEngine):
         features = self._extractor(self.clips, sampling_rate=SAMPLE_RATE, return_tensors="pt")
         return {"input_features": features.input_features}  # [clips, mel bins, frames]
 
-    def generate(self, heard: Any, prompt: list[int], num_tokens: int, held_back: int | None = None) -> TokenIds:
+    def generate(self, heard: Any, prompt: list[int], num_tokens: int) -> TokenIds:
         import torch
 
-        options = dict(heard) if held_back is None else {**heard, "min_new_tokens": num_tokens}
         with torch.inference_mode():
             output = self._model.generate(
-                do_sample=False, max_new_tokens=num_tokens, language=LANGUAGE, task=TASK, **options
+                do_sample=False, max_new_tokens=num_tokens, language=LANGUAGE, task=TASK, **heard
             )
         return output.tolist()
-
-    def run_encoder(self) -> Any:
-        import torch
-
-        with torch.inference_mode():
-            return {"encoder_outputs": self._model.model.encoder(**self.features)}
 
 
 if __name__ == "__main__":

@@ -195,24 +195,24 @@ def test_beams_behind_an_encoder_are_measured_and_are_those_of_the_peer(tmp_path
 @needs_embedded_model
 @pytest.mark.slow
 @pytest.mark.full
-def test_speech_is_measured_whole_and_in_pieces(tmp_path: Path) -> None:
+def test_speech_is_measured_from_samples_and_from_features(tmp_path: Path) -> None:
     options = ("--model", str(small_whisper(tmp_path / "model")), "--recording", str(noise(tmp_path / "noise.wav")))
     files = ("--json", str(tmp_path / "out.json"))
-    run_program("speech.py", "--quick", "--threads", "1", *options, *files)
+    run_program("speech.py", "--quick", "--threads", "1", "--parts", "transcription", *options, *files)
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
     assert parts["transcription"]["same"] == {"transformers": [1.0] * 4}  # two clips, from samples and from features
     assert parts["transcription"]["ratios"].keys() == {"whole", "ready"}
-    assert parts["pieces"]["ratios"].keys() == {"features", "encoder", "first", "step"}
 
 
 @pytest.mark.slow
 def test_bart_in_8_bits_is_compared_in_speed_and_in_errors(tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
     files = ("--json", str(tmp_path / "out.json"))
-    run_program("cpu_encoder_peers.py", "--quick", "--threads", "1", "--parts", "bart", *files)
-    result = json.loads((tmp_path / "out.json").read_text())["parts"]["bart"]
-    assert result["errors"]["ratoon, float32"] == 0 and 0 < result["errors"]["ratoon"] < 0.1
-    assert result["ratios"]["beams"].keys() == {"ctranslate2"}
+    engines = ("--engines", "ratoon,ctranslate2", "--ct2-python", sys.executable, "--quantization", "int8")
+    run_program("encoder_beams.py", "--quick", "--threads", "1", "--parts", "bart,spellings", *engines, *files)
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert 0 < parts["spellings"]["ratoon"] < 0.1
+    assert parts["bart"]["ratios"]["beams"].keys() == {"ctranslate2"}
 
 
 def small_whisper(folder: Path) -> Path:
