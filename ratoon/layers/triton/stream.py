@@ -107,6 +107,7 @@ def _stream_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_ROWS, 256 // weight.dtype.primitive_bitwidth]
     )
+    first_output = gl.program_id(0) * BLOCK_OUT
     first = gl.program_id(1) * steps_each
     end = gl.minimum(first + steps_each, steps)
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * PARTS, BLOCK_OUT, STEP], weight.layout)
@@ -116,11 +117,11 @@ def _stream_kernel(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     for stage in gl.static_range(STAGES):
-        _copy_weights(weight, tiles, ready, stage, first + stage, end, outputs, BLOCK_ROWS)
+        copy_weights(weight, tiles, ready, stage, first_output, first + stage, end, outputs, BLOCK_ROWS)
     if DEPENDENT:
         gdc_wait()
     for stage in gl.static_range(STAGES):
-        _copy_inputs(x, inputs, ready, stage, first + stage, end)
+        copy_inputs(x, inputs, ready, stage, 0, first + stage, end)
     epilogue = _load_epilogue(
         scales, row_scales, bias, y, y_stride, rows, outputs, BLOCK_OUT, BLOCK_ROWS, mma, SCALED, BIAS, GATED, ADD
     )  # fmt: skip
@@ -139,8 +140,8 @@ def _stream_kernel(
             product = warpgroup_mma(tiles.index(stage), values, sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[product])
         gl.thread_barrier()  # all warps have read
-        _copy_weights(weight, tiles, ready, stage, step + STAGES, end, outputs, BLOCK_ROWS)
-        _copy_inputs(x, inputs, ready, stage, step + STAGES, end)
+        copy_weights(weight, tiles, ready, stage, first_output, step + STAGES, end, outputs, BLOCK_ROWS)
+        copy_inputs(x, inputs, ready, stage, 0, step + STAGES, end)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -152,8 +153,9 @@ def _stream_kernel(
 
 
 @gluon.jit
-def _copy_weights(weight, tiles, ready, stage, step, end, outputs, BLOCK_ROWS: gl.constexpr):
-    """Copies the weights of a step, if there is one; the barrier waits for its inputs too."""
+def copy_weights(weight, tiles, ready, stage, output, step, end, outputs, BLOCK_ROWS: gl.constexpr):
+    """Copies the weights of a step from this output on, if there is one; the barrier waits for its inputs too. Two
+    parts for each stage: those of a gate, and behind `outputs` those of what it multiplies."""
     BLOCK_OUT: gl.constexpr = weight.block_shape[0]
     STEP: gl.constexpr = weight.block_shape[1]
     PARTS: gl.constexpr = tiles.shape[0] // ready.shape[0]
@@ -161,7 +163,7 @@ def _copy_weights(weight, tiles, ready, stage, step, end, outputs, BLOCK_ROWS: g
     barrier = ready.index(stage)
     BYTES: gl.constexpr = (PARTS * BLOCK_OUT + BLOCK_ROWS) * STEP * weight.dtype.primitive_bitwidth // 8
     mbarrier.expect(barrier, BYTES, pred=exists)
-    output, column = gl.program_id(0) * BLOCK_OUT, step * STEP
+    column = step * STEP
     tma.async_copy_global_to_shared(weight, [output, column], barrier, tiles.index(stage * PARTS), pred=exists)
     if PARTS == 2:
         up_tile = tiles.index(stage * PARTS + 1)
@@ -169,9 +171,9 @@ def _copy_weights(weight, tiles, ready, stage, step, end, outputs, BLOCK_ROWS: g
 
 
 @gluon.jit
-def _copy_inputs(x, inputs, ready, stage, step, end):
+def copy_inputs(x, inputs, ready, stage, row, step, end):
     column = step * x.block_shape[1]
-    tma.async_copy_global_to_shared(x, [0, column], ready.index(stage), inputs.index(stage), pred=step < end)
+    tma.async_copy_global_to_shared(x, [row, column], ready.index(stage), inputs.index(stage), pred=step < end)
 
 
 @gluon.jit

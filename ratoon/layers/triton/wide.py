@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ratoon.layers.invariant_choices import SEGMENT_STEP, WideTile
 from ratoon.layers.triton.dependent import launch_options
 from ratoon.layers.triton.launch import launch
-from ratoon.layers.triton.stream import ALIGNMENT, describe
+from ratoon.layers.triton.stream import ALIGNMENT, copy_inputs, copy_weights, describe
 
 Tensor = torch.Tensor
 
@@ -106,11 +105,11 @@ def _wide_kernel(
     if SHARED:
         end = gl.minimum(begin + group_steps, steps)
     for stage in gl.static_range(STAGES):
-        _copy_weights(weight, weights, ready, stage, first_output, begin + stage, end, BLOCK_ROWS)
+        copy_weights(weight, weights, ready, stage, first_output, begin + stage, end, outputs, BLOCK_ROWS)
     if DEPENDENT:
         gdc_wait()
     for stage in gl.static_range(STAGES):
-        _copy_inputs(x, inputs, ready, stage, first_row, begin + stage, end)
+        copy_inputs(x, inputs, ready, stage, first_row, begin + stage, end)
     total = gl.zeros([BLOCK_ROWS, BLOCK_OUT], gl.float32, mma)
     stage = 0
     phase = 0
@@ -126,8 +125,10 @@ def _wide_kernel(
                 gl.thread_barrier()  # all warps have read what the step before needed
                 if step > begin:
                     before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                    _copy_weights(weight, weights, ready, before, first_output, step - 1 + STAGES, end, BLOCK_ROWS)
-                    _copy_inputs(x, inputs, ready, before, first_row, step - 1 + STAGES, end)
+                    copy_weights(
+                        weight, weights, ready, before, first_output, step - 1 + STAGES, end, outputs, BLOCK_ROWS
+                    )
+                    copy_inputs(x, inputs, ready, before, first_row, step - 1 + STAGES, end)
                 stage += 1
                 if stage == STAGES:
                     stage = 0
@@ -157,22 +158,6 @@ def _find_tile(rows, outputs, BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr,
     group = gl.minimum(row_tiles - first, GROUP)
     within = program % (GROUP * out_tiles)
     return (first + within % group) * BLOCK_ROWS, within // group * BLOCK_OUT
-
-
-@gluon.jit
-def _copy_weights(weight, weights, ready, stage, output, step, end, BLOCK_ROWS: gl.constexpr):
-    """Copies the weights of a step, if there is one; the barrier waits for its inputs too."""
-    STEP: gl.constexpr = weight.block_shape[1]
-    BYTES: gl.constexpr = (weight.block_shape[0] + BLOCK_ROWS) * STEP * 2
-    barrier = ready.index(stage)
-    mbarrier.expect(barrier, BYTES, pred=step < end)
-    tma.async_copy_global_to_shared(weight, [output, step * STEP], barrier, weights.index(stage), pred=step < end)
-
-
-@gluon.jit
-def _copy_inputs(x, inputs, ready, stage, row, step, end):
-    column = step * x.block_shape[1]
-    tma.async_copy_global_to_shared(x, [row, column], ready.index(stage), inputs.index(stage), pred=step < end)
 
 
 @gluon.jit
