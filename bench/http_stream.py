@@ -12,21 +12,17 @@ does nothing else. The ratio says how much of the server's time is not the syste
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from export_hf import MODEL
 from harness import Program, align, count, say
 from service.bare import run_bare
-from service.server import STUB, ServerFailedError, ServerProcess
+from service.server import STUB, ServerFailedError, ServerProcess, send_load
 from stub_executor import STEP_SECONDS_VARIABLE
 
 MAX_MODEL_LEN = 4096
@@ -49,9 +45,12 @@ class Round:
 
 
 def measure_round(server: ServerProcess, args: argparse.Namespace, requests: int, seed: int) -> Round:
-    before = server.cpu_seconds()
-    summary, seconds = send_load(server, args, requests, seed)
-    after = server.cpu_seconds()
+    options = ["--num-requests", str(requests), "--concurrency", str(args.streams), "--seed", str(seed)]
+    options += ["--input-len", args.input_len, "--output-len", args.output_len]
+    before, begin = server.cpu_seconds(), os.times()
+    summary = send_load(f"http://{server.host}:{server.port}", options, LOAD_SECONDS)
+    after, end = server.cpu_seconds(), os.times()
+    seconds = end.children_user + end.children_system - begin.children_user - begin.children_system
     tokens = summary["num_output_tokens"]
     if summary["num_failed"] or not tokens:
         raise ServerFailedError(f"{summary['num_failed']} of {summary['num_requests']} requests failed")
@@ -66,26 +65,6 @@ def measure_round(server: ServerProcess, args: argparse.Namespace, requests: int
         summary["itl_ms"]["median"],
         summary["itl_ms"]["p99"],
     )
-
-
-def send_load(
-    server: ServerProcess, args: argparse.Namespace, requests: int, seed: int
-) -> tuple[dict[str, Any], float]:
-    """The summary of `ratoon bench serve`, and the processor time that it took, its start included."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "load.json"
-        url = f"http://{server.host}:{server.port}"
-        command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", url, "--json", str(out)]
-        command += ["--num-requests", str(requests), "--concurrency", str(args.streams), "--seed", str(seed)]
-        command += ["--input-len", args.input_len, "--output-len", args.output_len]
-        begin = os.times()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False)
-        end = os.times()
-        if not out.exists():
-            raise ServerFailedError(f"the load generator failed: {done.stderr[-1500:]}")
-        (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
-    seconds = end.children_user + end.children_system - begin.children_user - begin.children_system
-    return result["summary"], seconds
 
 
 def format_rounds(rounds: list[Round], bare: float) -> str:

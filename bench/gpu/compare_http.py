@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from compare_parts.records import ERROR_MARK, MARK
 from compare_parts.servers import Server
 from harness import OURS, align, format_number
 from peers.process import EngineFailedError
+from service.server import ServerFailedError, send_load
 
 RATES = (1.0, 8.0, 32.0, math.inf)
 LOAD_SECONDS = 15.0  # how long requests arrive, at a rate
@@ -74,10 +74,6 @@ class Load:
         return " / ".join(f"{used:.0f}" for used in (self.server_cpu_us, self.engine_cpu_us, self.client_cpu_us))
 
 
-class LoadFailedError(EngineFailedError):
-    """A load gave no figures; another one may."""
-
-
 class HttpComparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -115,33 +111,22 @@ class HttpComparison:
                 before = cpu_seconds(server)
                 try:
                     summary = self._send(server, requests, rate, index)
-                except LoadFailedError as error:
+                except ServerFailedError as error:
                     self._fail(shape.name, engine, f"at {rate:g} requests a second: {error}")
                 else:
                     used = [end - begin for begin, end in zip(before, cpu_seconds(server))]
                     self._add(summarize(summary, used, shape.name, args.variant, engine, rate))
 
     def _send(self, server: Server, requests: int, rate: float, seed: int) -> dict[str, Any]:
-        """A load from a process of its own → its summary."""
+        """Returns the summary of a load from a process of its own."""
         args = self.args
-        left = self._seconds_left()
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "load.json"
-            command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", server.url, "--json", str(out)]
-            command += ["--num-requests", str(requests), "--request-rate", str(rate), "--seed", str(seed)]
-            command += ["--input-len", args.input_len, "--output-len", args.output_len]
-            environment = {**os.environ, "PYTHONPATH": module_path(OURS, None)}
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=environment, timeout=left, check=False
-                )
-            except subprocess.TimeoutExpired:
-                raise EngineFailedError(f"the time limit ended {requests} requests, {rate:g} a second") from None
-            if not out.exists():
-                raise LoadFailedError(f"the load generator failed: {done.stderr[-1500:]}")
-            (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
-        summary: dict[str, Any] = result["summary"]
-        return summary
+        options = ["--num-requests", str(requests), "--request-rate", str(rate), "--seed", str(seed)]
+        options += ["--input-len", args.input_len, "--output-len", args.output_len]
+        environment = {**os.environ, "PYTHONPATH": module_path(OURS, None)}
+        try:
+            return send_load(server.url, options, self._seconds_left(), environment)
+        except subprocess.TimeoutExpired:
+            raise EngineFailedError(f"the time limit ended {requests} requests, {rate:g} a second") from None
 
     def _seconds_left(self) -> float:
         left = self._deadline - time.monotonic()

@@ -5,14 +5,17 @@ Linux alone: figures come from /proc, through peers/machine.py.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from export_hf import CACHE_FOLDER
@@ -109,6 +112,22 @@ class ServerProcess(OwnSession):
                 is_engine = b"core_process" in (PROC / str(pid) / "cmdline").read_bytes()
                 found["engine" if is_engine else "server"] += seconds
         return found
+
+
+def send_load(
+    url: str, options: list[str], seconds: float, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns the summary of `ratoon bench serve`, which runs as a process of its own. ServerFailedError: it has
+    none."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "load.json"
+        command = [sys.executable, "-m", "ratoon", "bench", "serve", "--url", url, "--json", str(out), *options]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds, check=False)
+        if not out.exists():
+            raise ServerFailedError(f"the load generator failed: {done.stderr[-1500:]}")
+        (result,) = json.loads(out.read_text(encoding="utf-8"))["rounds"]
+    summary: dict[str, Any] = result["summary"]
+    return summary
 
 
 def allow_many_files() -> None:
