@@ -39,9 +39,7 @@ PARTS = {
     "references": Part(lambda server, _: conversations.run_references(server)),
     "background": Part(lambda server, _: conversations.run_background(server), conversations.BACKGROUND_OPTIONS),
     "keys": Part(lambda server, args: keys.run(server.address, args.only, args.seconds), keys.OPTIONS),
-    "grammars": Part(
-        lambda server, args: grammars.run(server.address, server.pid, args.bombs, args.rounds), grammars.OPTIONS
-    ),
+    "grammars": Part(lambda server, args: grammars.run(server, args.bombs, args.rounds), grammars.OPTIONS),
 }
 
 

@@ -36,12 +36,22 @@ class Reply(NamedTuple):
         return json.loads(self.body)
 
 
+def headers_of(key: str | None) -> dict[str, str]:
+    """Returns the headers of a request with a body, by this API key."""
+    return HEADERS if key is None else {**HEADERS, "Authorization": f"Bearer {key}"}
+
+
 def request(
-    server: Server, method: str, path: str, body: bytes | None = None, patience: float = PATIENCE_SECONDS
+    server: Server,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    patience: float = PATIENCE_SECONDS,
+    key: str | None = None,
 ) -> Reply:
     connection = http.client.HTTPConnection(server.address, timeout=patience)
     try:
-        connection.request(method, path, body, HEADERS)
+        connection.request(method, path, body, headers_of(key))
         answer = connection.getresponse()
         return Reply(answer.status, answer.read())
     except (OSError, http.client.HTTPException) as error:
@@ -50,8 +60,10 @@ def request(
         connection.close()
 
 
-def post(server: Server, path: str, body: dict[str, Any], patience: float = PATIENCE_SECONDS) -> Reply:
-    return request(server, "POST", path, json.dumps(body).encode(), patience)
+def post(
+    server: Server, path: str, body: dict[str, Any], patience: float = PATIENCE_SECONDS, key: str | None = None
+) -> Reply:
+    return request(server, "POST", path, json.dumps(body).encode(), patience, key)
 
 
 def post_all(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[Reply]:

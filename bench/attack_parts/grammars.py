@@ -19,52 +19,37 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from attack_parts.clients import COMPLETIONS, MEBIBYTE, MODEL, Server, headers_of, post
 from attack_parts.grammar_bombs import bombs
 
-MODEL = "smollm2-135m"
 BOMB_KEY, PLAIN_KEY = "attack-key-a", "attack-key-b"
 NUM_BLOCKS = 320
 OPTIONS = ("--api-key", BOMB_KEY, "--api-key", PLAIN_KEY, "--num-blocks", str(NUM_BLOCKS))  # of the server
-PATH = "/v1/completions"
 NUM_QUIET = 8  # requests of B
 STREAM_TOKENS = 512
 PATIENCE_SECONDS = 600.0
 SETTLE_SECONDS = 5.0
-MEBIBYTE = 2**20
-
-
-def post(address: str, key: str, body: dict[str, Any]) -> tuple[int | None, bytes]:
-    connection = http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    try:
-        connection.request("POST", PATH, json.dumps(body).encode(), headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except OSError as error:
-        return None, str(error).encode()
-    finally:
-        connection.close()
 
 
 def completion(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0, **fields}
 
 
-def touch_kv_cache(address: str) -> None:
+def touch_kv_cache(server: Server) -> None:
     """Prompts that together fill the KV cache: pages of it count when they are first written to, and no grammar is to
     blame for that."""
     for number in range(1, 4):
         prompt = [number * 1000 + index % 997 for index in range(NUM_BLOCKS * 16 // 3 + 16)]
-        status, told = post(address, PLAIN_KEY, {"model": MODEL, "prompt": prompt, "max_tokens": 1})
+        status, told = post(server, COMPLETIONS, {"model": MODEL, "prompt": prompt, "max_tokens": 1}, key=PLAIN_KEY)
         assert status == 200, told
 
 
-def plain_request(address: str, number: int) -> float:
+def plain_request(server: Server, number: int) -> float:
     """Seconds of a request of B, with a schema that no cache knows."""
     properties = {f"name{number}": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     start = time.monotonic()
-    status, told = post(address, PLAIN_KEY, completion(structured_outputs={"json": schema}))
+    status, told = post(server, COMPLETIONS, completion(structured_outputs={"json": schema}), key=PLAIN_KEY)
     assert status == 200, told
     return time.monotonic() - start
 
@@ -72,8 +57,8 @@ def plain_request(address: str, number: int) -> float:
 class Stream:
     """A stream of B, begun again when it ends: when its tokens came."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, server: Server) -> None:
+        self._address = server.address
         self._ended = threading.Event()
         self.gaps: list[float] = []
         self._thread = threading.Thread(target=self._read)
@@ -81,10 +66,9 @@ class Stream:
 
     def _read(self) -> None:
         body = completion(stream=True, ignore_eos=True, max_tokens=STREAM_TOKENS)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {PLAIN_KEY}"}
         while not self._ended.is_set():
             connection = http.client.HTTPConnection(self._address, timeout=PATIENCE_SECONDS)
-            connection.request("POST", PATH, json.dumps(body).encode(), headers)
+            connection.request("POST", COMPLETIONS, json.dumps(body).encode(), headers_of(PLAIN_KEY))
             arrivals = []
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
@@ -136,7 +120,7 @@ def _resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def attack(address: str, num_bombs: int, round: int = 0) -> tuple[list[threading.Thread], Counter[int | None]]:
+def attack(server: Server, num_bombs: int, round: int = 0) -> tuple[list[threading.Thread], Counter[int | None]]:
     """So many bombs of A at once, others in each round: the threads of their clients, and the statuses as they come."""
     num_sets = -(-num_bombs // len(bombs()))
     numbers = range(round * num_sets, (round + 1) * num_sets)
@@ -144,7 +128,7 @@ def attack(address: str, num_bombs: int, round: int = 0) -> tuple[list[threading
     statuses: Counter[int | None] = Counter()
 
     def send(name: str, fields: Any) -> None:
-        status, told = post(address, BOMB_KEY, completion(structured_outputs=fields))
+        status, told = post(server, COMPLETIONS, completion(structured_outputs=fields), PATIENCE_SECONDS, BOMB_KEY)
         statuses[status] += 1
         if status not in (200, 400, 429):
             print(f"{name}: {status} {told[:200]!r}", flush=True)
@@ -155,26 +139,26 @@ def attack(address: str, num_bombs: int, round: int = 0) -> tuple[list[threading
     return threads, statuses
 
 
-def run(address: str, server: int, num_bombs: int = 64, num_rounds: int = 2) -> None:
+def run(server: Server, num_bombs: int = 64, num_rounds: int = 2) -> None:
     """Print what B notices."""
     print(f"{num_bombs} grammars of key A at once; a plain schema and a stream of key B\n", flush=True)
-    plain_request(address, -1)  # what the first one makes is not counted
-    touch_kv_cache(address)
-    stream = Stream(address)
-    quiet = [plain_request(address, number) for number in range(NUM_QUIET)]
+    plain_request(server, -1)  # what the first one makes is not counted
+    touch_kv_cache(server)
+    stream = Stream(server)
+    quiet = [plain_request(server, number) for number in range(NUM_QUIET)]
     quiet_gap = statistics.median(stream.end())
-    memory, stream = Memory(server), Stream(address)
+    memory, stream = Memory(server.pid), Stream(server)
     start = time.monotonic()
-    threads, statuses = attack(address, num_bombs)
+    threads, statuses = attack(server, num_bombs)
     beside = []
     while any(thread.is_alive() for thread in threads) or len(beside) < NUM_QUIET:
-        beside.append(plain_request(address, 1000 + len(beside)))
+        beside.append(plain_request(server, 1000 + len(beside)))
     seconds = time.monotonic() - start
     gaps = stream.end()
     time.sleep(SETTLE_SECONDS)
     left = [memory.growth()]
     for number in range(1, num_rounds):
-        for thread in attack(address, num_bombs, number)[0]:
+        for thread in attack(server, num_bombs, number)[0]:
             thread.join()
         time.sleep(SETTLE_SECONDS)
         left.append(memory.growth())

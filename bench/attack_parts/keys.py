@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MODEL = "smollm2-135m"
+from attack_parts.clients import COMPLETIONS, MODEL, RESPONSES, headers_of
+
 BUSY_KEY, SHORT_KEY = "attack-key-a", "attack-key-b"
 OPTIONS = ("--api-key", BUSY_KEY, "--api-key", SHORT_KEY)  # of the server
 MOST_TIME, MOST_GAP = 4.0, 2.0  # of B beside a load, as multiples of the idle ones
@@ -46,7 +47,6 @@ def _completion(prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
 
 
-COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 LOADS = (
     Load(
         "16 × prompt_logprobs 64, 1,900 tokens",
@@ -79,16 +79,12 @@ class Times:
     longest_gap: float = 0.0
 
 
-def _headers(key: str) -> dict[str, str]:
-    return {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-
-
 def ask_short(address: str, number: int, times: Times) -> None:
     """One short request of key B, streamed."""
     connection = http.client.HTTPConnection(address, timeout=120)
     body = json.dumps(_completion(_text(100_000 + number, 8), SHORT_TOKENS, stream=True))
     start = time.monotonic()
-    connection.request("POST", COMPLETIONS, body, _headers(SHORT_KEY))
+    connection.request("POST", COMPLETIONS, body, headers_of(SHORT_KEY))
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
     arrivals = [time.monotonic() for line in answer if line.startswith(b"data: {")]
@@ -121,7 +117,7 @@ class BusyKey:
             left = max(0.1, self._ends - time.monotonic())
             connection = http.client.HTTPConnection(self._address, timeout=left)
             try:
-                connection.request("POST", self._load.path, body, _headers(BUSY_KEY))
+                connection.request("POST", self._load.path, body, headers_of(BUSY_KEY))
                 answer = connection.getresponse()
                 while self.lasts and answer.read(65536):
                     pass
