@@ -289,7 +289,7 @@ def choices(compilation: Compilation) -> None:
 def inputs(compilation: Compilation) -> None:
     device = torch.device("cpu")
     for num_groups, max_encoder_len in ((1, 0), (2, 1500)):
-        rows = InputBatch(320, 40960, BLOCK_SIZE, num_groups, max_encoder_len, RowWrites())
+        rows = InputBatch(320, 40960, [BLOCK_SIZE] * num_groups, RowWrites(), max_encoder_len, BLOCK_SIZE)
         rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
         made = DeviceInputs(rows, 2048, 320, 512, 512, device)
         compilation.part = f"inputs: cells of the rows, {num_groups} groups"

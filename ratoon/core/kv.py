@@ -122,7 +122,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     """The resolved pool. Block accounting and the runner's tensors use the same one."""
 
     num_blocks: int  # the null block included
-    block_size: int
+    block_size: int  # the setting, from which layers choose their own: that of a group is in its spec
     groups: tuple[KVCacheGroup, ...]  # those whose tables grow with the sequence
     cross: KVCacheGroup | None = None  # of an encoder-decoder model: its tables are as long as encoder inputs
     num_host_blocks: int = 0  # of the same size, in host memory: the first tier of the block store
@@ -132,6 +132,16 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
         return self.groups if self.cross is None else (*self.groups, self.cross)
+
+    @property
+    def whole_blocks(self) -> int:
+        """Tokens at whose multiples all groups have whole blocks: prefixes are found in the cache by as many."""
+        return math.lcm(*(group.spec.block_size for group in self.groups))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sequence that keeps all its blocks and is alone in the pool."""
+        return tokens_in(self.num_blocks - 1, self.groups)
 
     @property
     def bytes_per_block(self) -> int:
@@ -192,6 +202,13 @@ def lay_out_pages(groups: Sequence[KVCacheGroup]) -> PageLayout:
         tensor_bytes += [size] * num_new
         places[number] = tuple(free[:count])
     return PageLayout(tuple(tensor_bytes), tuple(places[number] for number in range(len(groups))))
+
+
+def tokens_in(num_blocks: int, groups: Sequence[KVCacheGroup]) -> int:
+    """Tokens of a sequence that so many blocks hold in all of these groups."""
+    sizes = [group.spec.block_size for group in groups]
+    whole = math.lcm(*sizes)
+    return num_blocks // sum(whole // size for size in sizes) * whole
 
 
 def bytes_per_block(groups: Sequence[KVCacheGroup]) -> int:

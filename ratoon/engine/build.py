@@ -89,7 +89,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,
         "kv_groups": len(kv.groups),
-        "kv_capacity_tokens": (kv.num_blocks - 1) // len(kv.groups) * kv.block_size,  # of a sequence; 0 is reserved
+        "kv_capacity_tokens": kv.capacity,  # of a sequence
     }
 
 

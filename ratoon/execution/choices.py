@@ -89,8 +89,8 @@ class WorkerParts:
         return one_prompt(self.config.scheduler, *self._sizes_of_steps)
 
     @property
-    def _sizes_of_steps(self) -> tuple[int, int, int]:
-        return self.config.cache.block_size, len(self.geometry.groups), self.max_model_len
+    def _sizes_of_steps(self) -> tuple[list[int], int]:
+        return [group.spec.block_size for group in self.geometry.groups], self.max_model_len
 
     def geometry_anew(self) -> Geometry:
         """With other backends: these keep memory between steps."""

@@ -74,14 +74,20 @@ class ModelRunner:
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
         self.encoder: EncoderRunner | None = None
         max_encoder_len = 0
+        cross_block_size = kv_config.block_size if kv_config.cross is None else kv_config.cross.spec.block_size
         if model.config.encoder is not None:
             assert encoder_backend is not None, "the model has an encoder"
-            self.encoder = EncoderRunner(encoder_backend, self.kv, kv_config.block_size, dtype, device)
+            self.encoder = EncoderRunner(encoder_backend, self.kv, cross_block_size, dtype, device)
             max_encoder_len = model.config.encoder.max_position
         on_device = device.type == "cuda" if inputs_on_device is None else inputs_on_device
         journal = RowWrites() if on_device else None
         self.input_batch = InputBatch(
-            num_rows, max_model_len, kv_config.block_size, len(kv_config.groups), max_encoder_len, journal
+            num_rows,
+            max_model_len,
+            [group.spec.block_size for group in kv_config.groups],
+            journal,
+            max_encoder_len,
+            cross_block_size,
         )
         self._batch_rows = BatchRows(self.input_batch)
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None

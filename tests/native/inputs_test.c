@@ -19,8 +19,8 @@ static void compare(int64_t count) {
         rows[i] = random_between(0, ROWS - 1);
         longest = num_computed[rows[i]] + 1 > longest ? num_computed[rows[i]] + 1 : longest;
     }
-    const decode_inputs d = {token_ids, num_computed, LENGTH, BLOCKS, BLOCK, input_ids, positions, seq_lens, query_start};
-    const decode_tables t = {block_tables, tables, slots};
+    const decode_inputs d = {token_ids, num_computed, LENGTH, BLOCKS, input_ids, positions, seq_lens, query_start};
+    const decode_tables t = {block_tables, tables, slots, BLOCK};
     expect_true(ratoon_prepare_decodes(&d, rows, count) == longest, "the longest sequence", count, longest);
     ratoon_prepare_tables(&d, &t, rows, count, longest);
     for (int64_t i = 0; i < count; i++) {

@@ -110,6 +110,9 @@ class DeviceInputs:
         self._packed = PackedBuffer(layout, device)
         self._order = {column.name: place for place, column in enumerate(self._sent)}
         num_groups = len(rows.block_tables)
+        sizes = [*rows.block_sizes.tolist(), *([] if rows.cross_tables is None else [rows.cross_block_size])]
+        self._block_sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self._one_block_size = sizes[0] if len(set(sizes)) == 1 else 0  # 0: groups have different ones
         made: dict[str, Tensor] = {}
         for column in PREPARED:
             entries = [prepared.of(column.per)] if _is_read(column.only_with, rows) else [0]
@@ -133,19 +136,19 @@ class DeviceInputs:
         seq_lens = (rows.num_computed[batch_rows] + num_scheduled).astype(np.int32)
         query_start_loc = np.concatenate([[0], step.cu_num_tokens]).astype(np.int32)
         max_seq_len = int(seq_lens.max())
-        num_blocks = -(-max_seq_len // rows.block_size)
+        nums_blocks = (-(-max_seq_len // rows.block_sizes)).tolist()
         groups = [
             self._metadata(
                 group, query_start_loc, seq_lens, table[batch_rows, :num_blocks], step.num_tokens, max_query_len,
                 max_seq_len,
             )
-            for group, table in enumerate(rows.block_tables)
+            for group, (table, num_blocks) in enumerate(zip(rows.block_tables, nums_blocks, strict=True))
         ]  # fmt: skip
         cross = None
         if rows.cross_tables is not None:
             encoder_lens = rows.encoder_lens[batch_rows]
             longest = int(encoder_lens.max())
-            table = rows.cross_tables[batch_rows, : -(-longest // rows.block_size)]
+            table = rows.cross_tables[batch_rows, : -(-longest // rows.cross_block_size)]
             cross = self._cross_metadata(query_start_loc, encoder_lens, table, max_query_len, longest)
         return StepInputs(
             self.prepared["input_ids"][: step.num_tokens],
@@ -271,9 +274,10 @@ class DeviceInputs:
             rows.max_model_len,
             rows.max_blocks,
             rows.max_cross_blocks,
+            self._block_sizes,
             num_groups=len(rows.block_tables),
             has_cross=rows.cross_tables is not None,
-            block_size=rows.block_size,
+            block_size=self._one_block_size,
         )
 
     def padded(self, size: int, num_reqs: int, max_query_len: int, num_runs: int | None = None) -> StepInputs:
@@ -299,7 +303,7 @@ class DeviceInputs:
         ]
         cross = None
         if rows.cross_tables is not None:
-            longest = rows.max_cross_blocks * rows.block_size
+            longest = rows.max_cross_blocks * rows.cross_block_size
             cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest, is_padded=True)
         input_ids, positions = made["input_ids"][:size], made["positions"][:size]
         return StepInputs(input_ids, positions, groups, starts[1:], False, cross)
@@ -335,7 +339,7 @@ class DeviceInputs:
             seq_lens_device=self.prepared["seq_lens"][:num_reqs],
             block_table_device=self.prepared["block_table"][group, :num_reqs],
             slot_mapping=self.prepared["slot_mapping"][group, :num_tokens],
-            block_size=self.rows.block_size,
+            block_size=int(self.rows.block_sizes[group]),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             is_padded=is_padded,
@@ -369,7 +373,7 @@ class DeviceInputs:
             seq_lens_device=self.prepared["encoder_lens"][:num_reqs],
             block_table_device=self.prepared["cross_table"][:num_reqs],
             slot_mapping=self._nothing_stored,
-            block_size=self.rows.block_size,
+            block_size=self.rows.cross_block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             is_padded=is_padded,

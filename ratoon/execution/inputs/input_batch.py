@@ -29,15 +29,18 @@ class InputBatch:
         self,
         max_rows: int,
         max_model_len: int,
-        block_size: int,
-        num_groups: int,
-        max_encoder_len: int = 0,
+        block_sizes: Sequence[int],
         journal: RowWrites | None = None,
+        max_encoder_len: int = 0,
+        cross_block_size: int = 1,
     ) -> None:
+        """`block_sizes`: tokens in a block of each KV group; `cross_block_size`: the same of cross-attention."""
+        num_groups = len(block_sizes)
         self.max_model_len = max_model_len
-        self.block_size = block_size
-        self.max_blocks = -(-max_model_len // block_size)
-        self.max_cross_blocks = -(-max_encoder_len // block_size)
+        self.block_sizes = np.array(block_sizes, np.int64)  # [groups]
+        self.cross_block_size = cross_block_size
+        self.max_blocks = -(-max_model_len // min(block_sizes))  # tables are as wide as the longest
+        self.max_cross_blocks = -(-max_encoder_len // cross_block_size)
         width = max_model_len + num_groups * self.max_blocks + self.max_cross_blocks
         # np.zeros commits pages when they are written, so a large table costs only what is used of it.
         self.memory = np.zeros(max_rows * width, np.int32)

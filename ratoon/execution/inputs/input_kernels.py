@@ -101,8 +101,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     max_model_len,
     max_blocks,
     max_cross_blocks,
+    block_sizes,  # of the groups
     NUM_GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # 0: groups have different ones
     NUM_TOKENS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
 ):
@@ -124,6 +125,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     end = tl.where(is_real, end, tl.minimum(padding_start + padding, num_padded_tokens))
     length = end - start
     seq_len = computed + length
+    if BLOCK_SIZE == 0:
+        block_size = tl.load(block_sizes + group)
+    else:
+        block_size = BLOCK_SIZE
 
     if group < NUM_GROUPS:
         offsets = part * NUM_TOKENS + tl.arange(0, NUM_TOKENS)
@@ -139,9 +144,9 @@ def _prepare(  # type: ignore[no-untyped-def]
                 tl.store(query_start_loc + request, start)
                 tl.store(query_start_loc + request + 1, end, mask=request == num_padded_reqs - 1)
         table = memory + tables_start + (group.to(tl.int64) * max_rows + row) * max_blocks
-        block = tl.load(table + position // BLOCK_SIZE, mask=inside & is_real, other=0)
+        block = tl.load(table + position // block_size, mask=inside & is_real, other=0)
         is_kept = is_real & (tl.load(unwritten + request, mask=is_real, other=1) == 0)
-        slot = tl.where(is_kept, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        slot = tl.where(is_kept, block.to(tl.int64) * block_size + position % block_size, 0)
         tl.store(slots + group * slots_stride + start + offsets, slot, mask=inside)
         out = tables + group * tables_stride + request.to(tl.int64) * max_blocks
         num_keys = seq_len
@@ -154,7 +159,7 @@ def _prepare(  # type: ignore[no-untyped-def]
             tl.store(cross_lens + request, num_keys)
 
     if part == 0:
-        num_columns = (num_keys + BLOCK_SIZE - 1) // BLOCK_SIZE
+        num_columns = (num_keys + block_size - 1) // block_size
         first = 0
         while first < num_columns:
             columns = first + tl.arange(0, NUM_COLUMNS)
@@ -167,7 +172,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 def prepare(
     num_padded_reqs: int, max_query_len: int, *arguments: Any, num_groups: int, has_cross: bool, block_size: int
 ) -> None:
-    """`arguments`: all of the kernel's that are no constants."""
+    """`arguments`: all of the kernel's that are no constants. `block_size`: that of all groups; 0: they differ."""
     num_tokens = next((size for size in TOKENS_OF_PROGRAM if size >= max_query_len), TOKENS_OF_PROGRAM[-1])
     grid = (num_padded_reqs, num_groups + has_cross, triton.cdiv(max_query_len, num_tokens))
     launch(

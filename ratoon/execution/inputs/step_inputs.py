@@ -145,7 +145,7 @@ class InputPreparation:
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""
-        block_size = self.rows.block_size
+        block_size = int(self.rows.block_sizes[group])
         block_table_indices = req_indices * self.rows.max_blocks + positions // block_size
         block_numbers = self.rows.block_tables[group].reshape(-1)[block_table_indices]
         block_offsets = positions % block_size
@@ -161,8 +161,8 @@ class InputPreparation:
         max_query_len: int,
         max_seq_len: int,
     ) -> CommonAttentionMetadata:
-        num_reqs = len(batch_rows)
-        num_blocks = -(-max_seq_len // self.rows.block_size)  # only the columns that are read are copied
+        num_reqs, block_size = len(batch_rows), int(self.rows.block_sizes[group])
+        num_blocks = -(-max_seq_len // block_size)  # only the columns that are read are copied
         table = self.block_tables[group].array
         table[:num_reqs, :num_blocks] = self.rows.block_tables[group][batch_rows, :num_blocks]
         return CommonAttentionMetadata(
@@ -173,7 +173,7 @@ class InputPreparation:
             seq_lens_device=self.seq_lens.tensor(num_reqs),
             block_table_device=self.block_tables[group].tensor(num_reqs),
             slot_mapping=self.slot_mappings[group].tensor(total),
-            block_size=self.rows.block_size,
+            block_size=block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
@@ -186,7 +186,7 @@ class InputPreparation:
         lens = self.encoder_lens.array[:num_reqs]
         lens[:] = self.rows.encoder_lens[batch_rows]
         max_seq_len = int(lens.max())
-        num_blocks = -(-max_seq_len // self.rows.block_size)
+        num_blocks = -(-max_seq_len // self.rows.cross_block_size)
         table = self.cross_tables.array
         table[:num_reqs, :num_blocks] = self.rows.cross_tables[batch_rows, :num_blocks]
         return CommonAttentionMetadata(
@@ -197,7 +197,7 @@ class InputPreparation:
             seq_lens_device=self.encoder_lens.tensor(num_reqs),
             block_table_device=self.cross_tables.tensor(num_reqs),
             slot_mapping=self.nothing_stored,
-            block_size=self.rows.block_size,
+            block_size=self.rows.cross_block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
@@ -214,14 +214,15 @@ class DecodeKernel:
         rows = inputs.rows
         self._step = DecodeInputs(
             token_ids=_address(rows.token_ids), num_computed=_address(rows.num_computed),
-            max_model_len=rows.max_model_len, max_blocks=rows.max_blocks, block_size=rows.block_size,
+            max_model_len=rows.max_model_len, max_blocks=rows.max_blocks,
             input_ids=_address(inputs.input_ids.array), positions=_address(inputs.positions.array),
             seq_lens=_address(inputs.seq_lens.array), query_start=_address(inputs.query_start_loc.array),
         )  # fmt: skip
         self._step_pointer = ctypes.addressof(self._step)
+        arrays = zip(rows.block_tables, inputs.block_tables, inputs.slot_mappings, rows.block_sizes, strict=True)
         self._groups = [
-            DecodeTables(_address(tables), _address(copied.array), _address(slots.array))
-            for tables, copied, slots in zip(rows.block_tables, inputs.block_tables, inputs.slot_mappings, strict=True)
+            DecodeTables(_address(tables), _address(copied.array), _address(slots.array), int(block_size))
+            for tables, copied, slots, block_size in arrays
         ]
         self._group_pointers = [ctypes.addressof(group) for group in self._groups]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import ConfigError
-from ratoon.core.kv import KVCacheConfig, bytes_per_block
+from ratoon.core.kv import KVCacheConfig, bytes_per_block, tokens_in
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.sizes import format_size
@@ -35,10 +35,6 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
     """The number of blocks: as configured, or as many as the memory allows beside the largest step, which needs
     `step_bytes`."""
     groups, cross = geometry.groups, geometry.cross
-    sizes = {group.spec.block_size for group in (groups if cross is None else (*groups, cross))}
-    if sizes != {cache.block_size}:
-        problem = f"is {cache.block_size}, and layers of the model have blocks of {sorted(sizes)} tokens"
-        raise ConfigError("block_size", problem, "one size for all layers: the inputs of a step have no more")
     price = bytes_per_block(groups if cross is None else (*groups, cross))
     num_host_blocks = 0 if cache.preemption_mode == "recompute" else cache.swap_bytes // price
     if num_host_blocks and device.type == "cuda":
@@ -85,14 +81,14 @@ def _memory_setting(cache: CacheConfig) -> str:
 def verify_longest_sequence(kv_config: KVCacheConfig, cache: CacheConfig, longest: int) -> None:
     """ConfigError, with the length that fits, if a pool that was sized by the device's memory can't hold a sequence of
     the greatest length. Of a pool whose size was set there is a warning: shorter requests are served."""
-    num_growing = sum(group.spec.growth == "full" for group in kv_config.groups)
-    if not num_growing:
+    growing = [group for group in kv_config.groups if group.spec.growth == "full"]
+    if not growing:
         return
-    room = (kv_config.num_blocks - 1) // num_growing * kv_config.block_size
+    room = tokens_in(kv_config.num_blocks - 1, growing)
     if room >= longest:
         return
     has = kv_config.num_blocks * kv_config.bytes_per_block
-    needed_blocks = 1 + -(-longest // kv_config.block_size) * num_growing
+    needed_blocks = 1 + sum(-(-longest // group.spec.block_size) for group in growing)
     needed = needed_blocks * kv_config.bytes_per_block
     if sizes_by_memory(cache):
         problem = f"{longest:,} tokens need {gib(needed)} for keys and values, and {gib(has)} are left for them"
@@ -135,7 +131,7 @@ def free_memory(device: torch.device) -> int:
 # ---- what the largest step needs ----
 
 
-def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, max_model_len: int) -> SchedulerOutput:
+def largest_step(scheduler: SchedulerConfig, block_sizes: Sequence[int], max_model_len: int) -> SchedulerOutput:
     """A plan that fills the token budget and samples for as many sequences as there may be: as few prompts as hold the
     budget, beside sequences with one token each."""
     num_seqs = scheduler.max_num_seqs
@@ -148,7 +144,7 @@ def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, m
     next_block = 1
     for index, length in enumerate(lengths):
         tables = []
-        for _ in range(num_groups):
+        for block_size in block_sizes:
             num_blocks = -(-length // block_size)
             tables.append(list(range(next_block, next_block + num_blocks)))
             next_block += num_blocks
@@ -161,11 +157,11 @@ def largest_step(scheduler: SchedulerConfig, block_size: int, num_groups: int, m
     return plan
 
 
-def one_prompt(scheduler: SchedulerConfig, block_size: int, num_groups: int, max_model_len: int) -> SchedulerOutput:
+def one_prompt(scheduler: SchedulerConfig, block_sizes: Sequence[int], max_model_len: int) -> SchedulerOutput:
     """A plan of one prompt that fills the token budget, up to PROMPT_TOKENS."""
     num_tokens = min(scheduler.token_budget, PROMPT_TOKENS)
     alone = replace(scheduler, max_num_batched_tokens=num_tokens, max_num_seqs=1)
-    return largest_step(alone, block_size, num_groups, max_model_len)
+    return largest_step(alone, block_sizes, max_model_len)
 
 
 def num_blocks_of(plan: SchedulerOutput) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, cast
@@ -207,7 +207,7 @@ def _launch_prompts(runner: ModelRunner, lengths: Sequence[int]) -> None:
     rows = runner.input_batch
     for length in lengths:
         if length < rows.max_model_len and runner.graphs.size_for(length) is not None:
-            _launch_step(runner, step_of([(0, length)], len(rows.block_tables), rows.block_size))
+            _launch_step(runner, step_of([(0, length)], rows.block_sizes))
 
 
 def _launch_step(runner: ModelRunner, plan: SchedulerOutput) -> None:
@@ -286,15 +286,15 @@ def _launch_shared_prefix(runner: ModelRunner) -> None:
         is_padded = runner.graphs.size_for(length + num_sharing, is_decode=False) is not None
         if length > 0 and not is_padded and num_sharing < len(rows.token_ids):
             requests = [(min(SHARED_TOKENS, longest - 1), 1)] * num_sharing + [(0, length)]
-            _launch_step(runner, step_of(requests, len(rows.block_tables), rows.block_size))
+            _launch_step(runner, step_of(requests, rows.block_sizes))
 
 
-def step_of(requests: Sequence[tuple[int, int]], num_groups: int, block_size: int) -> SchedulerOutput:
+def step_of(requests: Sequence[tuple[int, int]], block_sizes: Iterable[int]) -> SchedulerOutput:
     """Requests of so many computed and new tokens, all in one block, and the next token of each."""
     plan = SchedulerOutput()
     for index, (num_computed, length) in enumerate(requests):
         total, name = num_computed + length, f"request {index}"
-        blocks: tuple[list[int], ...] = ([1] * -(-total // block_size),) * num_groups
+        blocks = tuple([1] * int(-(-total // block_size)) for block_size in block_sizes)
         params = SamplingParams(temperature=0.0)
         plan.scheduled_new_reqs.append(NewRequestData(name, [0] * total, total, params, 0, blocks, num_computed))
         plan.num_scheduled_tokens[name] = length

@@ -4,7 +4,7 @@ move as the plan says; the scheduler decides which beams survive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class BeamRows:
                 rows.note_blocks(group, beams, first, columns.shape[1])
         end = step.num_computed_tokens + step.num_tokens
         rows.num_computed[beams] = step.num_computed_tokens
-        rows.num_blocks[:, beams] = np.maximum(rows.num_blocks[:, beams], -(-end // rows.block_size))
+        rows.num_blocks[:, beams] = np.maximum(rows.num_blocks[:, beams], -(-end // rows.block_sizes[:, None]))
 
     def _fork(self, step: BeamStep) -> None:
         assert step.parents is not None
@@ -68,14 +68,14 @@ class BeamRows:
         old = self.rows_of(step.req_id)
         parents = old[step.parents]  # [B]
         beams = self._rows_for(len(parents), old)
-        num_columns = -(-step.num_computed_tokens // rows.block_size)
+        stops = (-(-step.num_computed_tokens // rows.block_sizes)).tolist()  # columns of each group
         # Rows of a search differ only after the prompt; a new row needs the columns before as well.
-        first = int(rows.num_prompt[old[0]]) // rows.block_size
-        for group, table in enumerate(rows.block_tables):
-            table[beams, first:num_columns] = table[parents, first:num_columns]  # which is a copy
-            rows.note_blocks(group, beams, first, num_columns - first)
+        firsts = (rows.num_prompt[old[0]] // rows.block_sizes).tolist()
+        for group, (table, first, stop) in enumerate(zip(rows.block_tables, firsts, stops, strict=True)):
+            table[beams, first:stop] = table[parents, first:stop]  # which is a copy
+            rows.note_blocks(group, beams, first, stop - first)
         if len(beams) > len(old):
-            self._begin(beams[len(old) :], old[0], first)
+            self._begin(beams[len(old) :], old[0], firsts)
         # A narrower search may go on from a row that it gives back, which is cleared by that: not before it is copied.
         self._rows.give_back(old[len(beams) :])
         # Only tokens that are not computed yet are read.
@@ -92,10 +92,11 @@ class BeamRows:
             moves = zip(step.parents, new_tokens.tolist(), strict=True)
             self._rules[step.req_id] = [before[parent].after_all(tokens) for parent, tokens in moves]
 
-    def _begin(self, added: np.ndarray, trunk: int, num_columns: int) -> None:
-        """New rows get what all rows of a search have in common: the trunk's prompt, of so many columns."""
+    def _begin(self, added: np.ndarray, trunk: int, nums_columns: Sequence[int]) -> None:
+        """New rows get what all rows of a search have in common: the trunk's prompt, of so many columns in each
+        group's table."""
         rows = self._rows
-        for group, table in enumerate(rows.block_tables):
+        for group, (table, num_columns) in enumerate(zip(rows.block_tables, nums_columns, strict=True)):
             table[added, :num_columns] = table[trunk, :num_columns]
             rows.note_blocks(group, added, 0, num_columns)
         rows.num_prompt[added] = rows.num_prompt[trunk]

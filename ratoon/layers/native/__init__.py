@@ -55,7 +55,6 @@ class DecodeInputs(ctypes.Structure):
         ("num_computed", _POINTER),
         ("max_model_len", _INT),
         ("max_blocks", _INT),
-        ("block_size", _INT),
         ("input_ids", _POINTER),
         ("positions", _POINTER),
         ("seq_lens", _POINTER),
@@ -66,7 +65,7 @@ class DecodeInputs(ctypes.Structure):
 class DecodeTables(ctypes.Structure):
     """`decode_tables` of kernels.h."""
 
-    _fields_ = (("block_tables", _POINTER), ("tables", _POINTER), ("slots", _POINTER))
+    _fields_ = (("block_tables", _POINTER), ("tables", _POINTER), ("slots", _POINTER), ("block_size", _INT))
 
 
 class MatchCalls(ctypes.Structure):

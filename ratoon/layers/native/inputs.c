@@ -17,7 +17,7 @@ int64_t ratoon_prepare_decodes(const decode_inputs *d, const int64_t *rows, int6
 }
 
 void ratoon_prepare_tables(const decode_inputs *d, const decode_tables *t, const int64_t *rows, int64_t count, int64_t longest) {
-    const int64_t size = d->block_size, used = (longest + size - 1) / size;
+    const int64_t size = t->block_size, used = (longest + size - 1) / size;
     for (int64_t i = 0; i < count; i++) {
         const int64_t position = d->positions[i];
         const int32_t *from = t->block_tables + rows[i] * d->max_blocks;

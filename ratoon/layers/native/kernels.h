@@ -55,7 +55,7 @@ void ratoon_attention_bf16(const float *q, int64_t ldq, const float *k, int64_t 
 typedef struct {
     const int32_t *token_ids;
     const int64_t *num_computed;
-    int64_t max_model_len, max_blocks, block_size;
+    int64_t max_model_len, max_blocks;
     int64_t *input_ids, *positions;
     int32_t *seq_lens, *query_start;
 } decode_inputs;
@@ -64,6 +64,7 @@ typedef struct {  // the same of a KV group
     const int32_t *block_tables;
     int32_t *tables;
     int64_t *slots;
+    int64_t block_size;
 } decode_tables;
 
 // The inputs of a step with one token of each of these rows. Returns the length of the longest sequence.

@@ -14,7 +14,7 @@ def branch(name, tokens, blocks, computed=0):
 
 
 def make_rows(max_rows=3):
-    return InputBatch(max_rows, max_model_len=64, block_size=16, num_groups=2)
+    return InputBatch(max_rows, max_model_len=64, block_sizes=[16, 16])
 
 
 def test_a_dropped_row_is_handed_out_again_and_holds_nothing_of_the_old_branch():

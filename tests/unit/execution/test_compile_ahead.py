@@ -33,7 +33,7 @@ config = resolve_model(sys.argv[2]).config
 quantization = sys.argv[1] or None
 tensors = DummySource(collect_shapes(config))
 geometry = geometry_of(declare_model(config, 64), "torch", 16, torch.device("cpu"), torch.bfloat16, None, False)
-largest = largest_step(SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=8), 16, 1, 64)
+largest = largest_step(SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=8), [16], 64)
 names = []
 modules = set(sys.modules)
 record = lambda kernel, launch, args, options: names.append(kernel.fn.__name__)

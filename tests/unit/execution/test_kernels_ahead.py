@@ -46,7 +46,7 @@ config = resolve_model(sys.argv[1]).config
 max_len = 4096
 tensors = DummySource(collect_shapes(config))
 geometry = geometry_of(declare_model(config, max_len), "torch", 16, torch.device("cpu"), torch.bfloat16, None, False)
-largest = largest_step(SchedulerConfig(max_num_batched_tokens=4096, max_num_seqs=256), 16, 1, max_len)
+largest = largest_step(SchedulerConfig(max_num_batched_tokens=4096, max_num_seqs=256), [16], max_len)
 cache = KVCacheConfig(num_blocks_of(largest), 16, geometry.groups)
 
 
@@ -96,7 +96,7 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
             runner.graphs.run(key_of(*key))
 
     def run_requests(*requests):
-        compile_ahead._launch_step(runner, compile_ahead.step_of(requests, 1, 16))
+        compile_ahead._launch_step(runner, compile_ahead.step_of(requests, [16]))
 
     run("decode", *((size, None, None, Mode.GREEDY) for size in (1, 2, 8, 16, 32, 48, 128, 256)))
     run("continuation", (8, 8, 1, Mode.GREEDY), (24, 8, 1, Mode.GREEDY), (64, 32, 8, Mode.RANDOM), (96, 8, 1))

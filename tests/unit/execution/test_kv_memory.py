@@ -11,7 +11,7 @@ import torch
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.errors import ConfigError, ModelError
-from ratoon.core.kv import KVCacheConfig
+from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.execution.kv.geometry import Geometry
 from ratoon.execution.kv.kv_memory import (
@@ -149,7 +149,7 @@ def test_the_largest_step_fills_the_budget_and_samples_everywhere(
     budget: int, seqs: int, longest: int, lengths: list[int]
 ) -> None:
     scheduler = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seqs)
-    plan = largest_step(scheduler, BLOCK_SIZE, 2, longest)
+    plan = largest_step(scheduler, [BLOCK_SIZE] * 2, longest)
     assert list(plan.num_scheduled_tokens.values()) == lengths
     assert plan.total_num_scheduled_tokens == sum(lengths)
     assert plan.sampled_req_ids == list(plan.num_scheduled_tokens)
@@ -160,7 +160,7 @@ def test_the_largest_step_fills_the_budget_and_samples_everywhere(
 def test_the_largest_step_is_one_that_a_runner_executes() -> None:
     driver = Driver(TWO_GROUPS)
     scheduler = SchedulerConfig(max_num_batched_tokens=128, max_num_seqs=8)
-    plan = largest_step(scheduler, BLOCK_SIZE, len(driver.groups), TWO_GROUPS.config.max_position)
+    plan = largest_step(scheduler, [BLOCK_SIZE] * len(driver.groups), TWO_GROUPS.config.max_position)
     assert num_blocks_of(plan) <= 40, "what the driver's runner has"
     driver.runner.execute_model(plan)
     assert len(driver.runner.sample_tokens().sampled_token_ids) == 8
@@ -195,14 +195,14 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_a_step_is_measured_without_weights_and_without_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_device(monkeypatch)
-    plan = largest_step(SchedulerConfig(), BLOCK_SIZE, 1, 128)
+    plan = largest_step(SchedulerConfig(), [BLOCK_SIZE], 128)
     assert measure_step(plan, 3 * GIB, lambda: FakeRunner(device), CUDA) == 6 * GIB  # type: ignore[arg-type,return-value]
     assert device["emptied"], "what the step used is free for the pool"
 
 
 def test_a_step_that_does_not_fit_names_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_device(monkeypatch)
-    plan = largest_step(SchedulerConfig(max_num_batched_tokens=512), BLOCK_SIZE, 1, 128)
+    plan = largest_step(SchedulerConfig(max_num_batched_tokens=512), [BLOCK_SIZE], 128)
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens: a step of 512 tokens .* does not fit"):
         measure_step(plan, 3 * GIB, lambda: FakeRunner(device, error), CUDA)  # type: ignore[arg-type,return-value]
@@ -212,7 +212,7 @@ def test_the_speed_of_prompts_is_that_of_the_second_run(monkeypatch: pytest.Monk
     device = fake_device(monkeypatch)
     clock = iter([0.0, 9.0, 10.0, 10.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    plan = one_prompt(SchedulerConfig(max_num_batched_tokens=4096), BLOCK_SIZE, 1, 1000)
+    plan = one_prompt(SchedulerConfig(max_num_batched_tokens=4096), [BLOCK_SIZE], 1000)
     assert list(plan.num_scheduled_tokens.values()) == [1000]
     seconds = measure_prefill(plan, lambda: FakeRunner(device), CUDA)  # type: ignore[arg-type,return-value]
     assert seconds == 0.5 / 1000 and device["emptied"]
@@ -226,3 +226,15 @@ def test_weights_that_do_not_fit_are_refused_with_a_size_that_does(monkeypatch: 
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(RuntimeError, match="other"), refusing_what_does_not_fit("m", 1, CUDA, torch.bfloat16):
         raise RuntimeError("other")
+
+
+def test_a_sequence_needs_a_block_for_each_size_of_its_groups() -> None:
+    groups = tuple(
+        KVCacheGroup(FullAttentionSpec(block_size, 1, 8, "float32"), (layer,))
+        for layer, block_size in enumerate((16, 32))
+    )
+    kv_config = KVCacheConfig(8, 16, groups)  # 7 blocks that can be used: 32 tokens take 2 of one group, 1 of the other
+    assert (kv_config.whole_blocks, kv_config.capacity) == (32, 64)
+    verify_longest_sequence(kv_config, CacheConfig(), 64)
+    with pytest.raises(ConfigError, match="at most 64"):
+        verify_longest_sequence(kv_config, CacheConfig(), 65)

@@ -530,7 +530,7 @@ def test_steps_reuse_the_same_memory() -> None:
 
 def test_without_kernels_for_it_everything_that_the_model_reads_is_copied_to_the_device() -> None:
     """On a device that is not the host's memory: every tensor lies there, and the host's arrays hold the numbers."""
-    rows = InputBatch(4, 64, BLOCK_SIZE, num_groups=2)
+    rows = InputBatch(4, 64, [BLOCK_SIZE] * 2)
     rows.add(NewRequestData("a", PROMPT, len(PROMPT), GREEDY, 0, ([1, 2, 3], [4, 5, 6]), 16))
     step = InputPreparation(rows, 64, 4, torch.device("meta")).prepare(np.array([0]), np.array([21]))
     tensors = [step.input_ids, step.positions]

@@ -1,6 +1,7 @@
 """Input preparation by number: the worked example of the design."""
 
 import numpy as np
+import pytest
 import torch
 
 from ratoon.core.params import SamplingParams
@@ -14,12 +15,40 @@ BLOCKS = [range(1, 5), range(5, 15), range(15, 21), range(21, 26), range(26, 28)
 MAX_MODEL_LEN = 240
 
 
-def prepared():
-    rows = InputBatch(max_rows=8, max_model_len=MAX_MODEL_LEN, block_size=16, num_groups=1)
+def add_worked_example(rows):
+    """The blocks of groups of other sizes are numbered from 1 as well."""
     generator = np.random.default_rng(0)
+    next_blocks = [1] * len(rows.block_sizes)
     for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
         tokens = generator.integers(0, 1000, computed + scheduled).tolist()
-        rows.add(NewRequestData(str(index), tokens, len(tokens), SamplingParams(), 0, (list(blocks),), computed))
+        tables = []
+        for group, size in enumerate(rows.block_sizes.tolist()):
+            first = next_blocks[group]
+            next_blocks[group] += -(-len(tokens) // size)
+            tables.append(list(range(first, next_blocks[group])))
+            assert size != 16 or tables[-1] == list(blocks)
+        rows.add(NewRequestData(str(index), tokens, len(tokens), SamplingParams(), 0, tuple(tables), computed))
+
+
+def expect_slots_by_block_size(step):
+    """Groups of blocks of 16, 32 and 8 tokens: each token's block is the one of its own group."""
+    by_sixteen, by_thirty_two, by_eight = step.groups
+    assert [group.block_size for group in step.groups] == [16, 32, 8]
+    slots = concatenated(70, 225, range(240, 333), range(336, 411), range(416, 446))
+    assert by_sixteen.slot_mapping.tolist() == slots
+    # Blocks 1-2, 3-7, 8-10, 11-13, 14
+    slots = concatenated(32 + 54, 96 + 145, range(256, 349), range(352, 427), range(448, 478))
+    assert by_thirty_two.slot_mapping.tolist() == slots
+    assert by_thirty_two.block_table_device[1, :5].tolist() == [3, 4, 5, 6, 7]
+    # Blocks 1-7, 8-26, 27-38, 39-48, 49-52
+    slots = concatenated(8 + 54, 64 + 145, range(216, 309), range(312, 387), range(392, 422))
+    assert by_eight.slot_mapping.tolist() == slots
+    assert by_eight.block_table_device[0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def prepared(block_sizes=(16,)):
+    rows = InputBatch(max_rows=8, max_model_len=MAX_MODEL_LEN, block_sizes=block_sizes)
+    add_worked_example(rows)
     inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
     return rows, inputs.prepare(np.arange(5), np.array(SCHEDULED))
 
@@ -57,6 +86,10 @@ def test_slots_are_block_times_size_plus_offset():
     assert [block_offsets[last - 1].item() for last in (1, 2, 95, 170, 200)] == [6, 1, 12, 10, 13]
 
 
+def test_groups_of_other_block_sizes_have_slots_of_their_own():
+    expect_slots_by_block_size(prepared((16, 32, 8))[1])
+
+
 def test_sequence_lengths_are_those_after_the_step():
     _, step = prepared()
     group = step.groups[0]
@@ -73,9 +106,10 @@ def test_rows_in_another_order_than_the_batch_are_gathered_by_index():
     assert step.groups[0].block_table[:, :4].tolist() == [[26, 27, 0, 0], [1, 2, 3, 4]]
 
 
-def test_steps_of_one_token_each_are_prepared_alike_with_and_without_the_kernel():
+@pytest.mark.parametrize("block_sizes", [(16,), (16, 32, 8)])
+def test_steps_of_one_token_each_are_prepared_alike_with_and_without_the_kernel(block_sizes):
     """In one preparation with other steps between them, for several numbers of requests."""
-    rows, _ = prepared()
+    rows, _ = prepared(block_sizes)
     inputs = InputPreparation(rows, max_num_tokens=256, max_num_reqs=8, device=torch.device("cpu"))
     for order in ([3], [1, 4], [0, 1, 2], [2], [4, 1]):
         batch, ones = np.array(order), np.ones(len(order), np.int64)
@@ -90,10 +124,15 @@ def test_steps_of_one_token_each_are_prepared_alike_with_and_without_the_kernel(
 
 
 def arrays_of(step):
-    group = step.groups[0]
-    num_blocks = -(-group.max_seq_len // 16)
-    yield from (step.input_ids.numpy(), step.positions.numpy(), step.cu_num_tokens, group.slot_mapping.numpy())
-    yield from (group.query_start_loc, group.seq_lens, group.block_table[:, :num_blocks])
+    yield from (step.input_ids.numpy(), step.positions.numpy(), step.cu_num_tokens)
+    for group in step.groups:
+        num_blocks = -(-group.max_seq_len // group.block_size)
+        yield from (
+            group.query_start_loc,
+            group.seq_lens,
+            group.slot_mapping.numpy(),
+            group.block_table[:, :num_blocks],
+        )
 
 
 def test_rows_that_are_read_are_requests_of_one_token_behind_all_tokens_before_them():

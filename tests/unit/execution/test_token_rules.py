@@ -313,7 +313,7 @@ class BeamSide:
     """What the runner keeps for searches."""
 
     def __init__(self) -> None:
-        self.rows = InputBatch(32, 64, 16, 1)
+        self.rows = InputBatch(32, 64, [16])
         self.sampling_rows = SamplingRows(32)
         self.beam_rows = BeamRows(self.rows, self.sampling_rows)
 

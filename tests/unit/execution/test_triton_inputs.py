@@ -21,15 +21,21 @@ from ratoon.execution.inputs.input_kernels import receive
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation, StepInputs
 from ratoon.layers.sampling import Mode
-from tests.unit.execution.test_step_inputs import BLOCKS, COMPUTED, MAX_MODEL_LEN, SCHEDULED, concatenated
+from tests.unit.execution.test_step_inputs import (
+    MAX_MODEL_LEN,
+    SCHEDULED,
+    add_worked_example,
+    concatenated,
+    expect_slots_by_block_size,
+)
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_REQS, MAX_TOKENS = 8, 256
 
 
-def make_rows(num_groups: int = 1, max_encoder_len: int = 0) -> InputBatch:
-    return InputBatch(MAX_REQS, MAX_MODEL_LEN, 16, num_groups, max_encoder_len, RowWrites())
+def make_rows(block_sizes: Sequence[int] = (16,), max_encoder_len: int = 0, cross_block_size: int = 16) -> InputBatch:
+    return InputBatch(MAX_REQS, MAX_MODEL_LEN, block_sizes, RowWrites(), max_encoder_len, cross_block_size)
 
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
@@ -44,12 +50,9 @@ def new_branch(name: str, tokens: Sequence[int], blocks: Sequence[Sequence[int]]
     return NewRequestData(name, list(tokens), len(tokens), SamplingParams(), 0, block_ids, computed)
 
 
-def worked_example() -> tuple[InputBatch, StepInputs]:
-    rows = make_rows()
-    generator = np.random.default_rng(0)
-    for index, (computed, scheduled, blocks) in enumerate(zip(COMPUTED, SCHEDULED, BLOCKS, strict=True)):
-        tokens = generator.integers(0, 1000, computed + scheduled).tolist()
-        rows.add(new_branch(str(index), tokens, [blocks], computed))
+def worked_example(block_sizes: Sequence[int] = (16,)) -> tuple[InputBatch, StepInputs]:
+    rows = make_rows(block_sizes)
+    add_worked_example(rows)
     return rows, make_inputs(rows).prepare(np.arange(5), np.array(SCHEDULED))
 
 
@@ -63,6 +66,10 @@ def test_the_worked_example_on_the_device() -> None:
     assert group.query_start_loc_device.tolist() == [0, 1, 2, 95, 170, 200]
     assert group.seq_lens_device.tolist() == [55, 146, 93, 75, 30]
     assert group.block_table_device[1, :10].tolist() == list(range(5, 15))
+
+
+def test_the_worked_example_with_groups_of_other_block_sizes_on_the_device() -> None:
+    expect_slots_by_block_size(worked_example((16, 32, 8))[1])
 
 
 @pytest.mark.parametrize(
@@ -113,11 +120,17 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
 
 @pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("num_groups", "max_encoder_len"), [(1, 0), (2, 0), (2, 40)])
-def test_many_steps_are_prepared_as_on_the_host(num_groups: int, max_encoder_len: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("block_sizes", "max_encoder_len", "cross_block_size"),
+    [((16,), 0, 16), ((16, 16), 0, 16), ((16, 16), 40, 16), ((16, 32), 40, 8), ((12, 16), 0, 16), ((16,), 40, 32)],
+)
+def test_many_steps_are_prepared_as_on_the_host(
+    block_sizes: tuple[int, ...], max_encoder_len: int, cross_block_size: int, seed: int
+) -> None:
     """Branches come and go, get blocks, have them replaced; some rows are not written."""
     generator = np.random.default_rng(seed)
-    rows = make_rows(num_groups, max_encoder_len)
+    num_groups = len(block_sizes)
+    rows = make_rows(block_sizes, max_encoder_len, cross_block_size)
     on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu"))
     for step in range(6):
         for name in list(rows.row_of):
@@ -128,7 +141,7 @@ def test_many_steps_are_prepared_as_on_the_host(num_groups: int, max_encoder_len
             blocks = [generator.integers(1, 500, 8).tolist() for _ in range(num_groups)]
             new = new_branch(f"{step}-{len(rows)}-{generator.random()}", tokens, blocks)
             new.num_encoder_positions = int(generator.integers(1, 41)) if max_encoder_len else 0
-            new.cross_block_ids = generator.integers(1, 500, -(-new.num_encoder_positions // 16)).tolist()
+            new.cross_block_ids = generator.integers(1, 500, -(-new.num_encoder_positions // cross_block_size)).tolist()
             rows.add(new)
         for name, row in rows.row_of.items():
             rows.num_computed[row] = generator.integers(0, rows.num_tokens[row])
@@ -178,7 +191,7 @@ def test_a_cell_that_is_written_twice_has_its_last_value() -> None:
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_padding_has_requests_of_its_own_that_write_to_the_null_block(size: int) -> None:
-    rows = make_rows(num_groups=2)
+    rows = make_rows((16, 16))
     rows.add(new_branch("a", [5, 6, 7], [[3], [8]]))
     rows.add(new_branch("b", list(range(20, 40)), [[4, 5], [9, 7]], computed=19))
     inputs = make_inputs(rows, max_padded=16)
