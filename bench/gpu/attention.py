@@ -111,7 +111,7 @@ class Case:
         rotary = object.__new__(Rotary)
         angles = torch.arange(64, device="cuda")
         rotary.cos_sin = torch.cat([angles.cos(), angles.sin()])[None].repeat(16384, 1)
-        rotary.rotate = ops.rotary
+        rotary.rotate, rotary.axes = ops.rotary, None
         return HeadTransform(torch.full((self.num_tokens,), 7, device="cuda"), rotary, *norms)
 
     def caches(self) -> list[torch.Tensor]:
@@ -284,7 +284,7 @@ def run_store() -> None:
     for norm in norms:
         norm.weight, norm.eps, norm.norm = torch.randn(128, device="cuda").bfloat16(), 1e-6, ops.head_rms_norm
     rotary = object.__new__(Rotary)
-    rotary.cos_sin, rotary.rotate = torch.randn(8192, 128, device="cuda"), ops.rotary
+    rotary.cos_sin, rotary.rotate, rotary.axes = torch.randn(8192, 128, device="cuda"), ops.rotary, None
     for num_tokens in (1, 32, 256, 8192):
         case = Case("", layer, [num_tokens], [0])
         backend, inputs = TritonAttentionBackend(), case.metadata()

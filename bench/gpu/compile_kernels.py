@@ -140,7 +140,7 @@ def attend(
 
 class _Table:
     def __init__(self, head_dim: int) -> None:
-        self.cos_sin = torch.zeros(64, head_dim)
+        self.cos_sin, self.axes = torch.zeros(64, head_dim), None
 
 
 def attention(compilation: Compilation) -> None:

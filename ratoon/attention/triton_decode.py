@@ -34,8 +34,9 @@ def _partners(dims, HALF: tl.constexpr):
 
 @triton.jit
 def _load_factors(
-    position, cos_sin_ptr, weight_ptr, NUM: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    position_ptr, cos_sin_ptr, axes_ptr, stride_axis, weight_ptr, NUM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    HAS_AXES: tl.constexpr,
 ):  # fmt: skip
     """What the elements of NUM heads are multiplied with: the norm's weights, of them and of their partners, and the
     cosine and sine of their rotation. Each [NUM, DIM_PAD], though heads have them in common: then nothing has to change
@@ -49,7 +50,9 @@ def _load_factors(
     if HAS_NORM and HAS_ROTARY:
         others = tl.load(weight_ptr + _partners(dims, HALF), mask=dims < HEAD_DIM, other=0.0)
     if HAS_ROTARY:
-        angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + dims % HALF
+        if HAS_AXES:
+            position_ptr += tl.load(axes_ptr + dims % HALF) * stride_axis
+        angles = cos_sin_ptr + tl.load(position_ptr).to(tl.int64) * (2 * HALF) + dims % HALF
         cos = tl.load(angles, mask=dims < 2 * HALF, other=1.0)
         sin = tl.load(angles + HALF, mask=dims < 2 * HALF, other=0.0)
         sin = tl.where(dims < HALF, -sin, sin)
@@ -130,13 +133,13 @@ def _repeat(x, BLOCK_M: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_table", "window", "num_splits", "min_share"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
-    cos_sin_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, q_eps, k_eps, scale, stride_q,
-    stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table, window, num_splits,
-    min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, stride_axis, q_eps,
+    k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table,
+    window, num_splits, min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
+    SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. A request's earlier keys are divided among as many splits as have `min_share`
     tiles of BLOCK_N keys; the first one adds the new key."""
@@ -164,13 +167,15 @@ def decode_kernel(
         acc = tl.zeros([BLOCK_M, DIM_PAD // 2], tl.float32)
         q_odd, acc_odd = q, acc
     pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
-    position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
     q_weights, q_others, q_cos, q_sin = _load_factors(
-        position, cos_sin_ptr, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_Q_NORM, HAS_ROTARY
-    )
+        positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF,
+        HAS_Q_NORM, HAS_ROTARY, HAS_AXES,
+    )  # fmt: skip
     k_weights, k_others, k_cos, k_sin = _load_factors(
-        position, cos_sin_ptr, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF, HAS_K_NORM, HAS_ROTARY
-    )
+        positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF,
+        HAS_K_NORM, HAS_ROTARY, HAS_AXES,
+    )  # fmt: skip
     q_ptr += token.to(tl.int64) * stride_q + kv_head * GROUP * stride_q_head
     k_ptr += token.to(tl.int64) * stride_k + kv_head * stride_k_head
     v_ptr += token.to(tl.int64) * stride_v + kv_head * stride_v_head
@@ -259,12 +264,13 @@ def _attend_tile(
 @triton.jit(do_not_specialize=["stride_table", "window", "num_slots"])
 def tiled_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
-    cos_sin_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, q_eps, k_eps, scale, stride_q,
-    stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table, window, num_slots,
-    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PAIRED: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, stride_axis, q_eps,
+    k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table,
+    window, num_slots, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
+    HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Does what decode_kernel does, with the bits that attention_kernel has where tiles are attended to by themselves:
     the new key takes its place in the last tile. Not for pages in fp8.
@@ -291,13 +297,15 @@ def tiled_decode_kernel(
     k, v = _load_new_tile(
         tile, begin, end, cache_ptr, table_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N
     )
-    position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
     q_weights, q_others, q_cos, q_sin = _load_factors(
-        position, cos_sin_ptr, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_Q_NORM, HAS_ROTARY
-    )
+        positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF,
+        HAS_Q_NORM, HAS_ROTARY, HAS_AXES,
+    )  # fmt: skip
     k_weights, k_others, k_cos, k_sin = _load_factors(
-        position, cos_sin_ptr, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF, HAS_K_NORM, HAS_ROTARY
-    )
+        positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF,
+        HAS_K_NORM, HAS_ROTARY, HAS_AXES,
+    )  # fmt: skip
     if DEPENDENT:
         wait_for_kernel_before()
     q_ptr += token.to(tl.int64) * stride_q + kv_head * GROUP * stride_q_head

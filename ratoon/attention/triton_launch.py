@@ -50,8 +50,8 @@ class Scratch:
 class HeadArguments(NamedTuple):
     """A HeadTransform as kernels take it. In place of a tensor that there is not, another one is given."""
 
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # positions, cos_sin, weights of both norms
-    epsilons: tuple[float, float]
+    tensors: tuple[Tensor, ...]  # positions, cos_sin, axes of the rotation, weights of both norms
+    numbers: tuple[int, float, float]  # how far apart axes of positions lie; the epsilons of both norms
     constants: dict[str, Any]
 
     @classmethod
@@ -59,19 +59,26 @@ class HeadArguments(NamedTuple):
         if transform is None:
             transform = HeadTransform(slots, None, None, None)
         rotary, q_norm, k_norm = transform.rotary, transform.q_norm, transform.k_norm
+        axes = None if rotary is None else rotary.axes
         return cls(
             (
                 transform.positions,
                 q if rotary is None else rotary.cos_sin,
+                q if axes is None else axes,
                 q if q_norm is None else q_norm.weight,
                 q if k_norm is None else k_norm.weight,
             ),
-            (0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps),
+            (
+                0 if axes is None else transform.positions.stride(0),
+                0.0 if q_norm is None else q_norm.eps,
+                0.0 if k_norm is None else k_norm.eps,
+            ),
             {
                 "HALF": -(-head_dim // 2) if rotary is None else rotary.cos_sin.shape[1] // 2,
                 "HAS_Q_NORM": q_norm is not None,
                 "HAS_K_NORM": k_norm is not None,
                 "HAS_ROTARY": rotary is not None,
+                "HAS_AXES": axes is not None,
             },
         )
 
@@ -107,7 +114,7 @@ class Launches:
         num_blocks = -(-q_heads // heads) + 2 * -(-layer.num_kv_heads // heads)
         launch(
             store_kernel, (-(-num_tokens // tokens), num_blocks),
-            q, k, v, pages, inputs.slot_mapping, *head.tensors, *head.epsilons, num_tokens, q.stride(0), k.stride(0),
+            q, k, v, pages, inputs.slot_mapping, *head.tensors, *head.numbers, num_tokens, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), Q_HEADS=q_heads,
             KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size,
             HALF_PAD=power_of_two(half), REST_PAD=power_of_two(max(1, layer.head_dim - 2 * half)), TOKENS=tokens,
@@ -133,7 +140,7 @@ class Launches:
         launch(
             decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
-            inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
+            inputs.slot_mapping, *head.tensors, *parts, *head.numbers, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group),
@@ -161,7 +168,7 @@ class Launches:
         launch(
             tiled_decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_programs),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
-            inputs.slot_mapping, *head.tensors, *parts, *head.epsilons, layer.scale * LOG2_E, q.stride(0), k.stride(0),
+            inputs.slot_mapping, *head.tensors, *parts, *head.numbers, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_slots, SPLIT=num_programs > 1,
             GROUP_PAD=max(2, next_power_of_two(operands.group)),  # one head would take more registers

@@ -73,9 +73,9 @@ def sum_squares(x, greatest, EXACT: tl.constexpr):
 
 @triton.jit
 def _transform_heads(
-    first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, weight_ptr, eps, HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ROTARY: tl.constexpr, EXACT: tl.constexpr,
+    first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, axes_ptr, stride_axis, weight_ptr, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of each head, then the rotation of its first 2 · HALF elements, in float32 and rounded once."""
     half = tl.arange(0, HALF_PAD)
@@ -97,9 +97,14 @@ def _transform_heads(
             rest = normed(rest, scale, tl.load(weight_ptr + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32))
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_ROTARY:
-        positions = tl.load(positions_ptr + tokens, mask=in_rows, other=0).to(tl.int64)
-        angles = cos_sin_ptr + positions[:, None] * (2 * HALF) + half[None, :]
         in_half = in_rows[:, None] & (half < HALF)[None, :]
+        if HAS_AXES:
+            axes = tl.load(axes_ptr + half, mask=half < HALF, other=0)
+            places = axes[None, :] * stride_axis + tokens[:, None]
+            positions = tl.load(positions_ptr + places, mask=in_half, other=0).to(tl.int64)
+        else:
+            positions = tl.load(positions_ptr + tokens, mask=in_rows, other=0).to(tl.int64)[:, None]
+        angles = cos_sin_ptr + positions * (2 * HALF) + half[None, :]
         cos = tl.load(angles, mask=in_half, other=0.0)
         sin = tl.load(angles + HALF, mask=in_half, other=0.0)
         # Spelled out: triton_decode.py rotates too, and must round alike.
@@ -109,12 +114,12 @@ def _transform_heads(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def store_kernel(
-    q_ptr, k_ptr, v_ptr, cache_ptr, slots_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, q_eps, k_eps,
-    num_tokens, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, cache_ptr, slots_ptr, positions_ptr, cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr,
+    stride_axis, q_eps, k_eps, num_tokens, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    stride_block, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: TOKENS tokens each, HEADS heads each: first those of queries, transformed in place, then those of keys,
     transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are. EXACT: see sum_squares."""
@@ -132,8 +137,8 @@ def store_kernel(
         q_ptrs = q_ptr + token_offsets * stride_q + heads * stride_q_head
         first, second, rest = _load_parts(q_ptrs, in_rows, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         first, second, rest = _transform_heads(
-            first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, q_weight_ptr, q_eps, HEAD_DIM, HALF,
-            HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY, EXACT,
+            first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr,
+            q_eps, HEAD_DIM, HALF, HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY, HAS_AXES, EXACT,
         )  # fmt: skip
         _store_parts(q_ptrs, in_rows, first, second, rest, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         return
@@ -146,8 +151,8 @@ def store_kernel(
         k_ptrs = k_ptr + token_offsets * stride_k + heads * stride_k_head
         first, second, rest = _load_parts(k_ptrs, in_rows, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
         first, second, rest = _transform_heads(
-            first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, k_weight_ptr, k_eps, HEAD_DIM, HALF,
-            HALF_PAD, REST_PAD, HAS_K_NORM, HAS_ROTARY, EXACT,
+            first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, axes_ptr, stride_axis, k_weight_ptr,
+            k_eps, HEAD_DIM, HALF, HALF_PAD, REST_PAD, HAS_K_NORM, HAS_ROTARY, HAS_AXES, EXACT,
         )  # fmt: skip
     else:
         v_ptrs = v_ptr + token_offsets * stride_v + heads * stride_v_head

@@ -36,6 +36,8 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()  # longrope: short for sequences within the original length, long beyond it
     long_factors: tuple[float, ...] = ()
+    # M-RoPE: how many pairs of a head turn by the position on each axis (time, height, width); none: there is one axis
+    sections: tuple[int, ...] = ()
 
 
 class PositionKind(enum.StrEnum):

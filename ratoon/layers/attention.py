@@ -21,7 +21,7 @@ class HeadTransform:
     """What happens to the heads of queries and keys before attention: norms, then the rotation. It travels with them,
     so that a backend can do it in the kernel that stores keys and values."""
 
-    positions: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T], or [axes, T] where the rotation has several axes: of nothing but the rotation
     rotary: Rotary | None
     q_norm: HeadRMSNorm | None
     k_norm: HeadRMSNorm | None
@@ -37,7 +37,7 @@ class HeadTransform:
 
     def of_rows(self, rows: torch.Tensor) -> HeadTransform:
         """Returns the transform of these rows [R] alone."""
-        return HeadTransform(self.positions[rows], self.rotary, self.q_norm, self.k_norm)
+        return HeadTransform(self.positions[..., rows], self.rotary, self.q_norm, self.k_norm)
 
 
 class StepContext(Protocol):

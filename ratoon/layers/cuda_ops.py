@@ -302,8 +302,8 @@ class CudaOps(TorchOps):
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         norms.head_rms_norm(x, weight, eps)
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        elementwise.rotary(q, k, positions, cos_sin)
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
+        elementwise.rotary(q, k, positions, cos_sin, axes)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return elementwise.gated_activation(x, "silu", self.dependent_launch)

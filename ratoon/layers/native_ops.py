@@ -242,11 +242,12 @@ class NativeOps:
         rows, heads, head_dim = x.shape
         self._kernels.ratoon_head_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, heads, head_dim)
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
         rows, heads, head_dim = q.shape
         self._kernels.ratoon_rotary(
             q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), k.shape[1], head_dim, cos_sin.shape[1],
-            positions.data_ptr(), cos_sin.data_ptr(), rows,
+            positions.data_ptr(), cos_sin.data_ptr(), None if axes is None else axes.data_ptr(), positions.stride(0),
+            rows,
         )  # fmt: skip
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

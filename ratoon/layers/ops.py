@@ -123,11 +123,13 @@ class Ops(Protocol):
         """Normalises in place over the last dimension of x [T, heads, head_dim]; x may be a strided view."""
         ...
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
         """Rotate q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place (strided views are allowed).
 
         cos_sin [max_position, rotary_dim]: row p holds rotary_dim/2 cosines, then as many sines. The first rotary_dim
         of each head are rotated, as two halves (not interleaved); the rest is unchanged.
+        positions [T], or, with `axes` [rotary_dim/2] int32, [number of axes, T]: pair i turns by the position on the
+        axis axes[i].
         """
         ...
 

@@ -27,12 +27,19 @@ Tensor = torch.Tensor
 
 
 class Rotary:
-    """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model."""
+    """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model.
 
-    __slots__ = ("cos_sin", "rotate")
+    A model whose rotation has sections (M-RoPE: time, height, width) has positions on several axes, [axes, T], and each
+    pair of a head turns by the one of its section. Otherwise positions are [T].
+    """
+
+    __slots__ = ("axes", "cos_sin", "rotate")
 
     def __init__(self, weights: Weights, config: ModelConfig, max_position: int) -> None:
         self.rotate = weights.ops.rotary
+        self.axes: Tensor | None = None  # [rotary_dim / 2] int32: the axis of each pair
+        if config.rope_scaling.sections:
+            self.axes = axes_of_pairs(config).to(weights.device)
         if weights.device.type == "meta":
             check_scaling(config)
             self.cos_sin = torch.empty(max_position, rotary_dim_of(config), device="meta")
@@ -40,7 +47,16 @@ class Rotary:
             self.cos_sin = cos_sin_table(config, max_position).to(weights.device)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
-        self.rotate(q, k, positions, self.cos_sin)
+        self.rotate(q, k, positions, self.cos_sin, self.axes)
+
+
+def axes_of_pairs(config: ModelConfig) -> Tensor:
+    """[rotary_dim / 2] int32: section after section. Raises ModelError if they don't add up to the pairs of a head."""
+    sections, num_pairs = config.rope_scaling.sections, rotary_dim_of(config) // 2
+    if sum(sections) != num_pairs:
+        problem = f"the sections of its rotation are {list(sections)}, {sum(sections)} pairs of a head"
+        raise ModelError(config.architecture, problem, f"{num_pairs} pairs in all")
+    return torch.repeat_interleave(torch.arange(len(sections), dtype=torch.int32), torch.tensor(sections))
 
 
 def rotary_dim_of(config: ModelConfig) -> int:

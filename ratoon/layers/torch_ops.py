@@ -80,9 +80,14 @@ class TorchOps:
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         x.copy_(self.rms_norm(x, weight, eps))
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
         half = cos_sin.shape[-1] // 2
-        cos, sin = functional.embedding(positions, cos_sin).unsqueeze(1).split(half, dim=-1)  # [T, 1, half] each
+        if axes is None:
+            angles = functional.embedding(positions, cos_sin)  # [T, rotary_dim]
+        else:
+            of_columns = positions[axes.long().repeat(2)]  # [rotary_dim, T]
+            angles = cos_sin.gather(0, of_columns.T)
+        cos, sin = angles.unsqueeze(1).split(half, dim=-1)  # [T, 1, half] each
         _rotate(q, cos, sin, half)
         _rotate(k, cos, sin, half)
 

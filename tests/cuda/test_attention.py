@@ -241,6 +241,7 @@ def test_one_kernel_does_what_store_and_attention_do(layer: AttentionLayer, batc
         rotary = object.__new__(Rotary)
         angles = torch.arange(2000, device="cuda")[:, None] * torch.rand(64, device="cuda")
         rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
+        rotary.axes = None
         positions = torch.from_numpy(step.lengths - 1).cuda().long()
         transform = HeadTransform(positions, rotary, *(norms if layer is not LLAMA else [None, None]))
         backend = TritonAttentionBackend(fused_store=fused)
@@ -286,6 +287,7 @@ def test_rows_that_attend_alone_read_what_was_just_stored(scheduled: list[int], 
     rotary = object.__new__(Rotary)
     angles = torch.arange(9000, device="cuda")[:, None] * torch.rand(64, device="cuda")
     rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), TorchOps().rotary
+    rotary.axes = None
     transform = HeadTransform(torch.from_numpy(places).cuda(), rotary, None, None)
     backend = TritonAttentionBackend()
     metadata, rows_device = backend.build_metadata(inputs), torch.tensor(rows, device="cuda")
@@ -433,6 +435,7 @@ def test_norm_rotation_and_store_round_as_the_reference(
         rotary = object.__new__(Rotary)
         angles = torch.randn(5000, rotary_dim // 2, device="cuda") * 100
         rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
+        rotary.axes = None
     transform = HeadTransform(torch.randint(0, 5000, (num_tokens,), device="cuda"), rotary, *norms)
     product = torch.randn(num_tokens, 12, head_dim, device="cuda").to(dtype)
     slots = torch.randperm(16 * 70, device="cuda")[:num_tokens] + 16

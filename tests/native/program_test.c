@@ -46,7 +46,8 @@ static void expect_equal(words_function function, const int64_t *words, const ch
 }
 
 static void compare_row_kernels(const float *x, const float *weight) {
-    const int64_t positions[ROWS] = {2, 0, 1};
+    const int64_t positions[ROWS + 1] = {2, 0, 1, 2};
+    const int32_t axes[6] = {0, 1, 1, 0, 1, 0};
     begin();
     ratoon_rms_norm(x, WIDTH, direct + ROWS * WIDTH, WIDTH, weight, 0.25f, direct, ROWS, WIDTH);
     expect_equal(ratoon_rms_norm_words,
@@ -57,9 +58,9 @@ static void compare_row_kernels(const float *x, const float *weight) {
                  "layer norm");
     ratoon_head_rms_norm(direct, WIDTH, weight, 0.25f, ROWS, 2, WIDTH / 2);
     expect_equal(ratoon_head_rms_norm_words, (int64_t[]){P(replayed), WIDTH, P(weight), number(0.25f), ROWS, 2, WIDTH / 2}, "head norm");
-    ratoon_rotary(direct, WIDTH, 2, direct + ROWS * WIDTH, WIDTH, 1, 16, 12, positions, x, ROWS);
+    ratoon_rotary(direct, WIDTH, 2, direct + ROWS * WIDTH, WIDTH, 1, 16, 12, positions, x, axes, 1, ROWS);
     expect_equal(ratoon_rotary_words,
-                 (int64_t[]){P(replayed), WIDTH, 2, P(replayed + ROWS * WIDTH), WIDTH, 1, 16, 12, P(positions), P(x), ROWS}, "rotary");
+                 (int64_t[]){P(replayed), WIDTH, 2, P(replayed + ROWS * WIDTH), WIDTH, 1, 16, 12, P(positions), P(x), P(axes), 1, ROWS}, "rotary");
     ratoon_silu_and_mul(x, WIDTH, direct, ROWS, WIDTH / 2);
     expect_equal(ratoon_silu_and_mul_words, (int64_t[]){P(x), WIDTH, P(replayed), ROWS, WIDTH / 2}, "silu and mul");
     for (int kind = 0; kind < 4; kind++) {

@@ -110,7 +110,7 @@ static void compare_head_norm(void) {
 }
 
 static void expect_rotated(const float *x, const float *before, int64_t rows, int64_t ld, int64_t heads, int64_t dim,
-                           int64_t rotary_dim, const int64_t *positions, const float *cos_sin) {
+                           int64_t rotary_dim, const int64_t *positions, const float *cos_sin, const int32_t *axes, int64_t stride) {
     int64_t half = rotary_dim / 2;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t column = 0; column < heads * dim; column++) {
@@ -119,7 +119,8 @@ static void expect_rotated(const float *x, const float *before, int64_t rows, in
                 expect_true(same_bits(x[index], before[index]), "what is not rotated stays", row, column);
                 continue;
             }
-            const float *angles = cos_sin + positions[row] * rotary_dim + place % half;
+            const int64_t axis = axes ? axes[place % half] : 0;
+            const float *angles = cos_sin + positions[axis * stride + row] * rotary_dim + place % half;
             double sign = place < half ? -1 : 1, other = before[place < half ? index + half : index - half];
             double straight = (double)before[index] * angles[0], crossed = sign * other * angles[half];
             expect(x[index], straight + crossed, 2 * UNIT * (fabs(straight) + fabs(crossed)), "rotary", row, column);
@@ -132,13 +133,16 @@ static void compare_rotary(void) {
     int64_t num_q = (rows - 1) * ldq + heads * dim, num_k = (rows - 1) * ldk + kv_heads * dim;
     float *q = random_floats(num_q, 2), *k = random_floats(num_k, 2), *cos_sin = random_floats(num_positions * rotary_dim, 1);
     float *old_q = guarded_floats(num_q), *old_k = guarded_floats(num_k);
-    int64_t *positions = guarded(rows * 8);
+    const int64_t num_axes = random_between(1, 3), stride = rows + random_between(0, 2);
+    int64_t *positions = guarded(((num_axes - 1) * stride + rows) * 8);
+    int32_t *axes = num_axes == 1 ? NULL : guarded(rotary_dim / 2 * 4);
     for (int64_t i = 0; i < num_q; i++) old_q[i] = q[i];
     for (int64_t i = 0; i < num_k; i++) old_k[i] = k[i];
-    for (int64_t i = 0; i < rows; i++) positions[i] = random_between(0, num_positions - 1);
-    ratoon_rotary(q, ldq, heads, k, ldk, kv_heads, dim, rotary_dim, positions, cos_sin, rows);
-    expect_rotated(q, old_q, rows, ldq, heads, dim, rotary_dim, positions, cos_sin);
-    expect_rotated(k, old_k, rows, ldk, kv_heads, dim, rotary_dim, positions, cos_sin);
+    for (int64_t i = 0; i < (num_axes - 1) * stride + rows; i++) positions[i] = random_between(0, num_positions - 1);
+    for (int64_t i = 0; axes && i < rotary_dim / 2; i++) axes[i] = (int32_t)random_between(0, num_axes - 1);
+    ratoon_rotary(q, ldq, heads, k, ldk, kv_heads, dim, rotary_dim, positions, cos_sin, axes, stride, rows);
+    expect_rotated(q, old_q, rows, ldq, heads, dim, rotary_dim, positions, cos_sin, axes, stride);
+    expect_rotated(k, old_k, rows, ldk, kv_heads, dim, rotary_dim, positions, cos_sin, axes, stride);
     release_all();
 }
 

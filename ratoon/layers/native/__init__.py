@@ -84,7 +84,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _INT]),
-    "ratoon_rotary": (None, [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT]),
+    "ratoon_rotary": (None, [*[_POINTER, _INT, _INT] * 2, _INT, _INT, *[_POINTER] * 3, _INT, _INT]),
     "ratoon_embed": (ctypes.c_int, [_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER]),
     "ratoon_silu_and_mul": (None, [_POINTER, _INT, _POINTER, _INT, _INT]),
     "ratoon_activation": (None, [_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int]),

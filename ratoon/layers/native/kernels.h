@@ -25,8 +25,10 @@ void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr
                        float eps, float *y, int64_t rows, int64_t width);
 void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps, int64_t rows, int64_t heads,
                           int64_t head_dim);
+// axes: NULL, and positions [rows]; or the axis by which each pair of a head turns, and positions [axes][axis_stride].
 void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,
-                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, int64_t rows);
+                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, const int32_t *axes,
+                   int64_t axis_stride, int64_t rows);
 // Rows of a table [count, width], as floats. format: as of ratoon_repack_codes (quantised.h); 8 floats, 9 halves, 10 bf16. Returns
 // 0, or -1 when an id is not one of the table's rows: then nothing is written.
 int ratoon_embed(int64_t format, const void *table, int64_t row_bytes, int64_t count, const int64_t *ids, int64_t rows,

@@ -94,7 +94,7 @@ int ratoon_head_rms_norm_words(const int64_t *w) {
 }
 
 int ratoon_rotary_words(const int64_t *w) {
-    ratoon_rotary(P(0), w[1], w[2], P(3), w[4], w[5], w[6], w[7], P(8), P(9), w[10]);
+    ratoon_rotary(P(0), w[1], w[2], P(3), w[4], w[5], w[6], w[7], P(8), P(9), P(10), w[11], w[12]);
     return 0;
 }
 

@@ -138,17 +138,23 @@ typedef struct {
     int64_t ldq, ldk, heads, kv_heads, head_dim, rotary_dim;
     const int64_t *positions;
     const float *cos_sin;
+    const int32_t *axes;  // of each pair; NULL: positions have one axis
+    int64_t axis_stride;
 } rotary_call;
 
-INLINE void rotate_heads(float *x, int64_t heads, int64_t head_dim, const float *cosine, const float *sine, int64_t half) {
+enum { PAIRS = 64 };  // whose angles are gathered at a time, where positions have several axes
+
+// The first `count` pairs of each head, whose parts lie `half` apart.
+INLINE void rotate_heads(float *x, int64_t heads, int64_t head_dim, const float *cosine, const float *sine, int64_t half,
+                         int64_t count) {
     for (int64_t h = 0; h < heads; h++, x += head_dim) {
         int64_t i = 0;
-        for (; i + W <= half; i += W) {
+        for (; i + W <= count; i += W) {
             vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
             store(x + i, fma_(a, c, -(b * s)));
             store(x + half + i, fma_(b, c, a * s));
         }
-        for (; i < half; i++) {
+        for (; i < count; i++) {
             float a = x[i], b = x[half + i];
             x[i] = fmaf(a, cosine[i], -(b * sine[i]));
             x[half + i] = fmaf(b, cosine[i], a * sine[i]);
@@ -159,14 +165,30 @@ INLINE void rotate_heads(float *x, int64_t heads, int64_t head_dim, const float 
 static void rotary_row(const void *context, int64_t row) {
     const rotary_call *c = context;
     int64_t half = c->rotary_dim / 2;
-    const float *cosine = c->cos_sin + c->positions[row] * c->rotary_dim, *sine = cosine + half;
-    rotate_heads(c->q + row * c->ldq, c->heads, c->head_dim, cosine, sine, half);
-    rotate_heads(c->k + row * c->ldk, c->kv_heads, c->head_dim, cosine, sine, half);
+    float *q = c->q + row * c->ldq, *k = c->k + row * c->ldk;
+    if (!c->axes) {
+        const float *cosine = c->cos_sin + c->positions[row] * c->rotary_dim, *sine = cosine + half;
+        rotate_heads(q, c->heads, c->head_dim, cosine, sine, half, half);
+        rotate_heads(k, c->kv_heads, c->head_dim, cosine, sine, half, half);
+        return;
+    }
+    for (int64_t first = 0; first < half; first += PAIRS) {
+        float cosine[PAIRS], sine[PAIRS];
+        const int64_t count = half - first < PAIRS ? half - first : PAIRS;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t position = c->positions[c->axes[first + i] * c->axis_stride + row];
+            cosine[i] = c->cos_sin[position * c->rotary_dim + first + i];
+            sine[i] = c->cos_sin[position * c->rotary_dim + half + first + i];
+        }
+        rotate_heads(q + first, c->heads, c->head_dim, cosine, sine, half, count);
+        rotate_heads(k + first, c->kv_heads, c->head_dim, cosine, sine, half, count);
+    }
 }
 
 void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,
-                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, int64_t rows) {
-    rotary_call c = {q, k, ldq, ldk, heads, kv_heads, head_dim, rotary_dim, positions, cos_sin};
+                   int64_t rotary_dim, const int64_t *positions, const float *cos_sin, const int32_t *axes,
+                   int64_t axis_stride, int64_t rows) {
+    rotary_call c = {q, k, ldq, ldk, heads, kv_heads, head_dim, rotary_dim, positions, cos_sin, axes, axis_stride};
     for_rows(rotary_row, &c, rows, (heads + kv_heads) * head_dim);
 }
 

@@ -48,7 +48,7 @@ def _activation_launcher(kind: str, gated: bool, dependent: bool) -> Launcher:
     )
 
 
-def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
     """Rotates heads in place, as Ops.rotary does. One program turns all heads of a token."""
     rows, heads, _ = q.shape
     half = cos_sin.shape[1] // 2
@@ -57,8 +57,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     launch(
         _rotary_kernel, (rows,),
         q, k, positions, cos_sin, q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        cos_sin.stride(0), heads, k.shape[1], half,
-        BLOCK_HEADS=block_heads, BLOCK=block, num_warps=min(warps_of(block_heads * block), 8),
+        cos_sin.stride(0), heads, k.shape[1], half, q if axes is None else axes, positions.stride(0),
+        HAS_AXES=axes is not None, BLOCK_HEADS=block_heads, BLOCK=block,
+        num_warps=min(warps_of(block_heads * block), 8),
     )  # fmt: skip
 
 
@@ -98,14 +99,18 @@ def _activation_kernel(
 
 @triton.jit
 def _rotary_kernel(
-    q, k, positions, cos_sin, q_row, q_head, q_stride, k_row, k_head, k_stride, table_row, heads, kv_heads, half,
-    BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, positions, cos_sin, q_row, q_head, q_stride, k_row, k_head, k_stride, table_row, heads, kv_heads, half, axes,
+    axis_stride, HAS_AXES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    angles = cos_sin + tl.load(positions + row).to(tl.int64) * table_row
     columns = tl.arange(0, BLOCK)[None, :]
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     within = columns < half
+    if HAS_AXES:
+        axis = tl.load(axes + columns, mask=within, other=0)
+        angles = cos_sin + tl.load(positions + axis * axis_stride + row).to(tl.int64) * table_row
+    else:
+        angles = cos_sin + tl.load(positions + row).to(tl.int64) * table_row
     cos = tl.load(angles + columns, mask=within, other=0.0)
     sin = tl.load(angles + half + columns, mask=within, other=0.0)
     _turn(q + row * q_row + head * q_head + columns * q_stride, half * q_stride, cos, sin, within & (head < heads))

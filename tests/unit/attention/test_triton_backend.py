@@ -195,8 +195,9 @@ def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
 
 
 def make_transform(
-    head_dim: int, rotary_dim: int | None, has_norm: bool, num_tokens: int, dtype: torch.dtype
+    head_dim: int, rotary_dim: int | None, has_norm: bool, num_tokens: int, dtype: torch.dtype, num_axes: int = 1
 ) -> HeadTransform:
+    """`num_axes`: of positions; each pair of a head turns by the position on one of them."""
     generator = torch.Generator().manual_seed(5)
     ops = TorchOps()
 
@@ -211,21 +212,28 @@ def make_transform(
     angles = torch.randn(50, rotary_dim // 2, generator=generator)
     rotary = Rotary.__new__(Rotary)
     rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE), ops.rotary
+    rotary.axes = None
+    if num_axes > 1:
+        rotary.axes = torch.randint(0, num_axes, (rotary_dim // 2,), generator=generator, dtype=torch.int32).to(DEVICE)
+        wide = torch.randint(0, 50, (num_axes, num_tokens + 5), generator=generator).to(DEVICE)
+        positions = wide[:, :num_tokens]  # as a step has them: in memory that is longer
     return HeadTransform(positions, rotary, norm(), norm())
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rotary_dim", "has_norm", "dtype"),
+    ("head_dim", "rotary_dim", "has_norm", "dtype", "num_axes"),
     [
-        (32, 32, True, torch.float32),
-        (80, 32, True, torch.bfloat16),
-        (32, None, True, torch.float32),
-        (96, 96, False, torch.bfloat16),
-        (24, None, False, torch.float32),
+        (32, 32, True, torch.float32, 1),
+        (80, 32, True, torch.bfloat16, 1),
+        (32, None, True, torch.float32, 1),
+        (96, 96, False, torch.bfloat16, 1),
+        (24, None, False, torch.float32, 1),
+        (48, 48, False, torch.float32, 3),
+        (40, 24, True, torch.float32, 3),
     ],
 )
 def test_norm_rotation_and_store_are_those_of_the_reference(
-    head_dim: int, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype
+    head_dim: int, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, num_axes: int
 ) -> None:
     layer, num_tokens, block_size = AttentionLayer(0, 6, 3, head_dim, 0.1), 11, 8
     generator = torch.Generator().manual_seed(1)
@@ -238,7 +246,7 @@ def test_norm_rotation_and_store_are_those_of_the_reference(
     )  # fmt: skip
     transform = None
     if rotary_dim is not None or has_norm:
-        transform = make_transform(head_dim, rotary_dim, has_norm, num_tokens, dtype)
+        transform = make_transform(head_dim, rotary_dim, has_norm, num_tokens, dtype, num_axes)
     backend = TritonAttentionBackend()
     pages = torch.full((5, 2, 3, block_size, head_dim), 7.0, dtype=dtype, device=DEVICE)
     q, k, v = product.clone().split([6, 3, 3], dim=1)
@@ -349,6 +357,20 @@ def test_one_kernel_for_any_batch_does_what_store_and_attention_do(
     out, pages = step.run(TritonAttentionBackend(batch_invariant=True), transform)
     torch.testing.assert_close(pages, expected[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_one_kernel_rotates_by_several_axes_of_positions(is_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = AttentionLayer(0, 4, 2, 32, 0.2)
+    dtype = torch.bfloat16 if is_invariant else torch.float32
+    options: dict[str, Any] = {"batch_invariant": True} if is_invariant else {"tiles": Tiles(16, 16, 4, 2, False)}
+    step = DecodeStep(layer, [1, 64, 65, 70], dtype, dtype)
+    transform = make_transform(layer.head_dim, 24, True, len(step.slots), dtype, num_axes=3)
+    expected_out, expected_pages = step.run(TritonAttentionBackend(fused_store=False, **options), transform)
+    monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
+    out, pages = step.run(TritonAttentionBackend(**options), transform)
+    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0 if is_invariant else 1e-6, equal_nan=True)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -9,14 +9,19 @@ import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, apply_rotary_pos_emb
 
 from ratoon.core.config import ModelConfig, RopeScaling
 from ratoon.core.errors import ModelError
+from ratoon.layers.native import library
+from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.rotary import Rotary, cos_sin_table
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="there are no kernels for this machine")
 
 MAX_POSITION = 131072
 TOLERANCE = 1e-6
@@ -145,3 +150,47 @@ def test_the_rotary_layer_turns_by_the_rows_of_its_table_in_float32_for_any_dtyp
     for turned in (q, k):
         torch.testing.assert_close(turned[0, 0, 0], torch.tensor(19.0).cos())
         torch.testing.assert_close(turned[0, 1, 32], torch.tensor(19.0).sin())
+
+
+# ---- positions on several axes ----
+
+
+@pytest.mark.parametrize("sections", [[16, 24, 24], [8, 12, 12], [1, 0, 7]])
+@pytest.mark.parametrize("ops", [TorchOps, pytest.param(NativeOps, marks=needs_kernels)])
+def test_sections_of_heads_turn_as_those_of_qwen2_vl(ops: type[Any], sections: list[int]) -> None:
+    head_dim, num_tokens = 2 * sum(sections), 37
+    theirs = Qwen2VLRotaryEmbedding(
+        transformers.Qwen2VLTextConfig(
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2000,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+        )
+    )
+    config = replace(CONFIG, head_dim=head_dim, rope_theta=1e6, rope_scaling=RopeScaling(sections=tuple(sections)))
+    rotary = Rotary(Weights(None, ops(), torch.device("cpu"), torch.float32), config, 2000)  # type: ignore[arg-type]
+    positions = torch.randint(0, 2000, (3, num_tokens + 4))[:, :num_tokens]  # as a step has them: in longer memory
+    q, k = torch.randn(num_tokens, 4, head_dim), torch.randn(num_tokens, 2, head_dim)
+    cos, sin = theirs(q, positions[:, None])
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    rotary(q, k, positions)
+    for got, wanted in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(got, wanted[0].transpose(0, 1), rtol=0, atol=1e-5)
+
+
+def test_axes_that_agree_turn_heads_as_one_axis_does() -> None:
+    weights = Weights(None, TorchOps(), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    one, three = (Rotary(weights, with_scaling(scaling), 100) for scaling in ({}, {"sections": (8, 12, 12)}))
+    heads = torch.randn(5, 6, 64)
+    positions = torch.tensor([3, 99, 0, 7, 41])
+    first, second = heads.clone(), heads.clone()
+    one(first[:, :4], first[:, 4:], positions)
+    three(second[:, :4], second[:, 4:], positions.expand(3, -1))
+    assert torch.equal(first, second)
+
+
+def test_sections_that_are_not_all_pairs_of_a_head_are_refused() -> None:
+    weights = Weights(None, TorchOps(), torch.device("meta"), torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"\[8, 12, 8\], 28 pairs of a head.*32 pairs"):
+        Rotary(weights, with_scaling({"sections": (8, 12, 8)}), 16)

@@ -151,6 +151,19 @@ def test_rotary_turns_strided_queries_and_keys_in_place_and_leaves_values(dtype:
     assert torch.equal(fused[:, :5, rotary_dim:], before[:, :5, rotary_dim:])
 
 
+@pytest.mark.parametrize("rotary_dim", [20, 12])
+def test_rotary_turns_each_pair_by_the_position_on_its_axis(rotary_dim: int) -> None:
+    heads = [random(4, count, 20, seed=count) for count in (3, 2)]
+    cos_sin = random(50, rotary_dim, seed=1)
+    positions = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)[:, :4]
+    axes = torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1, 1][: rotary_dim // 2], dtype=torch.int32, device=DEVICE)
+    expected = [tensor.clone() for tensor in heads]
+    TorchOps().rotary(*expected, positions, cos_sin, axes)
+    ours.rotary(*heads, positions, cos_sin, axes)
+    for got, wanted in zip(heads, expected, strict=True):
+        assert_close(got, wanted.double(), torch.float32)
+
+
 @pytest.mark.slow  # Triton's interpreter
 @dtypes
 @pytest.mark.parametrize("kind", KINDS)
