@@ -109,6 +109,14 @@ class ModelConfig:
     suppressed_token_ids: tuple[int, ...] = ()  # never generated
     suppressed_first_token_ids: tuple[int, ...] = ()  # not as the first token
 
+    has_rope_positions: bool = False  # requests may bring positions of their own for the rotation of heads
+
+    @property
+    def rope_axes(self) -> int:
+        """The axes of the positions that requests may bring for the rotation of heads. 0: they bring none, and heads
+        are rotated by the positions in the sequence."""
+        return len(self.rope_scaling.sections) or int(self.has_rope_positions)
+
     def window_of_layer(self, layer: int) -> int | None:
         if self.sliding_window is None:
             return None

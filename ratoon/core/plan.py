@@ -4,10 +4,11 @@ The runner keeps a row for each branch. A branch is sent once in full (NewReques
 changed. The runner drops a preempted branch, which is sent in full again when it resumes.
 
 The runner executes a plan in this order:
-  1. drop the rows of `finished_req_ids` and `preempted_req_ids`;
+  1. drop the rows of `finished_req_ids` and `preempted_req_ids`, and the tensors of `freed_embeddings`;
   2. read the blocks of `stores` and the sources of `block_copies`, then write the blocks of `loads` and the targets of
      the copies. A step may store a block to a slot and load it from there;
-  3. add new rows, apply the table entries of `block_copies` and the appended blocks of known rows;
+  3. keep the tensors of `new_embeddings`; add new rows, apply the table entries of `block_copies` and the appended
+     blocks of known rows;
   4. run the encoder over `encoder_steps`, and write what cross-attention reads;
   5. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
   6. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
@@ -31,10 +32,32 @@ import msgspec
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
+from ratoon.core.wire import WireTensor
 
 MAX_CAPTURE_SPANS = 64  # in a step, over all captures: each is a row of the batch
 
 BlockIds = tuple[list[int], ...]  # one list for each KV group whose tables grow with the sequence
+
+
+class EmbeddingSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A run of positions at which a model reads rows of a tensor that the runner holds, and not the token ids there,
+    which are any of the vocabulary's."""
+
+    start: int  # the first position in the sequence
+    length: int
+    key: str  # of the tensor, in `new_embeddings` of this plan or of an earlier one
+    first: int = 0  # the row of the tensor that stands at `start`
+
+
+class InputOverrides(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What the model reads of a sequence in place of its token ids and of the positions in it. Slots and masks go by
+    the positions in the sequence."""
+
+    # Positions by which heads are rotated, of the first tokens: 32-bit integers, axis after axis. Tokens behind them
+    # have their position in the sequence plus `rope_delta`, on all axes. Only for models that declare `rope_axes`.
+    rope_positions: bytes = b""
+    rope_delta: int = 0
+    embeddings: list[EmbeddingSpan] = []
 
 
 class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -52,6 +75,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_encoder_positions: int = 0
     encoder_token_ids: list[int] = []  # the encoder input, where a rule over tokens needs it
     packed_prompt: bytes = b""  # the first of `token_ids` once more, as 32-bit integers: copied faster. Or nothing
+    overrides: InputOverrides | None = None
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -121,6 +145,7 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     dtype: str
     cross_block_ids: list[int] = []
     num_encoder_positions: int = 0
+    overrides: InputOverrides | None = None  # of the whole sequence
 
 
 class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -154,6 +179,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
     # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    # Tensors [rows, hidden size] that requests brought, for EmbeddingSpan. The runner keeps them until they are freed.
+    new_embeddings: dict[str, WireTensor] = {}
+    freed_embeddings: list[str] = []
 
     @property
     def req_ids(self) -> list[str]:
@@ -183,4 +211,4 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
-        return self.is_empty and not told and not self.loads
+        return self.is_empty and not told and not self.loads and not self.freed_embeddings

@@ -18,6 +18,7 @@ from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
+from ratoon.execution.inputs.embeddings import EmbeddingTable
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation
@@ -88,6 +89,7 @@ class ModelRunner:
             journal,
             max_encoder_len,
             cross_block_size,
+            model.config.rope_axes,
         )
         self._batch_rows = BatchRows(self.input_batch)
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
@@ -96,6 +98,7 @@ class ModelRunner:
         self.sampling_rows.may_be_late = not any(isinstance(g.spec, SlidingWindowSpec) for g in kv_config.groups)
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
+        self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)
         self.program = StepProgram(model, self.kv)
         self.inputs: InputPreparation | DeviceInputs
         self._resident: DeviceRows | None = None  # the rows on the device
@@ -170,7 +173,8 @@ class ModelRunner:
         if len(readers) > 1:
             readers.sort(key=lambda reader: reader.wanted.end.rank)
         wanted = [reader.wanted for reader in readers]
-        step = ProgramStep(batch, wanted)
+        embeddings = self.embeddings.of_step(self.input_batch, batch.rows, batch.num_scheduled)
+        step = ProgramStep(batch, wanted, embeddings)
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:
@@ -188,6 +192,10 @@ class ModelRunner:
         if gone:
             self.pooling.drop(gone)
             self.beam_rows.drop(gone)
+        for key in plan.freed_embeddings:
+            self.embeddings.free(key)
+        for key, tensor in plan.new_embeddings.items():
+            self.embeddings.receive(key, tensor)
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.input_batch.add(new)

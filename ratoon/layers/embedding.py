@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,22 @@ from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowEmbeddings:
+    """The inputs of rows that are no token ids: images, sounds, embeddings that a request brings."""
+
+    rows: Tensor  # [T]: the row of `table` that is a row's input; -1: its token id is
+    table: Tensor  # [N, H], in the dtype of the model
+
+
+def embed_rows(stream: Tensor, embeddings: RowEmbeddings | None) -> Tensor:
+    """The embeddings of token ids [T, H], in which those of rows with other inputs are replaced, in place."""
+    if embeddings is None:
+        return stream
+    found = functional.embedding(embeddings.rows.clamp(min=0), embeddings.table)
+    return stream.copy_(torch.where((embeddings.rows >= 0)[:, None], found, stream))
 
 
 class Embedding:

@@ -9,7 +9,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.attention import AttentionLayer
-from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
+from ratoon.layers.embedding import Embedding, LMHead, RowEmbeddings, VocabParallelEmbedding
 from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -42,8 +42,8 @@ class BartForConditionalGeneration(EncoderDecoderLM):
         self.final_norm = self.build_norm(decoder.on_stages(last=True) / "layer_norm") if self.pre_norm else None
         self.lm_head = self.build_head(weights.on_stages(last=True))
 
-    def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.input(input_ids, positions)
+    def embed_tokens(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
+        return self.input(input_ids, positions, embeddings)
 
     def build_embedding(self, weights: Weights) -> VocabParallelEmbedding:
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")

@@ -17,7 +17,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
-from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
+from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.shard import Shard
 from ratoon.layers.weights import Weights
@@ -122,9 +122,9 @@ class LanguageModel:
         has_head = hasattr(self, "lm_head") and self.lm_head.communicates
         return frozenset(["layers", *(["embed"] if self.embed.communicates else []), *(["head"] if has_head else [])])
 
-    def embed_tokens(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[T], [T] → [T, H], in new memory."""
-        return self.embed(input_ids)
+    def embed_tokens(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
+        """[T], [T] → [T, H], in new memory. `embeddings`: of rows whose token ids are not read."""
+        return embed_rows(self.embed(input_ids), embeddings)
 
     def forward(
         self,
@@ -134,15 +134,20 @@ class LanguageModel:
         rows: Tensor | None = None,
         observers: Sequence[StreamObserver] = (),
         num_layers: int | None = None,
+        rope_positions: Tensor | None = None,
+        embeddings: RowEmbeddings | None = None,
     ) -> FinalStates:
         """[T], [T] → the final states of all rows [T, H], or of these `rows` [R] → [R, H]. `observers` get the stream
         before every layer. With `num_layers` below the model's, the pass ends after them, and no row has a final state.
+        `rope_positions`, [T] or [axes, T]: by which heads are rotated; None: by `positions`. `embeddings`: the inputs
+        of rows that are no token ids.
 
         `stream` is the residual stream and is added to in place; `update` is the output of the layer before, unless its
         last product has added that. The hidden state after a layer is their sum. The next norm does the addition, so
         that memory is read once.
         """
-        stream = self.embed_tokens(input_ids, positions)
+        stream = self.embed_tokens(input_ids, positions, embeddings)
+        positions = positions if rope_positions is None else rope_positions
         return self.forward_stream(stream, positions, step, rows, observers, num_layers)
 
     def forward_stream(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ratoon.layers.embedding import VocabParallelEmbedding
+from ratoon.layers.embedding import RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
 from ratoon.models.encoder_decoder import EncoderBatch
@@ -31,11 +31,12 @@ class TextInput:
         self.norm = norm
         self.scale = scale
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[T], [T] → [T, H], in new memory."""
+    def __call__(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
+        """[T], [T] → [T, H], in new memory. `embeddings`, which are not scaled: of rows whose ids are not read."""
         stream = self.tokens(input_ids)
         if self.scale != 1.0:
             stream.mul_(self.scale)
+        stream = embed_rows(stream, embeddings)
         if self.positions is not None:
             stream.add_(self.positions(positions))
         return stream if self.norm is None else self.norm(stream)

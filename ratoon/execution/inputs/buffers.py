@@ -93,5 +93,11 @@ class StepBuffer:
 
     def tensor(self, count: int) -> torch.Tensor:
         """The first `count` entries."""
-        entries = self._tensor[:count]
+        return self._bring(self._tensor[:count])
+
+    def columns(self, count: int) -> torch.Tensor:
+        """The first `count` columns of all rows."""
+        return self._bring(self._tensor[:, :count])
+
+    def _bring(self, entries: torch.Tensor) -> torch.Tensor:
         return entries if self._device is None else entries.to(self._device)

@@ -3,7 +3,9 @@
 A column has one entry for each request, token or row that is read. Those of SENT are written by the host and travel to
 the device with the step, those of PREPARED are made there from the rows of the branches (device_inputs.py), or on the
 host for a CPU (step_inputs.py). Packing, the copy, padding and graphs go over the declarations: a new input is a line
-here, and what reads it.
+here, and what reads it. The slots of adapters, for example, would be a number of each branch in InputBatch, a column of
+SENT with `of_rows` and `only_with` that name it, and one of PREPARED that repeats it for every token, from which the
+program makes the AdapterRows of its pass.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ SENT = (
     Column("token_cells", Per.ROW, torch.int32, padding=-1),  # of the branches, where the row's token goes; -1: nowhere
     Column("read_rows", Per.ROW, torch.int64, padding=0),  # of the step's batch
     Column("encoder_lens", Per.REQUEST, torch.int32, of_rows="encoder_lens", only_with="cross_tables"),
+    # Tokens whose rope positions are listed, and what is added to the positions of those behind them
+    Column("rope_lens", Per.REQUEST, torch.int32, of_rows="rope_lens", only_with="rope_rows"),
+    Column("rope_deltas", Per.REQUEST, torch.int32, of_rows="rope_deltas", only_with="rope_rows"),
     # The arguments of layers.sampling.sample_plain, and which row of the masks is that of the row; -1: it has none
     Column("temperature", Per.ROW, torch.float32),
     Column("top_k", Per.ROW, torch.int64),
@@ -62,6 +67,8 @@ SENT = (
     Column("run_firsts", Per.REQUEST, torch.int32, padding=0),
     Column("run_prefix_lens", Per.REQUEST, torch.int32, padding=0),
     Column("prefix_ends", Per.REQUEST, torch.int32, padding=0),
+    # The row among the step's embeddings that is a token's input; -1: its id is
+    Column("embedding_rows", Per.TOKEN, torch.int32, padding=-1),
 )
 SENT_BY_NAME = {column.name: column for column in SENT}
 SAMPLING_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "uniforms")
@@ -73,7 +80,7 @@ class PreparedColumn(NamedTuple):
     name: str
     per: Per
     dtype: torch.dtype
-    of_groups: bool = False  # one for each KV group
+    times: str | None = None  # a number of InputBatch: one for each KV group, or for each axis
     width: str | None = None  # of an entry: a number of InputBatch
     only_with: str | None = None
 
@@ -81,10 +88,12 @@ class PreparedColumn(NamedTuple):
 PREPARED = (
     PreparedColumn("input_ids", Per.TOKEN, torch.int64),
     PreparedColumn("positions", Per.TOKEN, torch.int64),  # in the sequence: those of slots and masks
-    PreparedColumn("slot_mapping", Per.TOKEN, torch.int64, of_groups=True),
+    # By which heads are rotated. Without rope_rows the positions in the sequence are, and there is no such column.
+    PreparedColumn("rope_positions", Per.TOKEN, torch.int64, times="rope_axes", only_with="rope_rows"),
+    PreparedColumn("slot_mapping", Per.TOKEN, torch.int64, times="num_groups"),
     PreparedColumn("query_start_loc", Per.BOUND, torch.int32),
     PreparedColumn("seq_lens", Per.REQUEST, torch.int32),
-    PreparedColumn("block_table", Per.REQUEST, torch.int32, of_groups=True, width="max_blocks"),
+    PreparedColumn("block_table", Per.REQUEST, torch.int32, times="num_groups", width="max_blocks"),
     PreparedColumn("encoder_lens", Per.REQUEST, torch.int32, only_with="cross_tables"),
     PreparedColumn("cross_table", Per.REQUEST, torch.int32, width="max_cross_blocks", only_with="cross_tables"),
 )

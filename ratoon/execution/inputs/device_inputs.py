@@ -19,10 +19,12 @@ from ratoon.core.errors import ConfigError
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.cells import all_to_device
 from ratoon.execution.inputs.columns import PREPARED, SAMPLING_NUMBERS, SENT, SENT_BY_NAME, Per, Sizes
+from ratoon.execution.inputs.embeddings import StepEmbeddings
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.inputs.packed import PackedBuffer
 from ratoon.execution.inputs.step_inputs import StepInputs
+from ratoon.layers.embedding import RowEmbeddings
 from ratoon.layers.sampling import Masks, Mode, sample_plain
 
 Tensor = torch.Tensor
@@ -109,18 +111,19 @@ class DeviceInputs:
         layout["last"] = (2 * (MAX_COPIES + MAX_CELLS + 4), torch.int32)
         self._packed = PackedBuffer(layout, device)
         self._order = {column.name: place for place, column in enumerate(self._sent)}
-        num_groups = len(rows.block_tables)
         sizes = [*rows.block_sizes.tolist(), *([] if rows.cross_tables is None else [rows.cross_block_size])]
         self._block_sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         self._one_block_size = sizes[0] if len(set(sizes)) == 1 else 0  # 0: groups have different ones
         made: dict[str, Tensor] = {}
         for column in PREPARED:
             entries = [prepared.of(column.per)] if _is_read(column.only_with, rows) else [0]
-            groups = [num_groups] if column.of_groups else []
+            times = [] if column.times is None else [getattr(rows, column.times)]
             width = [] if column.width is None else [getattr(rows, column.width)]
-            made[column.name] = torch.zeros(groups + entries + width, dtype=column.dtype, device=device)
+            made[column.name] = torch.zeros(times + entries + width, dtype=column.dtype, device=device)
         self.prepared = made
         self.sampled = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # tokens of rows that were read
+        self._max_padded = max_padded
+        self._embeddings: Tensor | None = None  # [max_padded, H] of padded steps
         self._nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
         self._copies: Sequence[tuple[int, int]] = ()  # of blocks, with the next step
         self._copy_blocks: Callable[[Tensor], None] | None = None
@@ -153,6 +156,7 @@ class DeviceInputs:
         return StepInputs(
             self.prepared["input_ids"][: step.num_tokens],
             self.prepared["positions"][: step.num_tokens],
+            self._rope_positions(step.num_tokens),
             groups,
             step.cu_num_tokens,
             step.writes_nothing,
@@ -258,8 +262,13 @@ class DeviceInputs:
             packed["query_start_loc"],
             packed["unwritten"],
             packed.get("encoder_lens", packed["rows"]),
+            packed.get("rope_lens", packed["rows"]),
+            packed.get("rope_deltas", packed["rows"]),
+            rows.rope_start,
             made["input_ids"],
             made["positions"],
+            made["rope_positions"],
+            made["rope_positions"].stride(0),
             made["slot_mapping"],
             made["slot_mapping"].stride(0),
             made["query_start_loc"],
@@ -275,7 +284,8 @@ class DeviceInputs:
             rows.max_blocks,
             rows.max_cross_blocks,
             self._block_sizes,
-            num_groups=len(rows.block_tables),
+            num_groups=rows.num_groups,
+            rope_axes=rows.rope_axes,
             has_cross=rows.cross_tables is not None,
             block_size=self._one_block_size,
         )
@@ -306,7 +316,26 @@ class DeviceInputs:
             longest = rows.max_cross_blocks * rows.cross_block_size
             cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest, is_padded=True)
         input_ids, positions = made["input_ids"][:size], made["positions"][:size]
-        return StepInputs(input_ids, positions, groups, starts[1:], False, cross)
+        return StepInputs(input_ids, positions, self._rope_positions(size), groups, starts[1:], False, cross)
+
+    def _rope_positions(self, num_tokens: int) -> Tensor:
+        if self.rows.rope_rows is None:
+            return self.prepared["positions"][:num_tokens]
+        found = self.prepared["rope_positions"][:, :num_tokens]
+        return found if self.rows.rope_axes > 1 else found[0]
+
+    def bring_embeddings(self, embeddings: StepEmbeddings) -> None:
+        """Copy the embeddings of a step that is padded to where a graph finds them: memory that is taken once, before
+        the first such step is captured."""
+        first = embeddings.parts[0]
+        if self._embeddings is None:
+            self._embeddings = torch.zeros(self._max_padded, first.shape[1], dtype=first.dtype, device=self._device)
+        torch.cat(embeddings.parts, out=self._embeddings[: embeddings.num_rows])
+
+    def embeddings(self, size: int) -> RowEmbeddings:
+        """Those of a step that is padded to `size` tokens."""
+        assert self._embeddings is not None, "there were some"
+        return RowEmbeddings(self._packed.device["embedding_rows"][:size], self._embeddings)
 
     def columns(self, rows: slice) -> SentColumns:
         """Those that `send` has brought for the end that these rows are read for."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BlockCopy, BlockIds, NewRequestData
+from ratoon.core.plan import BlockCopy, BlockIds, EmbeddingSpan, InputOverrides, NewRequestData
 from ratoon.execution.inputs.row_writes import NoRowWrites, RowWrites
 
 BLOCKS_TO_COMPARE = 256  # of a table: prefixes that are equal so far may be apart behind it
@@ -33,15 +33,18 @@ class InputBatch:
         journal: RowWrites | None = None,
         max_encoder_len: int = 0,
         cross_block_size: int = 1,
+        rope_axes: int = 0,
     ) -> None:
-        """`block_sizes`: tokens in a block of each KV group; `cross_block_size`: the same of cross-attention."""
-        num_groups = len(block_sizes)
+        """`block_sizes`: tokens in a block of each KV group; `cross_block_size`: the same of cross-attention.
+        `rope_axes`: of the rope positions that branches may bring; 0: they bring none."""
+        self.num_groups = num_groups = len(block_sizes)
+        self.rope_axes = rope_axes
         self.max_model_len = max_model_len
         self.block_sizes = np.array(block_sizes, np.int64)  # [groups]
         self.cross_block_size = cross_block_size
         self.max_blocks = -(-max_model_len // min(block_sizes))  # tables are as wide as the longest
         self.max_cross_blocks = -(-max_encoder_len // cross_block_size)
-        width = max_model_len + num_groups * self.max_blocks + self.max_cross_blocks
+        width = max_model_len + num_groups * self.max_blocks + self.max_cross_blocks + rope_axes * max_model_len
         # np.zeros commits pages when they are written, so a large table costs only what is used of it.
         self.memory = np.zeros(max_rows * width, np.int32)
         self.journal = NoRowWrites() if journal is None else journal
@@ -51,8 +54,16 @@ class InputBatch:
         tables = self.memory[self.tables_start : self.cross_start].reshape(num_groups, max_rows, self.max_blocks)
         self.block_tables = list(tables)
         self.cross_tables: np.ndarray | None = None
+        self.rope_start = self.cross_start + max_rows * self.max_cross_blocks
         if max_encoder_len:
-            self.cross_tables = self.memory[self.cross_start :].reshape(max_rows, self.max_cross_blocks)
+            cross = self.memory[self.cross_start : self.rope_start]
+            self.cross_tables = cross.reshape(max_rows, self.max_cross_blocks)
+        self.rope_rows: np.ndarray | None = None  # [rows, axes, max_model_len]
+        if rope_axes:
+            self.rope_rows = self.memory[self.rope_start :].reshape(max_rows, rope_axes, max_model_len)
+        self.rope_lens = np.zeros(max_rows, np.int32)  # tokens whose rope positions are in rope_rows
+        self.rope_deltas = np.zeros(max_rows, np.int32)  # what those behind them add to their positions
+        self.embeddings: dict[int, Sequence[EmbeddingSpan]] = {}  # of rows that have some
         self.encoder_lens = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int64)
         self.num_computed = np.zeros(max_rows, np.int64)
@@ -91,6 +102,7 @@ class InputBatch:
         self.num_with_prompt_logprobs += params is not None and params.prompt_logprobs is not None
         self.append_blocks(row, new.block_ids)
         self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
+        self.set_overrides(row, new.overrides)
         return row
 
     def drop(self, req_id: str) -> int | None:
@@ -103,6 +115,7 @@ class InputBatch:
                 table[row, : counts[row]] = NULL_BLOCK
                 counts[row] = 0
             self.encoder_lens[row] = 0
+            self._clear_overrides(row)
             self._free_rows.append(row)
         return row
 
@@ -119,6 +132,8 @@ class InputBatch:
             table[rows, : counts[rows].max()] = NULL_BLOCK
             counts[rows] = 0
         self.encoder_lens[rows] = 0
+        for row in rows.tolist():
+            self._clear_overrides(row)
         self._free_rows += rows.tolist()
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
@@ -144,6 +159,41 @@ class InputBatch:
             self.cross_tables[row, : len(block_ids)] = block_ids
             self.note_cross_table(row)
             self.encoder_lens[row] = num_positions
+
+    def set_overrides(self, row: int, overrides: InputOverrides | None) -> None:
+        """Set what the model reads in place of the row's ids and positions. It does not change while the branch has the
+        row. Raises ValueError for positions that the model has not."""
+        if overrides is None:
+            return
+        if overrides.embeddings:
+            self.embeddings[row] = overrides.embeddings
+        if overrides.rope_positions or overrides.rope_delta:
+            if self.rope_rows is None:
+                raise ValueError("a branch has rope positions of its own, and the model declares none")
+            listed = np.frombuffer(overrides.rope_positions, np.int32).reshape(self.rope_axes, -1)
+            count, delta, longest = listed.shape[1], overrides.rope_delta, self.max_model_len
+            is_inside = count <= longest and listed.min(initial=0) >= 0 and listed.max(initial=0) < longest
+            if not is_inside or not -count <= delta <= 0:
+                problem = f"{count} rope positions up to {listed.max(initial=0)} and a delta of {delta}"
+                raise ValueError(f"{problem}: positions must be below {longest}, and a delta from -{count} to 0")
+            self.rope_rows[row, :, :count] = listed
+            self.rope_lens[row], self.rope_deltas[row] = count, delta
+            for axis in range(self.rope_axes):
+                self.journal.note(self.rope_start + (row * self.rope_axes + axis) * longest, count)
+
+    def _clear_overrides(self, row: int) -> None:
+        self.rope_lens[row] = self.rope_deltas[row] = 0
+        self.embeddings.pop(row, None)
+
+    def rope_positions(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[axes, T]: by what heads are rotated, of tokens at these positions [T] of these rows [T]."""
+        assert self.rope_rows is not None
+        found = np.broadcast_to(positions + self.rope_deltas[rows], (self.rope_axes, len(rows)))
+        is_listed = positions < self.rope_lens[rows]
+        if not is_listed.any():
+            return found
+        # Positions of tokens that are not listed are read too, and not used.
+        return np.where(is_listed, self.rope_rows[rows, :, positions].T, found)
 
     def replace_block(self, copy: BlockCopy) -> None:
         row = self.row_of[copy.req_id]

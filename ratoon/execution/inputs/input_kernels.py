@@ -85,8 +85,13 @@ def _prepare(  # type: ignore[no-untyped-def]
     query_starts,  # [R + 1]
     unwritten,
     encoder_lens,
+    rope_lens,  # of tokens whose rope positions are in `memory`
+    rope_deltas,
+    rope_start,  # where in `memory` they begin
     input_ids,  # [T] and so on: what the model reads
     positions,
+    rope_positions,  # [axes, capacity]
+    rope_stride,
     slots,  # [groups, capacity]
     slots_stride,
     query_start_loc,
@@ -103,6 +108,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     max_cross_blocks,
     block_sizes,  # of the groups
     NUM_GROUPS: tl.constexpr,
+    ROPE_AXES: tl.constexpr,  # 0: rope positions are those in the sequence
     BLOCK_SIZE: tl.constexpr,  # 0: groups have different ones
     NUM_TOKENS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -139,6 +145,14 @@ def _prepare(  # type: ignore[no-untyped-def]
             token = tl.load(memory + token_place, mask=inside & is_real, other=0)
             tl.store(input_ids + start + offsets, token.to(tl.int64), mask=inside)
             tl.store(positions + start + offsets, position.to(tl.int64), mask=inside)
+            if ROPE_AXES > 0:
+                is_listed = is_real & (position < tl.load(rope_lens + request, mask=is_real, other=0))
+                shifted = position + tl.load(rope_deltas + request, mask=is_real, other=0)
+                for axis in tl.static_range(ROPE_AXES):
+                    place = rope_start + (row * ROPE_AXES + axis) * max_model_len + position
+                    listed = tl.load(memory + place, mask=inside & is_listed, other=0)
+                    out_place = rope_positions + axis * rope_stride + start + offsets
+                    tl.store(out_place, tl.where(is_listed, listed, shifted).to(tl.int64), mask=inside)
             if part == 0:
                 tl.store(seq_lens + request, seq_len)
                 tl.store(query_start_loc + request, start)
@@ -170,7 +184,13 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 
 def prepare(
-    num_padded_reqs: int, max_query_len: int, *arguments: Any, num_groups: int, has_cross: bool, block_size: int
+    num_padded_reqs: int,
+    max_query_len: int,
+    *arguments: Any,
+    num_groups: int,
+    rope_axes: int,
+    has_cross: bool,
+    block_size: int,
 ) -> None:
     """`arguments`: all of the kernel's that are no constants. `block_size`: that of all groups; 0: they differ."""
     num_tokens = next((size for size in TOKENS_OF_PROGRAM if size >= max_query_len), TOKENS_OF_PROGRAM[-1])
@@ -180,6 +200,7 @@ def prepare(
         grid,
         *arguments,
         NUM_GROUPS=num_groups,
+        ROPE_AXES=rope_axes,
         BLOCK_SIZE=block_size,
         NUM_TOKENS=num_tokens,
         NUM_COLUMNS=TABLE_COLUMNS,

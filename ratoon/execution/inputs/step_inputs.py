@@ -18,6 +18,7 @@ from ratoon.core.kv import NULL_BLOCK
 from ratoon.execution.inputs.buffers import StepBuffer
 from ratoon.execution.inputs.cells import all_to_device
 from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.layers.embedding import RowEmbeddings
 from ratoon.layers.native import DecodeInputs, DecodeTables, library
 
 MAX_DECODES = 64  # requests with one token each whose inputs a kernel prepares; with more, numpy is as fast
@@ -28,11 +29,13 @@ class StepInputs:
     """What a forward pass reads."""
 
     input_ids: torch.Tensor  # [T]
-    positions: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T] in the sequence
+    rope_positions: torch.Tensor  # [T] or [axes, T], by which heads are rotated: often `positions`
     groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
     writes_nothing: bool  # no token's keys and values are kept
     cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
+    embeddings: RowEmbeddings | None = None  # the inputs of rows that are no token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,9 @@ class InputPreparation:
 
         self.input_ids = make(max_num_tokens, dtype=torch.int64)
         self.positions = make(max_num_tokens, dtype=torch.int64)
+        self.rope_positions: StepBuffer | None = None
+        if rows.rope_rows is not None:
+            self.rope_positions = make(rows.rope_axes, max_num_tokens, dtype=torch.int64)
         self.query_start_loc = make(max_num_reqs + 1, dtype=torch.int32)
         self.seq_lens = make(max_num_reqs, dtype=torch.int32)
         num_groups = len(rows.block_tables)
@@ -109,6 +115,7 @@ class InputPreparation:
             self._decodes[num_reqs] = self._prepare_any(batch_rows, num_scheduled, None)
         inputs = self._decodes[num_reqs]
         longest = kernel.fill(batch_rows)
+        self._rope_positions(batch_rows, num_reqs)
         for group in inputs.groups:
             group.max_seq_len = longest
         return inputs
@@ -140,8 +147,21 @@ class InputPreparation:
             groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
         writes_nothing = unwritten is not None and bool(unwritten.all())
-        input_ids = self.input_ids.tensor(total)
-        return StepInputs(input_ids, self.positions.tensor(total), groups, cu_num_tokens, writes_nothing, cross)
+        input_ids, rope_positions = self.input_ids.tensor(total), self._rope_positions(req_indices, total)
+        if rope_positions is None:
+            rope_positions = self.positions.tensor(total)
+        return StepInputs(
+            input_ids, self.positions.tensor(total), rope_positions, groups, cu_num_tokens, writes_nothing, cross
+        )
+
+    def _rope_positions(self, req_indices: np.ndarray, total: int) -> torch.Tensor | None:
+        """[T] or [axes, T], for tokens of these rows. None: they are the positions in the sequence."""
+        buffer = self.rope_positions
+        if buffer is None:
+            return None
+        buffer.array[:, :total] = self.rows.rope_positions(req_indices, self.positions.array[:total])
+        found = buffer.columns(total)
+        return found if self.rows.rope_axes > 1 else found[0]
 
     def _map_slots(self, group: int, req_indices: np.ndarray, positions: np.ndarray, total: int) -> None:
         """Where each token's keys and values go: block · block_size + offset."""

@@ -42,6 +42,7 @@ class Calls:
     def run(self, step: ProgramStep) -> list[Any]:
         wanted = step.wanted
         inputs = self._inputs.prepare(step.batch.rows, step.batch.num_scheduled, step.batch.unwritten)
+        inputs.embeddings = None if step.embeddings is None else step.embeddings.on_device(self._device)
         ends = ProgramEnds.of([each.end for each in wanted], [len(each.rows) for each in wanted])
         columns = self._columns(step)
         rows: np.ndarray | None = None  # all

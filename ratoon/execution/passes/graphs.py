@@ -84,6 +84,7 @@ class ProgramKey(NamedTuple):
     ends: tuple[PaddedEnd, ...]
     num_layers: int | None = None  # that are run; None: all of them
     num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
+    has_embeddings: bool = False  # rows that are no token ids
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
 
     @property
@@ -387,6 +388,9 @@ class Graphs:
             of_rows += [(place, {"read_rows": each.rows, **each.columns}) for each, place in zip(wanted, places)]
         if runs is not None and key.num_runs is not None:
             of_rows.append((slice(None), columns_of(runs, key.num_runs)))
+        if step.embeddings is not None:
+            self._inputs.bring_embeddings(step.embeddings)
+            of_rows.append((slice(None), {"embedding_rows": step.embeddings.rows}))
         self._inputs.send(batch.rows, batch.num_scheduled, batch.unwritten, of_rows, batch.cu_num_tokens)
         results = self.steps.run(key)
         found = []
@@ -410,14 +414,16 @@ class Graphs:
             num_reqs = padded_reqs(count, size - num_tokens, size, self._inputs.rows.max_model_len)
             if num_reqs is None:
                 return None
+        has_embeddings = step.embeddings is not None
         if is_decode and step.reads_all:
-            return ProgramKey(size, num_reqs, (PaddedEnd(step.wanted[0].end.in_pass, None),))
+            ends: tuple[PaddedEnd, ...] = (PaddedEnd(step.wanted[0].end.in_pass, None),)
+            return ProgramKey(size, num_reqs, ends, has_embeddings=has_embeddings)
         ends = tuple(PaddedEnd(each.end.in_pass, padded_read(len(each.rows), size)) for each in step.wanted)
         if sum(end.num_rows or 0 for end in ends) > self._inputs.max_rows or any(
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
             return None
-        return ProgramKey(size, num_reqs, ends, step.num_layers)
+        return ProgramKey(size, num_reqs, ends, step.num_layers, has_embeddings=has_embeddings)
 
     def _run_padded(self, key: ProgramKey) -> list[Any]:
         """The program of the step that `inputs.send` has brought to the device."""
@@ -425,6 +431,8 @@ class Graphs:
         num_reqs = key.size if key.num_reqs is None else key.num_reqs
         inputs.compute(key.size, num_reqs, key.max_query_len)
         step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs)
+        if key.has_embeddings:
+            step.embeddings = inputs.embeddings(key.size)
         places = ends.places
         rows = None
         if not key.reads_all:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ratoon.execution.inputs.batch_rows import StepBatch
+from ratoon.execution.inputs.embeddings import StepEmbeddings
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.ends import (
@@ -39,6 +40,7 @@ class ProgramStep:
 
     batch: StepBatch
     wanted: Sequence[EndRows]
+    embeddings: StepEmbeddings | None = None  # None: all rows are token ids
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +129,8 @@ class StepProgram:
             with_states,
             [] if observer is None else [observer],
             num_layers,
+            inputs.rope_positions,
+            inputs.embeddings,
         )
         return self.finish(states, ends, columns, observer)
 

@@ -41,6 +41,7 @@ class PassShape(NamedTuple):
     num_tokens: int
     num_reqs: int
     end: End  # for all rows
+    has_embeddings: bool  # rows that are no token ids: then the pass begins behind the embeddings
 
 
 class PassResult(NamedTuple):
@@ -53,7 +54,7 @@ class PassResult(NamedTuple):
 class RecordedPass(NamedTuple):
     program: Program
     stream: torch.Tensor | None  # [T, H]: the embeddings are brought here; None: the program computes them
-    places: tuple[int, int]  # where ids and positions were
+    places: tuple[int, ...]  # where ids and positions were
     result: PassResult
     metadata: list[Any]  # of each KV group
     cross: Any
@@ -97,7 +98,8 @@ class RecordedPasses:
         end: End = STATES
         if rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
-        found = self._run_shape(PassShape(num_tokens, len(inputs.cu_num_tokens), end), program, inputs)
+        has_embeddings = inputs.embeddings is not None
+        found = self._run_shape(PassShape(num_tokens, len(inputs.cu_num_tokens), end, has_embeddings), program, inputs)
         if found is None:
             return None
         if found.result is not None:
@@ -136,7 +138,7 @@ class RecordedPasses:
         if not in_place:
             return None
         if recorded.stream is not None:
-            recorded.stream.copy_(model.embed_tokens(inputs.input_ids, inputs.positions))
+            recorded.stream.copy_(model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings))
         recorded.program.run()
         return recorded.result
 
@@ -146,14 +148,14 @@ class RecordedPasses:
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
         with Recording(self._arena) as begin:
-            stream = model.embed_tokens(inputs.input_ids, inputs.positions)
-        begins_with_ids = not begin.obstacles
+            stream = model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings)
+        begins_with_ids = not begin.obstacles and inputs.embeddings is None
         if not begins_with_ids:
             embeddings = stream
             stream = self._arena.take(embeddings.nbytes).view(embeddings.dtype).view(embeddings.shape)
             stream.copy_(embeddings)
         with Recording(self._arena) as layers:
-            states = model.forward_stream(stream, inputs.positions, PagedStep(kv, metadata, cross))
+            states = model.forward_stream(stream, inputs.rope_positions, PagedStep(kv, metadata, cross))
         result = PassResult(states)
         recordings = [begin, layers] if begins_with_ids else [layers]
         if shape.end != STATES:
@@ -179,5 +181,5 @@ def _can_be_recorded(end: End, columns: RowColumns) -> bool:
     return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
 
 
-def _places(inputs: StepInputs) -> tuple[int, int]:
-    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr()
+def _places(inputs: StepInputs) -> tuple[int, ...]:
+    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.rope_positions.data_ptr()

@@ -54,6 +54,7 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     rows.set_tables(taken, [capture.block_ids for capture, _ in spans])
     for row, (capture, _) in zip(taken.tolist(), spans):
         rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)
+        rows.set_overrides(row, capture.overrides)
     return SpanRows(taken, counts, written)
 
 

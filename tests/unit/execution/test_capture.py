@@ -345,7 +345,7 @@ class NumberedRows:
     config = SimpleNamespace(causal=True)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: Any, rows: torch.Tensor, observers: list[Any], _: None
+        self, ids: torch.Tensor, positions: Any, step: Any, rows: torch.Tensor, observers: list[Any], *rest: None
     ) -> FinalStates:
         def stream(layer: int, rows: torch.Tensor) -> torch.Tensor:
             return (100.0 * layer + rows)[:, None]
@@ -369,7 +369,9 @@ def test_what_is_computed_goes_to_those_who_asked_for_it() -> None:
     others = [Collected(States(), [1]), Collected(Logits(), [0, 1]), Collected(Logits(), [1])]
     readers: list[RowReader] = sorted([*captures, *others], key=lambda reader: reader.wanted.end.rank)
     program = StepProgram(NumberedRows(), SimpleNamespace(backends=[]))  # type: ignore[arg-type]
-    inputs: Any = SimpleNamespace(input_ids=torch.zeros(11), positions=None, groups=[], cross=None)
+    inputs: Any = SimpleNamespace(
+        input_ids=torch.zeros(11), positions=None, rope_positions=None, groups=[], cross=None, embeddings=None
+    )
     ends = ProgramEnds.of([one.wanted.end for one in readers], [len(one.wanted.rows) for one in readers])
     rows = torch.from_numpy(np.concatenate([one.wanted.rows for one in readers]))
     assert (ends.num_with_logits, ends.num_with_states, len(rows)) == (3, 8, 10)

@@ -13,7 +13,7 @@ import torch
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import SamplingParams
-from ratoon.core.plan import BlockCopy, NewRequestData
+from ratoon.core.plan import BlockCopy, InputOverrides, NewRequestData
 from ratoon.execution.inputs import device_inputs
 from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
 from ratoon.execution.inputs.input_batch import InputBatch
@@ -34,8 +34,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_REQS, MAX_TOKENS = 8, 256
 
 
-def make_rows(block_sizes: Sequence[int] = (16,), max_encoder_len: int = 0, cross_block_size: int = 16) -> InputBatch:
-    return InputBatch(MAX_REQS, MAX_MODEL_LEN, block_sizes, RowWrites(), max_encoder_len, cross_block_size)
+def make_rows(
+    block_sizes: Sequence[int] = (16,), max_encoder_len: int = 0, cross_block_size: int = 16, rope_axes: int = 0
+) -> InputBatch:
+    return InputBatch(MAX_REQS, MAX_MODEL_LEN, block_sizes, RowWrites(), max_encoder_len, cross_block_size, rope_axes)
 
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
@@ -99,6 +101,7 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
     """What a backend reads: of a table, the columns of the keys that a request has."""
     assert ours.input_ids.tolist() == theirs.input_ids.tolist()
     assert ours.positions.tolist() == theirs.positions.tolist()
+    assert ours.rope_positions.tolist() == theirs.rope_positions.tolist()
     assert ours.cu_num_tokens.tolist() == theirs.cu_num_tokens.tolist()
     assert ours.writes_nothing == theirs.writes_nothing
     pairs = list(zip(ours.groups, theirs.groups, strict=True))
@@ -121,16 +124,24 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
 @pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    ("block_sizes", "max_encoder_len", "cross_block_size"),
-    [((16,), 0, 16), ((16, 16), 0, 16), ((16, 16), 40, 16), ((16, 32), 40, 8), ((12, 16), 0, 16), ((16,), 40, 32)],
+    ("block_sizes", "max_encoder_len", "cross_block_size", "rope_axes"),
+    [
+        ((16,), 0, 16, 0),
+        ((16, 16), 0, 16, 1),
+        ((16, 16), 40, 16, 0),
+        ((16, 32), 40, 8, 3),
+        ((12, 16), 0, 16, 0),
+        ((16,), 40, 32, 0),
+    ],
 )
 def test_many_steps_are_prepared_as_on_the_host(
-    block_sizes: tuple[int, ...], max_encoder_len: int, cross_block_size: int, seed: int
+    block_sizes: tuple[int, ...], max_encoder_len: int, cross_block_size: int, rope_axes: int, seed: int
 ) -> None:
-    """Branches come and go, get blocks, have them replaced; some rows are not written."""
+    """Branches come and go, get blocks, have them replaced; some rows are not written; some have positions of their own
+    for the rotation of heads."""
     generator = np.random.default_rng(seed)
     num_groups = len(block_sizes)
-    rows = make_rows(block_sizes, max_encoder_len, cross_block_size)
+    rows = make_rows(block_sizes, max_encoder_len, cross_block_size, rope_axes)
     on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu"))
     for step in range(6):
         for name in list(rows.row_of):
@@ -142,6 +153,10 @@ def test_many_steps_are_prepared_as_on_the_host(
             new = new_branch(f"{step}-{len(rows)}-{generator.random()}", tokens, blocks)
             new.num_encoder_positions = int(generator.integers(1, 41)) if max_encoder_len else 0
             new.cross_block_ids = generator.integers(1, 500, -(-new.num_encoder_positions // cross_block_size)).tolist()
+            if rope_axes and generator.random() < 0.7:
+                count = int(generator.integers(1, len(tokens) + 1))
+                listed = generator.integers(0, MAX_MODEL_LEN, (rope_axes, count)).astype(np.int32)
+                new.overrides = InputOverrides(listed.tobytes(), -int(generator.integers(0, count + 1)))
             rows.add(new)
         for name, row in rows.row_of.items():
             rows.num_computed[row] = generator.integers(0, rows.num_tokens[row])
@@ -209,6 +224,34 @@ def test_padding_has_requests_of_its_own_that_write_to_the_null_block(size: int)
         assert group.seq_lens_device.tolist() == [3, 20] + [1] * num_padding + [0] * 2
         assert group.block_table_device[2 : 2 + num_padding, 0].tolist() == [0] * num_padding
         assert group.max_seq_len == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize("rope_axes", [1, 3])
+def test_rope_positions_are_listed_then_shifted_and_those_of_padding_are_0(rope_axes: int) -> None:
+    rows = make_rows(rope_axes=rope_axes)
+    new = new_branch("a", list(range(6)), [[3]], computed=1)
+    listed = np.arange(3 * rope_axes, dtype=np.int32).reshape(rope_axes, 3) + 10
+    new.overrides = InputOverrides(listed.tobytes(), -2)
+    rows.add(new)
+    rows.add(new_branch("b", list(range(20, 40)), [[4, 5]], computed=18))
+    inputs = make_inputs(rows, max_padded=16)
+    inputs.send(np.array([0, 1]), np.array([5, 2]))
+    inputs.compute(16, 8, 16)
+    step = inputs.padded(16, 8, 16)
+    assert step.positions.tolist() == [1, 2, 3, 4, 5, 18, 19] + [0] * 9
+    expected = [[*axis[1:], 1, 2, 3, 18, 19] + [0] * 9 for axis in listed.tolist()]
+    assert step.rope_positions.tolist() == (expected if rope_axes > 1 else expected[0])
+
+
+def test_models_without_rope_positions_of_their_own_have_no_column_of_them() -> None:
+    rows = make_rows()
+    rows.add(new_branch("a", [5, 6, 7], [[3]]))
+    inputs = make_inputs(rows)
+    step = inputs.prepare(np.array([0]), np.array([3]))
+    assert step.rope_positions.data_ptr() == step.positions.data_ptr() and not inputs.prepared["rope_positions"].numel()
+    assert len(rows.memory) == MAX_REQS * (MAX_MODEL_LEN + rows.max_blocks)
+    on_host = InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu")).prepare(np.array([0]), np.array([3]))
+    assert on_host.rope_positions.data_ptr() == on_host.positions.data_ptr()
 
 
 def test_padding_is_divided_among_few_requests() -> None:
