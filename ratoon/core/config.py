@@ -182,6 +182,12 @@ class CacheConfig:
         "is swap",
         one_of("auto", "swap", "recompute"),
     )
+    kv_connector: str | None = setting(
+        None,
+        "a tier for blocks behind host memory, by the name under which a package registers it (docs/plugins.md); needs "
+        "swap_memory, through which its blocks pass",
+    )
+    kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
 
 
 TOKEN_BUDGET = 2048  # of a step, unless another is set
@@ -360,3 +366,17 @@ def verify_engine_config(config: EngineConfig) -> None:
         verify_settings(part)
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
+    _verify_connector(config.cache)
+
+
+def _verify_connector(cache: CacheConfig) -> None:
+    if cache.kv_connector is None:
+        if cache.kv_connector_options:
+            raise ConfigError("kv_connector_options", "are given to no connector", "set kv_connector too")
+        return
+    if not cache.swap_bytes or cache.preemption_mode == "recompute":
+        problem = f"the blocks of {cache.kv_connector!r} pass through host memory, and there is none for them"
+        raise ConfigError("kv_connector", problem, "swap_memory above 0, and no preemption_mode recompute")
+    if not cache.enable_prefix_caching:
+        problem = f"{cache.kv_connector!r} finds blocks by the hashes of prefixes, which are not computed"
+        raise ConfigError("kv_connector", problem, "leave enable_prefix_caching on")

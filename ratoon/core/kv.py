@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import msgspec
@@ -111,6 +112,11 @@ class KVFingerprint(msgspec.Struct, frozen=True):
     layout: PageLayout = PageLayout((), ())
     page_orders: tuple[str, ...] = ()  # of the KV groups: how a backend arranges the elements of a page
     version: int = KV_FORMAT_VERSION
+
+    @property
+    def digest(self) -> str:
+        """A name for blocks of this kind, for storage that holds several kinds."""
+        return blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def differences(self, other: KVFingerprint) -> str:
         """The fields that differ, for error messages."""

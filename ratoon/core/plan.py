@@ -5,8 +5,9 @@ changed. The runner drops a preempted branch, which is sent in full again when i
 
 The runner executes a plan in this order:
   1. drop the rows of `finished_req_ids` and `preempted_req_ids`, and the tensors of `freed_embeddings`;
-  2. read the blocks of `stores` and the sources of `block_copies`, then write the blocks of `loads` and the targets of
-     the copies. A step may store a block to a slot and load it from there;
+  2. write the slots of `fetches`; read the blocks of `stores`, whose slots `saves` names next, and the sources of
+     `block_copies`, then write the blocks of `loads` and the targets of the copies. A step may store a block to a slot
+     and load it from there;
   3. keep the tensors of `new_embeddings`; add new rows, apply the table entries of `block_copies` and the appended
      blocks of known rows;
   4. run the encoder over `encoder_steps`, and write what cross-attention reads;
@@ -107,6 +108,13 @@ class BlockTransfer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     slot: int  # the place in the tier: in host memory, a block there
 
 
+class ConnectorTransfer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A block that moves between a slot of host memory and a KV connector."""
+
+    slot: int
+    key: bytes
+
+
 class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One beam search in a step. All its beams have the same length. Lists over beams are flat, beam by beam."""
 
@@ -176,6 +184,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     encoder_steps: list[EncoderStep] = []
     stores: list[BlockTransfer] = []  # device block → slot
     loads: list[BlockTransfer] = []  # slot → device block; no row of this step reads or writes the block
+    fetches: list[ConnectorTransfer] = []  # connector → slot, before `loads`. One that fails is a failed store
+    saves: list[ConnectorTransfer] = []  # slot → connector, behind `stores`
     # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
     # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}

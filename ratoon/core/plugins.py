@@ -20,11 +20,13 @@ MODELS = "ratoon.models"
 ATTENTION_BACKENDS = "ratoon.attention_backends"
 WEIGHT_FORMATS = "ratoon.weight_formats"
 DEVICES = "ratoon.devices"
+KV_CONNECTORS = "ratoon.kv_connectors"
 GROUPS = {  # what a name of the group stands for
     MODELS: "an architecture, as in config.json",
     ATTENTION_BACKENDS: "a value of attention_backend",
     WEIGHT_FORMATS: "a quant_method of config.json",
     DEVICES: "a value of device",
+    KV_CONNECTORS: "a value of kv_connector",
 }
 
 

@@ -49,6 +49,7 @@ def one_of(*names: str) -> Check:
 EXAMPLES = {
     "rope_scaling": '{"rope_type": "yarn", "factor": 4.0}',
     "hf_overrides": '{"max_position_embeddings": 4096}',
+    "kv_connector_options": '{"folder": "/var/cache/kv"}',
 }
 ABOVE_ZERO_TO_ONE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
 SECONDS = number(lambda value: 0 <= value < math.inf, "a number of seconds")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
+from ratoon.core.kv_connector import BlockIndex, open_connector
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
@@ -43,6 +44,11 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, facts.kv_config, facts.max_model_len, facts.swap_costs
         )
+        self._index: BlockIndex | None = None  # of blocks in a KV connector
+        if config.cache.kv_connector is not None:
+            connector = open_connector(config.cache.kv_connector, config.cache.kv_connector_options)
+            self._index = connector.open_index(facts.kv_config.fingerprint)
+            self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
         self._clock = clock
         self._max_in_flight = config.scheduler.max_steps_in_flight
@@ -270,3 +276,5 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.close()
+        if self._index is not None:
+            self._index.close()

@@ -21,6 +21,7 @@ from msgspec.structs import asdict, replace
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
+from ratoon.core.kv_connector import BlockMover, KVConnector, open_connector
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.structured import StructuredOutput
@@ -79,12 +80,17 @@ class Worker:
         self._timer = timer
         self._part = part
         self._stream: torch.cuda.Stream | None = None  # of all steps
+        self._connector: KVConnector | None = None
+        self._mover: BlockMover | None = None
 
     # ---- phases ----
 
     def choose(self) -> WorkerChoices:
         """Choose device, dtype, kernels and attention backends, and begin to compile the kernels of the first steps.
         What can't work is refused here, before memory is allocated."""
+        cache = self._config.cache
+        if cache.kv_connector is not None:
+            self._connector = open_connector(cache.kv_connector, cache.kv_connector_options)
         self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
         self._device = choices.device
         self._kernels = compile_ahead(choices)
@@ -131,6 +137,9 @@ class Worker:
             vocab_size = self._model_config.vocab_size
             self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, by_c))
             self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars)
+        if self._connector is not None:
+            self._mover = self._connector.open_mover(kv_config.fingerprint)
+            self.runner.kv.connect(self._mover)
         del self._model  # the runner's, which may put it to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
@@ -206,6 +215,8 @@ class Worker:
 
     def close(self) -> None:
         self.grammars.shutdown()
+        if self._mover is not None:
+            self._mover.close()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)

@@ -1,7 +1,8 @@
 """The block store: blocks outside the device pool, found by hash. Accounting only; a step's plan moves the contents.
 
-A tier holds blocks in another memory; host memory is the only one today. A tier has three verbs: it is *offered* a
-block that leaves the device pool, it is asked to *find* a hash, and it *loads* a block into one of the device. Hashes
+A tier holds blocks in another memory: host memory and, behind it, a KV connector (core/kv_connector.py), whose blocks
+pass through host memory. A tier has three verbs: it is *offered* a block that leaves the device pool, it is asked to
+*find* a hash, and it *loads* a block into one of the device. Hashes
 say what tokens a block stands for; the fingerprint says what its bytes mean, and is compared once, when a tier is
 attached. Which sequences wait for a load is known to the callers.
 """
@@ -12,13 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.kv import KVFingerprint
+from ratoon.core.kv_connector import BlockIndex, block_key
 from ratoon.core.outputs import TransferReport
-from ratoon.core.plan import BlockTransfer
+from ratoon.core.plan import BlockTransfer, ConnectorTransfer
 from ratoon.core.stats import StoreStats
 from ratoon.memory.block_copies import BlockCopies
 from ratoon.memory.block_pool import Block, BlockPool
 
 Lookup = Callable[[bytes], Block | None]
+OUTSIDE = -1  # the number of a block that is in a connector alone
 
 
 class HostTier(BlockPool):
@@ -46,12 +49,15 @@ class BlockStore:
 
     def __init__(self, pool: BlockPool, copies: BlockCopies, fingerprint: KVFingerprint) -> None:
         self.tier: HostTier | None = None
+        self.index: BlockIndex | None = None  # the tier behind it
         self.fingerprint = fingerprint
         self._stats = StoreStats()
         self._pool = pool
         self._copies = copies
         self._stores: dict[int, int] = {}  # slot → device block that is read in the next plan
         self._loads: list[BlockTransfer] = []  # of the next plan
+        self._saves: dict[int, bytes] = {}  # slot → key, of stores of the next plan
+        self._fetches: dict[int, bytes] = {}  # slot → key, of loads of the next plan
         self._arriving: dict[int, Arrival] = {}  # by device block
         self._arriving_hashes: dict[tuple[int, bytes], Block] = {}  # group and hash → device block
 
@@ -62,6 +68,13 @@ class BlockStore:
             raise ValueError(f"the tier's blocks are of another kind: {tier.fingerprint.differences(self.fingerprint)}")
         self.tier = tier
         self._pool.on_evict = self.offer
+
+    def connect(self, index: BlockIndex) -> None:
+        """Full blocks that go to host memory are offered to a connector as well, and what host memory has not is looked
+        for there. Raises ValueError without host memory."""
+        if self.tier is None:
+            raise ValueError("the blocks of a connector pass through host memory, and there is none")
+        self.index = index
 
     # ---- offer ----
 
@@ -95,8 +108,11 @@ class BlockStore:
         """A new slot, with one reference."""
         assert self.tier is not None
         (slot,) = self.tier.get_new_blocks(1)
+        self._saves.pop(slot.block_id, None)  # of the content before, in the same plan
         if block_hash is not None:
             self.tier.cache_full_block(slot, block_hash, group)
+            if self.index is not None and self.index.offer(key := block_key(group, block_hash)):
+                self._saves[slot.block_id] = key
         self._stores[slot.block_id] = self._copies.source_of(block.block_id)
         return slot
 
@@ -122,8 +138,9 @@ class BlockStore:
 
     # ---- find ----
 
-    def lookup(self, group: int) -> Lookup:
-        """A function from a hash to a block of the device, which may be arriving, or to a slot of the tier."""
+    def lookup(self, group: int, with_connector: bool = False) -> Lookup:
+        """A function from a hash to a block of the device, which may be arriving, or to a slot of the tier;
+        `with_connector`: or to a block that only the connector has, for which `bring` finds a slot."""
         on_device = self._pool.cached_blocks(group).get
         if self.tier is None:
             return on_device
@@ -132,7 +149,17 @@ class BlockStore:
         def find(block_hash: bytes) -> Block | None:
             return on_device(block_hash) or self._arriving_hashes.get((group, block_hash)) or in_tier(block_hash)
 
-        return find
+        index = self.index
+        if index is None or not with_connector:
+            return find
+
+        def find_anywhere(block_hash: bytes) -> Block | None:
+            found = find(block_hash)
+            if found is None and index.find(block_key(group, block_hash)):
+                return Block(OUTSIDE, block_hash=block_hash, group=group)
+            return found
+
+        return find_anywhere
 
     def find_on_device(self, slot: Block) -> Block | None:
         """A device block with the content of this slot, which may be arriving."""
@@ -141,8 +168,18 @@ class BlockStore:
         cached = self._pool.get_cached_block(slot.block_hash, slot.group)
         return cached or self._arriving_hashes.get((slot.group, slot.block_hash))
 
+    def has_room_for(self, found: Sequence[Block]) -> bool:
+        """Whether the tier has slots for those that `lookup` found in the connector, beside those that it found in the
+        tier."""
+        num_outside = sum(block.block_id == OUTSIDE for block in found)
+        if not num_outside:
+            return True
+        assert self.tier is not None
+        num_kept = sum(self.is_slot(block) and block.ref_cnt == 0 for block in found) - num_outside
+        return num_outside + num_kept <= self.tier.num_free_blocks
+
     def is_slot(self, block: Block) -> bool:
-        """Whether a block that `lookup` found is in the tier, and not on the device."""
+        """Whether a block that `lookup` found is in a tier, and not on the device."""
         blocks = self._pool.blocks
         return block.block_id >= len(blocks) or blocks[block.block_id] is not block
 
@@ -153,7 +190,9 @@ class BlockStore:
         result of a step. There must be as many free blocks."""
         tier = self.tier
         assert tier is not None
-        tier.touch(slots)  # before blocks are taken: what these evict is offered to the tier
+        tier.touch(slot for slot in slots if slot.block_id != OUTSIDE)  # before slots are taken, which may evict them
+        slots = [self._fetch(slot) if slot.block_id == OUTSIDE else slot for slot in slots]
+        # All slots have references before blocks are taken: what these evict is offered to the tier.
         blocks = self._pool.get_new_blocks(len(slots))
         self._pool.touch(blocks)
         for block, slot in zip(blocks, slots):
@@ -163,6 +202,16 @@ class BlockStore:
             if slot.block_hash is not None:
                 self._arriving_hashes[slot.group, slot.block_hash] = block
         return blocks
+
+    def _fetch(self, wanted: Block) -> Block:
+        """A new slot, with one reference, for a block of the connector."""
+        assert self.tier is not None and wanted.block_hash is not None
+        (slot,) = self.tier.get_new_blocks(1)
+        self._stores.pop(slot.block_id, None)  # of the content before, in the same plan
+        self._saves.pop(slot.block_id, None)
+        self.tier.cache_full_block(slot, wanted.block_hash, wanted.group)
+        self._fetches[slot.block_id] = block_key(wanted.group, wanted.block_hash)
+        return slot
 
     def bring(self, found: Sequence[Block]) -> list[Block]:
         """The blocks that `lookup` found, all on the device: slots are loaded. Each has a reference for the caller."""
@@ -193,6 +242,15 @@ class BlockStore:
         self._stores.clear()
         return stores, loads
 
+    def take_connector_transfers(self) -> tuple[list[ConnectorTransfer], list[ConnectorTransfer]]:
+        """The fetches and saves of the next plan. Each is returned once."""
+        fetches, saves = (
+            [ConnectorTransfer(slot, key) for slot, key in kept.items()] for kept in (self._fetches, self._saves)
+        )
+        self._fetches.clear()
+        self._saves.clear()
+        return fetches, saves
+
     def take_report(self, report: TransferReport) -> set[int]:
         """Blocks arrived, or not. Returns those of the device whose content is not there."""
         self._stats.stored += len(report.stored)
@@ -216,6 +274,7 @@ class BlockStore:
         for slot in lost:
             self.tier.uncache(self.tier.blocks[slot])
             self._stores.pop(slot, None)
+            self._saves.pop(slot, None)
         for arrival in self._arriving.values():
             arrival.is_valid = arrival.is_valid and arrival.slot.block_id not in lost
 

@@ -423,6 +423,7 @@ class StepPlanner:
         self.num_encoder_runs += len(plan.encoder_steps)
         if self._state.kv_cache.has_tier:
             plan.stores, plan.loads = self._state.kv_cache.store.take_transfers()
+            plan.fetches, plan.saves = self._state.kv_cache.store.take_connector_transfers()
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         if self._state.kv_cache.gives_blocks_back:
             self._state.note_given_back()

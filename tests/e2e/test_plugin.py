@@ -132,12 +132,62 @@ def test_a_weight_format_of_the_package_is_read(installed: Path, tiny: TinyModel
     assert found[0] == tokens and found[1] == pytest.approx(logprobs, abs=1e-4)
 
 
+SESSION = """
+import json, sys
+from ratoon import LLM, SamplingParams
+prompts, folder, settings = json.loads(sys.argv[1])
+params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+with LLM(folder, skip_tokenizer=True, num_threads=1, device="cpu", **settings) as llm:
+    outputs = [llm.generate([prompt], params, progress=False)[0] for prompt in prompts]
+    print(json.dumps([[list(one.outputs[0].token_ids), one.num_cached_tokens] for one in outputs]))
+"""
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_blocks_in_files_of_the_package_outlive_the_engine(
+    installed: Path, folder: Path, tmp_path: Path, process: bool
+) -> None:
+    prompts = [[(7 * index + place * place) % 97 for place in range(70)] for index in range(6)]
+    settings: dict[str, Any] = {"num_blocks": 12, "swap_memory": "1MiB", "process": process}
+    connected = settings | {
+        "kv_connector": "example_folder", "kv_connector_options": {"folder": str(tmp_path / "blocks")}
+    }  # fmt: skip
+
+    def session(prompts: list[list[int]], **settings: Any) -> list[tuple[list[int], int]]:
+        found = run(installed, "-c", SESSION, json.dumps([prompts, str(folder), settings]))
+        return [(tokens, num_cached) for tokens, num_cached in json.loads(found.splitlines()[-1])]
+
+    expected = session(prompts, **settings)
+    assert session(prompts, **connected) == expected
+    files = sorted((tmp_path / "blocks").glob("*/*.block"))
+    assert files and all(file.stat().st_mode & 0o77 == 0 for file in files)
+    # Another process finds what the first one has evicted; a damaged file is not read, and neither is what follows it.
+    again = session(prompts[:2], **connected)
+    assert again == [(expected[0][0], 64), (expected[1][0], 64)]
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert session(prompts[:2], **connected) == [(expected[0][0], 0), (expected[1][0], 0)]
+
+
+def test_a_connector_is_chosen_on_the_command_line(installed: Path, folder: Path, tmp_path: Path) -> None:
+    options = ["--kv-connector", "example_folder", "--kv-connector-options", json.dumps({"folder": str(tmp_path)})]
+    shown = run(
+        installed, "-m", "ratoon", "info", str(folder), "--device", "cpu", "--num-blocks", "16", "--swap-memory",
+        "1MiB", *options, "--json",
+    )  # fmt: skip
+    assert json.loads(shown)["memory"]["swap_bytes"] > 0
+    assert [one for one in tmp_path.iterdir() if one.is_dir()], "both halves were opened"
+
+
 def test_info_lists_what_packages_register(installed: Path, folder: Path) -> None:
     shown = run(installed, "-m", "ratoon", "info", str(folder), "--device", "cpu", "--num-blocks", "16", "--json")
     parts = {one["group"]: one["name"] for one in json.loads(shown)["plugins"]}
     assert parts == {
         "ratoon.attention_backends": "example_sdpa",
         "ratoon.devices": "plain-cpu",
+        "ratoon.kv_connectors": "example_folder",
         "ratoon.models": "SoftcapForCausalLM",
         "ratoon.weight_formats": "example_int8",
     }

@@ -80,7 +80,7 @@ class BlockSwaps:
         """`host_rows` [host blocks, words] and `staging_rows` [blocks, words]: a row is a block of all tensors of
         `pages`, one after the other. `part_size`: blocks of the staging buffer that are filled and emptied together."""
         self._pages = pages
-        self._host_rows = host_rows
+        self.host_rows = host_rows
         self._staging_rows = staging_rows
         self._staging = Pages(
             split_rows(staging_rows, [tensor.shape[1] for tensor in pages.tensors]), pages.table.device
@@ -100,14 +100,14 @@ class BlockSwaps:
             copy_blocks(self._pages, self._staging, [(one.block, row) for one, row in zip(transfers, rows)])
             runs = runs_of(rows, [one.slot for one in transfers])
             part.used = self._stream.mark()
-            part.copied = self._stream.submit(copying(self._staging_rows, self._host_rows, runs), after=part.used)
+            part.copied = self._stream.submit(copying(self._staging_rows, self.host_rows, runs), after=part.used)
 
     def load(self, loads: Sequence[BlockTransfer]) -> None:
         """Copy blocks of the host to the device. What the steps launch from now on finds them there."""
         for part, transfers in self._in_parts(loads):
             rows = range(part.first_row, part.first_row + len(transfers))
             runs = runs_of([one.slot for one in transfers], rows)
-            part.copied = self._stream.submit(copying(self._host_rows, self._staging_rows, runs), after=part.used)
+            part.copied = self._stream.submit(copying(self.host_rows, self._staging_rows, runs), after=part.used)
             self._stream.wait(part.copied)
             copy_blocks(self._staging, self._pages, [(row, one.block) for one, row in zip(transfers, rows)])
             part.used = self._stream.mark()
@@ -118,8 +118,8 @@ class BlockSwaps:
     def measure(self) -> float:
         """Seconds to fetch a block from the host. The way there is not counted: it takes as long, but no step waits for
         it. Before the first swap: it reads and writes any blocks of the host and the staging buffer."""
-        num_blocks = min(self._part_size, len(self._host_rows) - 1)
-        fetch = copying(self._host_rows, self._staging_rows, [(row + 1, row, 1) for row in range(num_blocks)])
+        num_blocks = min(self._part_size, len(self.host_rows) - 1)
+        fetch = copying(self.host_rows, self._staging_rows, [(row + 1, row, 1) for row in range(num_blocks)])
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for copy in (fetch, begin.record, fetch, end.record):  # the first turn is not counted
             self._stream.submit(copy)

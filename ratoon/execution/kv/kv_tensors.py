@@ -12,10 +12,12 @@ import torch
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
+from ratoon.core.kv_connector import BlockMover
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.sizes import format_size
 from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.kv.connector_moves import ConnectorMoves
 from ratoon.layers.native.pages import new_pages
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class KVTensors:
         self._host_tensors: list[torch.Tensor] = []  # the same, for the block store's host tier on a CPU
         self._pages: Pages | None = None  # for the kernel that copies blocks on CUDA
         self._swaps: BlockSwaps | None = None  # between CUDA and the host tier
+        self._connector: ConnectorMoves | None = None  # between the host tier and a connector
         self.allocate()
 
     @property
@@ -100,14 +103,30 @@ class KVTensors:
         """Store, copy on write and load, in all layers and in the plan's order. All sources of copies are read before a
         target is written: a block that was freed and reallocated within the step may be both. Copies between the device
         and host memory do not fail one by one: for the steps that follow, all of them are done."""
+        lost = self._connector.fetch(plan.fetches) if self._connector is not None and plan.fetches else []
         if plan.block_copies or plan.stores or plan.loads:
             if self._pages is not None:
                 self._move_by_kernel(plan, self._pages)
             elif not (self._tensors[0].device.type == "cpu" and self._copy_rows(plan)):
                 self._move(plan)
+        if self._connector is not None and plan.saves:
+            self._connector.save(plan.saves)
         if not plan.stores and not plan.loads:
             return None
-        return TransferReport([load.block for load in plan.loads], stored=[store.slot for store in plan.stores])
+        stored = [store.slot for store in plan.stores]
+        return TransferReport([load.block for load in plan.loads], stored=stored, failed_stores=lost)
+
+    def connect(self, mover: BlockMover) -> None:
+        """Blocks of the host tier are moved from and to a connector by this from now on."""
+        self._connector = ConnectorMoves(mover, self)
+
+    def host_parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot of the host tier, as buffers that may be written to. Copies to and from it have ended:
+        the host waits for those that are under way."""
+        if self._swaps is not None:
+            self._swaps.drain()
+            return [_bytes_of(self._swaps.host_rows[slot])]
+        return [_bytes_of(tensor[slot]) for tensor in self._host_tensors]
 
     def _move(self, plan: SchedulerOutput) -> None:
         copies, device = plan.block_copies, self._tensors[0].device
@@ -169,6 +188,10 @@ class KVTensors:
         if plan.loads:
             assert self._swaps is not None
             self._swaps.load(plan.loads)
+
+
+def _bytes_of(row: torch.Tensor) -> memoryview:
+    return row.numpy().data.cast("B")
 
 
 def staging_size(block_bytes: int, num_host_blocks: int) -> tuple[int, int]:

@@ -31,6 +31,11 @@ SPECIAL = {
     "preemption_mode": "swap",
     "quantization": "int8",
 }
+# Settings without which another is refused
+NEEDED_WITH: dict[str, dict[str, Any]] = {
+    "kv_connector": {"swap_memory": "1GiB"},
+    "kv_connector_options": {"swap_memory": "1GiB", "kv_connector": "name"},
+}
 
 
 def test_every_field_of_the_configs_is_a_setting() -> None:
@@ -51,7 +56,8 @@ def test_every_engine_setting_is_an_option_and_arrives_in_the_config(one: Any) -
     add_engine_options(parser)
     given = engine_settings(parser.parse_args(sample(one)))
     assert list(given) == [one.name]
-    assert engine_config("m", **given) != engine_config("m")
+    others = NEEDED_WITH.get(one.name, {})
+    assert engine_config("m", **given, **others) != engine_config("m", **others)
 
 
 def test_what_is_left_out_is_left_to_the_config() -> None:

@@ -1,0 +1,86 @@
+"""KV connectors: tiers of the block store that other packages register, behind host memory.
+
+A connector has two halves, which may live in different processes. The scheduler's half decides: it is offered the
+blocks that leave the device, and asked which it has. The worker's half moves bytes, between its own storage and blocks
+in host memory; how these reach the device is the worker's. A block is named by a key, and means the same in every
+engine whose fingerprint is equal. What a connector can't give back is computed: it loses nothing but time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVFingerprint
+from ratoon.core.plugins import KV_CONNECTORS, PluginError, find_plugin, plugin_names
+
+
+class BlockIndex(ABC):
+    """The scheduler's half. It is asked while a step is planned, and answers at once: from memory, not from a disk that
+    may be busy."""
+
+    @abstractmethod
+    def find(self, key: bytes) -> bool:
+        """Whether the block of this key can be loaded now."""
+
+    @abstractmethod
+    def offer(self, key: bytes) -> bool:
+        """A full block leaves the device. True: it is to be saved."""
+
+    def close(self) -> None:
+        """The engine ends."""
+        return
+
+
+class BlockMover(ABC):
+    """The worker's half. `parts` are the bytes of a block, one buffer after another; they are valid during the call
+    alone. Calls come one at a time, between steps, so that a step waits for them."""
+
+    @abstractmethod
+    def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        """Keep these bytes. An exception is logged, and the block is not kept."""
+
+    @abstractmethod
+    def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Write the bytes of this block into `parts`. False, or an exception, which is logged: it is not there, or is
+        damaged. What was written until then is not read."""
+
+    def close(self) -> None:
+        """The engine ends."""
+        return
+
+
+class KVConnector(ABC):
+    """What a package registers: a class, or a function, that makes one of these from `kv_connector_options`, and raises
+    ValueError for options that it does not have. Both halves may be opened in one process."""
+
+    @abstractmethod
+    def open_index(self, fingerprint: KVFingerprint) -> BlockIndex: ...
+
+    @abstractmethod
+    def open_mover(self, fingerprint: KVFingerprint) -> BlockMover: ...
+
+
+def block_key(group: int, block_hash: bytes) -> bytes:
+    """The name of a block: its KV group, and the hash of what it holds."""
+    return group.to_bytes(2, "big") + block_hash
+
+
+def open_connector(name: str, options: Mapping[str, Any]) -> KVConnector:
+    """The connector that a package registers under this name. Raises ConfigError."""
+    try:
+        make: Callable[..., Any] | None = find_plugin(KV_CONNECTORS, name, callable, "class or function")
+    except PluginError as error:
+        raise ConfigError("kv_connector", f"{name!r} {error.problem}", "another version of it") from error
+    if make is None:
+        known = ", ".join(plugin_names(KV_CONNECTORS)) or "none"
+        raise ConfigError("kv_connector", f"no package registers {name!r}", f"one that is registered: {known}")
+    try:
+        made = make(dict(options))
+    except ValueError as error:
+        raise ConfigError("kv_connector_options", f"{name} refuses {dict(options)!r}: {error}", "others") from error
+    if not isinstance(made, KVConnector):
+        raise ConfigError("kv_connector", f"{name!r} makes a {type(made).__name__}, not a KVConnector", "another one")
+    return made
