@@ -109,6 +109,7 @@ def attend(
     has_norm: bool = False,
     is_padded: bool = False,
     window: int | None = None,
+    rope_axes: int = 1,
     **options: Any,
 ) -> None:
     """Store and attend, for requests of one length in all."""
@@ -133,14 +134,17 @@ def attend(
     q, k, v = torch.zeros(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype or dtype)
     norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
-    transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), _Table(head_dim), norm, norm)  # type: ignore[arg-type]
+    positions = torch.zeros(rope_axes, num_tokens, dtype=torch.int64)
+    table_of_angles: Any = _Table(head_dim, rope_axes)
+    transform = HeadTransform(positions[0] if rope_axes == 1 else positions, table_of_angles, norm, norm)
     layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True)
     backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
 
 
 class _Table:
-    def __init__(self, head_dim: int) -> None:
-        self.cos_sin, self.axes = torch.zeros(64, head_dim), None
+    def __init__(self, head_dim: int, rope_axes: int) -> None:
+        self.cos_sin = torch.zeros(64, head_dim)
+        self.axes = None if rope_axes == 1 else torch.zeros(head_dim // 2, dtype=torch.int32)
 
 
 def attention(compilation: Compilation) -> None:
@@ -182,6 +186,10 @@ def attention(compilation: Compilation) -> None:
     attend(32, 8, [1] * 256, 1024, batch_invariant=True)
     compilation.part = "attention: 8B, prefill, the same bits in any batch"
     attend(32, 8, [4096], 8192, batch_invariant=True)
+    compilation.part = "attention: positions on three axes"
+    attend(28, 4, [40], 64, rope_axes=3)
+    attend(28, 4, [1] * 32, 1024, rope_axes=3)
+    attend(28, 4, [1] * 32, 1024, rope_axes=3, batch_invariant=True)
     compilation.part = "attention: heads of 80"
     attend(8, 8, [1] * 32, 1024, head_dim=80)
     compilation.part = "attention: float32"
@@ -288,8 +296,10 @@ def choices(compilation: Compilation) -> None:
 
 def inputs(compilation: Compilation) -> None:
     device = torch.device("cpu")
-    for num_groups, max_encoder_len in ((1, 0), (2, 1500)):
-        rows = InputBatch(320, 40960, [BLOCK_SIZE] * num_groups, RowWrites(), max_encoder_len, BLOCK_SIZE)
+    shapes = (([BLOCK_SIZE], 0, 0), ([BLOCK_SIZE] * 2, 1500, 0), ([BLOCK_SIZE, 2 * BLOCK_SIZE], 0, 3))
+    for block_sizes, max_encoder_len, rope_axes in shapes:
+        num_groups = len(block_sizes)
+        rows = InputBatch(320, 40960, block_sizes, RowWrites(), max_encoder_len, BLOCK_SIZE, rope_axes)
         rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
         made = DeviceInputs(rows, 2048, 320, 512, 512, device)
         compilation.part = f"inputs: cells of the rows, {num_groups} groups"
