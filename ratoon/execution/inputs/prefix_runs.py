@@ -39,16 +39,17 @@ class PrefixRunsOfRows:
         num_computed = rows.num_computed[batch_rows]
         if num_computed.sum() < shared_prefix.MIN_SAVED:
             return None
-        num_blocks = -(-int(num_computed.max()) // rows.block_size)
+        longest = int(num_computed.max())
         shared: np.ndarray | None = None
-        for backend, whole in zip(self._backends, rows.block_tables):
+        for backend, whole, block_size in zip(self._backends, rows.block_tables, rows.block_sizes.tolist()):
             if not backend.shares_prefixes:
                 continue
+            num_blocks = -(-longest // block_size)
             table = whole[:, :num_blocks]
             first = table[batch_rows, 0]
             if not (first[1:] == first[:-1]).any():
                 return None
-            found = shared_prefixes(table[batch_rows], num_computed, rows.block_size)
+            found = shared_prefixes(table[batch_rows], num_computed, block_size)
             shared = found if shared is None else np.minimum(shared, found)
         if shared is None:
             return None

@@ -12,7 +12,8 @@ from ratoon.execution.kv.kv_tensors import KVTensors
 
 
 def moved(copies: list[tuple[int, int]]) -> list[list[int]]:
-    tensors: Any = SimpleNamespace(_tensors=[torch.arange(12).view(6, 2), torch.arange(6).view(6, 1)], _pages=None)
+    contents = [torch.arange(12).view(6, 2), torch.arange(6).view(6, 1)]
+    tensors: Any = SimpleNamespace(_tensors=contents, _pages=None, _connector=None)
     tensors._move = lambda plan: KVTensors._move(tensors, plan)
     tensors._copy_rows = lambda plan: KVTensors._copy_rows(tensors, plan)
     blocks = [SimpleNamespace(src=source, dst=target) for source, target in copies]

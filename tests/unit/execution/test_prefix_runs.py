@@ -29,7 +29,7 @@ def small_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batch_of(tables: list[list[int]], num_groups: int = 1) -> InputBatch:
     """Branches whose blocks are computed but for the last, in which one token is."""
-    batch = InputBatch(8, 10 * BLOCK_SIZE, BLOCK_SIZE, num_groups)
+    batch = InputBatch(8, 10 * BLOCK_SIZE, [BLOCK_SIZE] * num_groups)
     for index, table in enumerate(tables):
         count = (len(table) - 1) * BLOCK_SIZE + 1
         blocks = tuple([block + 100 * group for block in table] for group in range(num_groups))
