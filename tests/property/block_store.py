@@ -1,14 +1,17 @@
-"""Blocks with contents, on the device and on the host, which carries out what a plan moves, in the plan's order."""
+"""Blocks with contents, on the device, on the host and in a connector, which carries out what a plan moves, in the
+plan's order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ratoon.core.kv_connector import BlockIndex
 from ratoon.core.outputs import TransferReport
-from ratoon.core.plan import BlockTransfer, SchedulerOutput
+from ratoon.core.plan import BlockTransfer, ConnectorTransfer, SchedulerOutput
 
 GARBAGE = "garbage"
 Content = list[object]  # by offset
+Transfer = BlockTransfer | ConnectorTransfer
 
 
 class BlockStore:
@@ -16,15 +19,24 @@ class BlockStore:
         self.block_size = block_size
         self.device: dict[int, Content] = {}
         self.host: dict[int, Content] = {}
+        self.outside: dict[bytes, Content] = {}  # by key
 
-    def move(self, plan: SchedulerOutput, fails: Callable[[BlockTransfer], bool] = lambda _: False) -> TransferReport:
+    def move(self, plan: SchedulerOutput, fails: Callable[[Transfer], bool] = lambda _: False) -> TransferReport:
         """Step 2 of the order in core/plan.py. Contents are copied without checks; readers detect errors. Transfers
         that fail leave garbage."""
         report = TransferReport([], [], [], [])
+        for fetch in plan.fetches:
+            failed = fails(fetch) or fetch.key not in self.outside
+            if failed:
+                report.failed_stores.append(fetch.slot)
+            self.host[fetch.slot] = self._garbage() if failed else list(self.outside[fetch.key])
         for store in plan.stores:
             failed = fails(store)
             (report.failed_stores if failed else report.stored).append(store.slot)
             self.host[store.slot] = self._garbage() if failed else self._read(self.device, store.block)
+        for save in plan.saves:
+            if save.slot not in report.failed_stores and not fails(save):
+                self.outside[save.key] = list(self.host[save.slot])
         copied = [self._read(self.device, copy.src) for copy in plan.block_copies]
         for load in plan.loads:
             failed = fails(load)
@@ -54,3 +66,16 @@ class BlockStore:
 
     def _read(self, where: dict[int, Content], block: int) -> Content:
         return list(where.get(block, [None] * self.block_size))
+
+
+class OutsideIndex(BlockIndex):
+    """The scheduler's half of a connector that keeps every block that it is offered, as far as saving succeeds."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+
+    def find(self, key: bytes) -> bool:
+        return key in self._store.outside
+
+    def offer(self, key: bytes) -> bool:
+        return key not in self._store.outside

@@ -11,12 +11,12 @@ from hypothesis import event
 from ratoon.core.encoder import EncoderInput, tokens_for_encoder
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import TransferReport
-from ratoon.core.plan import BlockTransfer, SchedulerOutput
+from ratoon.core.plan import SchedulerOutput
 from ratoon.memory.hashing import ExtraKeys, MediaSpan
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
-from tests.property.block_store import BlockStore
+from tests.property.block_store import BlockStore, OutsideIndex, Transfer
 
 INPUTS: list[EncoderInput | None] = [None, *(tokens_for_encoder([number] * number) for number in (1, 5, 9))]
 BEGINNINGS = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 4, 4], []]
@@ -27,13 +27,16 @@ IMAGES = [(), (MediaSpan(2, 3, "a"),), (MediaSpan(2, 3, "b"),), (MediaSpan(0, 1,
 class MemoryLoad:
     """Operations are chosen by numbers: `which` of the possible sequences, and further choices."""
 
-    def __init__(self, config: KVCacheConfig, caching: bool, lease_fraction: float) -> None:
+    def __init__(self, config: KVCacheConfig, caching: bool, lease_fraction: float, connected: bool = False) -> None:
+        """`connected`: there is a connector behind host memory, if there is host memory."""
         self.config = config
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in config.groups]
         self.manager = KVCacheManager(config, max_model_len=1000, enable_caching=caching)
         self.leases = LeaseTable(self.manager, int(self.manager.num_usable_blocks * lease_fraction))
         self.sizes = [group.spec.block_size for group in config.groups]
         self.store = BlockStore(max(group.spec.block_size for group in config.all_groups))
+        if connected and config.num_host_blocks:
+            self.manager.store.connect(OutsideIndex(self.store))
         self.sequences: list[TokenSequence] = []  # that have not ended
         self.inputs: dict[TokenSequence, EncoderInput | None] = {}
         self.salts: dict[TokenSequence, str] = {}
@@ -65,6 +68,19 @@ class MemoryLoad:
         if sequence is not None and sequence.cross is None and self.manager.load_prefix(sequence, most, None):
             event("prefix loaded")
             self.wait_for(sequence)
+
+    def lose_outside(self, which: int, other: int, most: int) -> None:
+        """Blocks of the connector go, though some may have been found."""
+        for key in [key for key in self.store.outside if key[-1] % 3 == which % 3]:
+            del self.store.outside[key]
+
+    def forget_inside(self, which: int, other: int, most: int) -> None:
+        """Device and host lose the content that no sequence references, as in an engine that starts anew."""
+        tier = self.manager.store.tier
+        for pool in [self.manager.pool, *([] if tier is None else [tier])]:
+            for block in pool.blocks[1:]:
+                if block.ref_cnt == 0 and block.block_hash is not None:
+                    pool.uncache(block)
 
     def run(self, which: int, other: int, most: int) -> None:
         sequence = self.choose(which, [one for one in self.running() if one not in self.draft])
@@ -214,6 +230,7 @@ class MemoryLoad:
         assert self.manager.num_free_slots == self.config.num_host_blocks
         assert self.manager.take_encoder_writes() == [] and self.manager.take_block_copies() == []
         assert self.manager.store.take_transfers() == ([], []) and self.manager.store.snapshot().num_blocks == 0
+        assert self.manager.store.take_connector_transfers() == ([], [])
 
     # ---- steps ----
 
@@ -241,13 +258,14 @@ class MemoryLoad:
         self.draft = {}
         self.check_contents()
 
-    def execute(
-        self, fails: Callable[[BlockTransfer], bool] = lambda _: False
-    ) -> tuple[SchedulerOutput, TransferReport]:
+    def execute(self, fails: Callable[[Transfer], bool] = lambda _: False) -> tuple[SchedulerOutput, TransferReport]:
         """In the order that core/plan.py says."""
         manager, store = self.manager, self.store
         stores, loads = manager.store.take_transfers()
-        plan = SchedulerOutput(block_copies=manager.take_block_copies(), stores=stores, loads=loads)
+        fetches, saves = manager.store.take_connector_transfers()
+        plan = SchedulerOutput(
+            block_copies=manager.take_block_copies(), stores=stores, loads=loads, fetches=fetches, saves=saves
+        )
         self.check_moves(plan)
         report = store.move(plan, fails)
         for holder_id, table in manager.take_encoder_writes():
@@ -266,7 +284,13 @@ class MemoryLoad:
         copied, loaded = [copy.dst for copy in plan.block_copies], [load.block for load in plan.loads]
         targets = copied + loaded
         assert len(set(targets)) == len(targets), "a block is the target of two transfers"
-        assert len({store.slot for store in plan.stores}) == len(plan.stores)
+        stored, fetched = {store.slot for store in plan.stores}, {fetch.slot for fetch in plan.fetches}
+        assert len(stored) == len(plan.stores) and len(fetched) == len(plan.fetches) and stored.isdisjoint(fetched)
+        assert fetched <= {load.slot for load in plan.loads} and stored.issuperset(save.slot for save in plan.saves)
+        if plan.fetches:
+            event("blocks of a connector loaded")
+        if plan.saves:
+            event("blocks saved to a connector")
         used = {block for sequence in self.holders() for block in self.blocks_of(sequence)}
         assert used.issuperset(copied), "a written block has no holder"
         running = {block for sequence in self.draft for block in self.blocks_of(sequence)}

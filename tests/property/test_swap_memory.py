@@ -11,6 +11,7 @@ from tests.property.memory_load import MemoryLoad
 OPERATIONS = (
     ["arrive"] * 5 + ["run"] * 7 + ["preempt"] * 6 + ["swap_in"] * 5 + ["step"] * 8 + ["fork"] * 3 + ["go_on"] * 3
     + ["load_prefix"] * 4 + ["admit_again", "admit_again", "end", "end", "lease", "evict_lease", "wait", "failing_step"]
+    + ["lose_outside", "forget_inside", "forget_inside"]
 )  # fmt: skip
 
 
@@ -35,11 +36,15 @@ operations = st.lists(
 
 
 @settings(max_examples=2 * settings.default.max_examples)
-@given(kv_configs(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), operations)
+@given(kv_configs(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), operations)
 def test_every_sequence_always_finds_what_is_its_own(
-    config: KVCacheConfig, caching: bool, lease_fraction: float, happening: list[tuple[str, int, int, int]]
+    config: KVCacheConfig,
+    caching: bool,
+    lease_fraction: float,
+    connected: bool,
+    happening: list[tuple[str, int, int, int]],
 ) -> None:
-    load = MemoryLoad(config, caching, lease_fraction)
+    load = MemoryLoad(config, caching, lease_fraction, connected)
     for name, which, other, most in happening:
         getattr(load, name)(which, other, most)
         load.check()
