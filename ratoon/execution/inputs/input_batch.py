@@ -115,7 +115,7 @@ class InputBatch:
                 table[row, : counts[row]] = NULL_BLOCK
                 counts[row] = 0
             self.encoder_lens[row] = 0
-            self._clear_overrides(row)
+            self._clear_overrides([row])
             self._free_rows.append(row)
         return row
 
@@ -132,8 +132,7 @@ class InputBatch:
             table[rows, : counts[rows].max()] = NULL_BLOCK
             counts[rows] = 0
         self.encoder_lens[rows] = 0
-        for row in rows.tolist():
-            self._clear_overrides(row)
+        self._clear_overrides(rows.tolist())
         self._free_rows += rows.tolist()
 
     def append_blocks(self, row: int, block_ids: BlockIds) -> None:
@@ -181,9 +180,12 @@ class InputBatch:
             for axis in range(self.rope_axes):
                 self.journal.note(self.rope_start + (row * self.rope_axes + axis) * longest, count)
 
-    def _clear_overrides(self, row: int) -> None:
-        self.rope_lens[row] = self.rope_deltas[row] = 0
-        self.embeddings.pop(row, None)
+    def _clear_overrides(self, rows: list[int]) -> None:
+        if self.rope_rows is not None:
+            self.rope_lens[rows] = self.rope_deltas[rows] = 0
+        if self.embeddings:
+            for row in rows:
+                self.embeddings.pop(row, None)
 
     def rope_positions(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[axes, T]: by what heads are rotated, of tokens at these positions [T] of these rows [T]."""
