@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, group_layers
+from ratoon.core.kv_connector import BlockMover
 from ratoon.core.plan import BlockCopy, SchedulerOutput
 from ratoon.core.plan import BlockTransfer as Move
+from ratoon.core.plan import ConnectorTransfer as Slot
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.execution.kv.block_swaps import BlockSwaps, CopyStream, CudaCopyStream, runs_of, split_rows
 from ratoon.execution.kv.kv_tensors import KVTensors, staging_size
@@ -134,6 +136,54 @@ def test_a_plan_moves_blocks_as_without_the_kernel(plan: SchedulerOutput) -> Non
     for stream in streams():
         found = content_after(make_kv(stream), [plan])
         assert all(ours.equal(theirs) for ours, theirs in zip(found, expected)), stream
+
+
+class KeptBlocks(BlockMover):
+    """The worker's half of a connector, in a dictionary."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        assert all(part.readonly for part in parts)
+        self.blocks[key] = b"".join(parts)
+
+    def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        data = self.blocks.get(key, b"")
+        for part in parts:
+            part[:] = data[: part.nbytes].ljust(part.nbytes, b"?")
+            data = data[part.nbytes :]
+        return key in self.blocks
+
+
+def test_a_connector_reads_slots_behind_their_stores_and_writes_them_before_their_loads() -> None:
+    plans = [
+        SchedulerOutput(stores=[Move(4, 2), Move(6, 1)], saves=[Slot(2, b"four"), Slot(1, b"six")]),
+        # Slot 2 is read by a load while the steps run ahead, then gets other content.
+        SchedulerOutput(stores=[Move(5, 3)], loads=[Move(8, 2)]),
+        SchedulerOutput(fetches=[Slot(2, b"six"), Slot(4, b"four")], loads=[Move(9, 2), Move(10, 4)]),
+        SchedulerOutput(stores=[Move(9, 5)], saves=[Slot(5, b"again")]),
+    ]
+    results = []
+    for stream in [None, *streams()]:
+        kv, mover = make_kv(stream), KeptBlocks()
+        kv.connect(mover)
+        results.append((content_after(kv, plans, written=[4, 6, 8]), mover.blocks))
+    expected, kept = results[0]
+    assert len(kept) == 3 and kept[b"again"] == kept[b"six"] != kept[b"four"]
+    for found, blocks in results[1:]:
+        assert all(ours.equal(theirs) for ours, theirs in zip(found, expected, strict=True))
+        assert blocks == kept
+
+
+def test_a_block_that_a_connector_has_not_is_reported_and_others_arrive() -> None:
+    for stream in [None, *streams()]:
+        kv, mover = make_kv(stream), KeptBlocks()
+        kv.connect(mover)
+        content_after(kv, [SchedulerOutput(stores=[Move(4, 2)], saves=[Slot(2, b"four")])])
+        fetches = [Slot(3, b"four"), Slot(1, b"five")]
+        report = kv.move_blocks(SchedulerOutput(fetches=fetches, loads=[Move(8, 3), Move(9, 1)]))
+        assert report is not None and report.failed_stores == [1] and report.loaded == [8, 9]
 
 
 def test_swaps_of_many_steps_read_what_the_plan_means_whenever_the_copies_run() -> None:
