@@ -9,7 +9,7 @@ from ratoon.api.options import SHORT_OPTIONS, option_of, shown_default
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.setting import Setting, settings_of
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
-from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES
+from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES, SPECIAL
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
@@ -49,7 +49,7 @@ def page() -> str:
     text = "".join(f"{head}\n{table(settings)}" for head, settings in tables)
     theirs = {name: f"`{ours}`" for name, ours in RENAMED.items()}
     theirs |= {name: f"not `{ours}`" for name, ours in NEGATED.items()}
-    theirs |= {"swap_space": "`swap_memory`, in GiB", "tokenizer": "only the model's own is accepted"}
+    theirs |= SPECIAL
     theirs |= {name: rule.expected for name, rule in RULES.items()}
     theirs |= dict.fromkeys(NO_EFFECT, "changes nothing")
     rows = (

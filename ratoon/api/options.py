@@ -29,7 +29,7 @@ from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.setting import Setting
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
 from ratoon.core.sizes import format_size
-from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES
+from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES, SPECIAL
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -109,6 +109,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = (
         add_setting_option(group, replace(settings[ours], name=theirs, default=None, help=help))
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
     group.add_argument("--tokenizer", metavar="MODEL", help="only the model's own is accepted")
+    group.add_argument("--kv-transfer-config", metavar="JSON", help="--kv-connector and --kv-connector-options")
     rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
     no_effect = {name: (kind, "no effect") for name, kind in NO_EFFECT.items()}
     for name, (kind, help) in {**rules, **no_effect}.items():
@@ -197,7 +198,7 @@ def add_answer_options(parser: argparse.ArgumentParser) -> None:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM, from the options that were given."""
     names = [setting.name for setting in (*ENGINE_SETTINGS, *OBSERVED_SETTINGS)]
-    return given_settings(args, [*names, *RENAMED, *NEGATED, "swap_space", "tokenizer", *RULES])
+    return given_settings(args, [*names, *RENAMED, *NEGATED, *SPECIAL, *RULES])
 
 
 def given_settings(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.setting import json_object
 
 GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}
@@ -55,7 +56,14 @@ NO_EFFECT: dict[str, type] = {
     "download_dir": str, "served_model_name": str, "mm_processor_kwargs": str, "limit_mm_per_prompt": str,
     "disable_async_output_proc": bool, "async_scheduling": bool,
 }  # fmt: skip
-VLLM_NAMES = (*RENAMED, *NEGATED, "swap_space", "tokenizer", *RULES, *NO_EFFECT)
+# Settings of one meaning each that no table covers
+SPECIAL = {
+    "swap_space": "`swap_memory`, in GiB",
+    "tokenizer": "only the model's own is accepted",
+    "kv_transfer_config": "`kv_connector` and `kv_connector_options`, as an object of vLLM's fields",
+}
+TRANSFER_FIELDS = {"kv_connector": "kv_connector", "kv_connector_extra_config": "kv_connector_options"}
+VLLM_NAMES = (*RENAMED, *NEGATED, *SPECIAL, *RULES, *NO_EFFECT)
 
 
 def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +87,7 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     if swap is not None and (isinstance(swap, bool) or not isinstance(swap, (int, float)) or not swap >= 0):
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
     _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
+    _rename_transfer(given)
     if given.get("quantization") is None:
         given.pop("quantization", None)
     if "dtype" in given:
@@ -92,6 +101,22 @@ def _rename(given: dict[str, Any], theirs: str, ours: str, value: Any) -> None:
     if given.get(ours) is not None:
         raise ConfigError(theirs, f"and {ours} are the same setting", "one of the two")
     given[ours] = value
+
+
+def _rename_transfer(given: dict[str, Any]) -> None:
+    """vLLM's object that names a connector. A connector takes and gives blocks here: other roles are refused."""
+    transfer = json_object("kv_transfer_config", given.pop("kv_transfer_config", None))
+    for name, value in transfer.items():
+        if name == "kv_role":
+            if value != "kv_both":
+                raise ConfigError("kv_transfer_config.kv_role", f"{value!r} is not supported", "kv_both")
+        elif name not in TRANSFER_FIELDS:
+            expected = f"one of {', '.join(['kv_role', *TRANSFER_FIELDS])}"
+            raise ConfigError(f"kv_transfer_config.{name}", "is not supported", expected)
+        elif given.get(ours := TRANSFER_FIELDS[name]):
+            raise ConfigError("kv_transfer_config", f"and {ours} are the same setting", "one of the two")
+        else:
+            given[ours] = value
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -58,6 +58,13 @@ def test_what_changes_no_answer_changes_nothing() -> None:
         ({"enforce_eager": True, "cuda_graphs": True}, "enforce_eager: and cuda_graphs are the same setting"),
         ({"swap_space": -1}, "swap_space: -1 is out of range"),
         ({"swap_space": 1, "swap_memory": "1GiB"}, "swap_space: and swap_memory are the same setting"),
+        ({"kv_transfer_config": {"kv_connector": "a", "kv_role": "kv_producer"}}, "'kv_producer' is not supported"),
+        ({"kv_transfer_config": {"kv_rank": 1}}, r"kv_transfer_config.kv_rank: is not supported; one of kv_role"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config: '{' is no JSON"),
+        (
+            {"kv_transfer_config": {"kv_connector": "a"}, "kv_connector": "b"},
+            "kv_transfer_config: and kv_connector are the same setting",
+        ),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 is out of range"),
         ({"gpu_memory_utilization": 0.5, "kv_memory_fraction": 0.5}, "contradict each other"),
         ({"scheduling_policy": "random"}, "policy: 'random' is unknown"),
@@ -67,3 +74,9 @@ def test_values_that_would_mean_something_else_are_refused(settings: dict[str, A
     with pytest.raises(ConfigError) as refused:
         engine_config("m", **settings)
     assert words in str(refused.value)
+
+
+def test_the_connector_of_a_transfer_config_is_chosen() -> None:
+    text = '{"kv_connector": "files", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "/x"}}'
+    config = engine_config("m", kv_transfer_config=text, swap_space=1)
+    assert (config.cache.kv_connector, config.cache.kv_connector_options) == ("files", {"folder": "/x"})
