@@ -419,10 +419,12 @@ def test_many_requests_of_a_captured_step_get_other_lengths() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 37, 1000])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (128, None), (80, 32), (64, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "num_axes"), [(128, 128, 1), (128, None, 1), (80, 32, 1), (64, 64, 1), (128, 128, 3)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norm_rotation_and_store_round_as_the_reference(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int | None, num_tokens: int
+    dtype: torch.dtype, head_dim: int, rotary_dim: int | None, num_axes: int, num_tokens: int
 ) -> None:
     torch.manual_seed(0)
     ops, layer = TorchOps(), AttentionLayer(0, 8, 2, head_dim, 0.1)
@@ -436,7 +438,10 @@ def test_norm_rotation_and_store_round_as_the_reference(
         angles = torch.randn(5000, rotary_dim // 2, device="cuda") * 100
         rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
         rotary.axes = None
-    transform = HeadTransform(torch.randint(0, 5000, (num_tokens,), device="cuda"), rotary, *norms)
+        if num_axes > 1:
+            rotary.axes = torch.randint(0, num_axes, (rotary_dim // 2,), dtype=torch.int32, device="cuda")
+    positions = torch.randint(0, 5000, (num_axes, num_tokens + 3), device="cuda")[:, :num_tokens]
+    transform = HeadTransform(positions if num_axes > 1 else positions[0], rotary, *norms)
     product = torch.randn(num_tokens, 12, head_dim, device="cuda").to(dtype)
     slots = torch.randperm(16 * 70, device="cuda")[:num_tokens] + 16
     pages = torch.full((71, 2, 2, 16, head_dim), float("nan"), dtype=dtype, device="cuda")
