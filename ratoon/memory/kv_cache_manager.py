@@ -500,9 +500,12 @@ class KVCacheManager:
         less time than to compute it, and there is memory for it and for `num_new_tokens` after it. False: nothing
         changed."""
         self.register_blocks()
-        lookups = [self.store.lookup(group, with_connector=True) for group in range(self.num_groups)]
-        hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups)
-        found = entries_of(hit_blocks)
+        for with_connector in (True, False):  # whose blocks need slots of host memory
+            lookups = [self.store.lookup(group, with_connector) for group in range(self.num_groups)]
+            hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups)
+            found = entries_of(hit_blocks)
+            if self.store.has_room_for(found):
+                break
         num_slots = sum(map(self.store.is_slot, found))
         if not num_slots and not self.store.is_arriving(found):
             return False
@@ -512,7 +515,7 @@ class KVCacheManager:
         last = min(branch.num_tokens, num_tokens + num_new_tokens)
         num_wanted = sum(rule.num_blocks(last) - rule.num_blocks(num_tokens) for rule in self.rules)
         num_free = self._count_free(([block for block in found if not self.store.is_slot(block)],))
-        if num_slots + num_free + num_wanted > self.pool.num_free_blocks or not self.store.has_room_for(found):
+        if num_slots + num_free + num_wanted > self.pool.num_free_blocks:
             return False
         blocks = iter(self.store.bring(found))
         branch.block_tables = [list(islice(blocks, len(hit))) for hit in hit_blocks]
