@@ -302,11 +302,14 @@ def open_grammar_library(config: EngineConfig, vocab_size: int, by_c: bool) -> G
     from ratoon.models.source import resolve_model
 
     tokenizer = resolve_model(config.model, config.hf_overrides).load_tokenizer()
-    if not by_c:
-        return Llguidance(tokenizer, vocab_size)
-    from ratoon.execution.grammar.llguidance_c import open_library
+    if by_c:
+        from ratoon.execution.grammar.llguidance_c import open_library
 
-    return open_library(tokenizer, vocab_size)
+        library = open_library(tokenizer, vocab_size)
+    else:
+        library = Llguidance(tokenizer, vocab_size)
+    library.prepare()
+    return library
 
 
 def compile_ahead(choices: WorkerParts) -> CompileAhead | None:

@@ -34,11 +34,10 @@ def allowed_tokens(words: np.ndarray, vocab_size: int, most: int) -> np.ndarray 
 def longest_of_all(token_ids: Iterable[int], library: GrammarLibrary) -> int | None:
     """The token of which all of these are beginnings. None: they differ, or are special tokens, which have no text."""
     longest, text, others = -1, b"", []
-    texts = library.all_token_bytes()
     for token_id in token_ids:
         if library.is_special(token_id):
             return None
-        own = texts[token_id]
+        own = library.token_bytes(token_id)
         others.append(own)
         if len(own) > len(text):
             longest, text = token_id, own
@@ -91,8 +90,7 @@ def _may_be_forced(words: np.ndarray, library: GrammarLibrary) -> bool:
     lowest, highest = (int(words[place]) & 0xFFFFFFFF for place in places)
     first = 32 * places[0] + (lowest & -lowest).bit_length() - 1
     last = 32 * places[1] + highest.bit_length() - 1
-    texts = library.all_token_bytes()
-    return last >= len(texts) or texts[first][:1] == texts[last][:1]
+    return last >= library.vocab_size or library.token_bytes(first)[:1] == library.token_bytes(last)[:1]
 
 
 def _go_on(probes: Sequence[_Probe], library: GrammarLibrary) -> None:

@@ -108,6 +108,10 @@ class Llguidance:
         is_special = self._library_tokenizer.is_special_token
         return frozenset(token_id for token_id in range(self._num_tokens) if is_special(token_id))
 
+    def prepare(self) -> None:
+        """Make what the first text would need, which takes some tenths of a second: its time is charged to it."""
+        self._special_ids  # noqa: B018 (made on access)
+
     def compile(self, asked: StructuredOutput) -> Grammar:
         text = without_forcing(grammar_text(asked, self.special_tokens))
 

@@ -48,6 +48,13 @@ def open_library(request: pytest.FixtureRequest) -> OpenLibrary:
     return Llguidance if request.param == "python" else llguidance_c.LlguidanceC
 
 
+def test_a_library_that_is_prepared_has_made_what_the_first_text_needs() -> None:
+    """A text is charged for the time of its masks, and refused beyond a limit."""
+    library = Llguidance(json_tokenizer(), json_tokenizer().vocab_size)
+    library.prepare()
+    assert {"_library_tokenizer", "_special_ids"} <= set(vars(library))
+
+
 @pytest.mark.parametrize("num_more", [0, 1, 20, 64])  # models have rows behind the tokenizer's last token
 def test_the_librarys_own_end_is_never_allowed(num_more: int, open_library: OpenLibrary) -> None:
     vocab_size = json_tokenizer().vocab_size + num_more
