@@ -63,7 +63,7 @@ def table(settings: Iterable[Setting]) -> str:
     rows = ["| keyword | option | meaning | default |\n", "|---|---|---|---|\n"]
     for setting in settings:
         options = [] if setting.name == "skip_tokenizer" else [option_of(setting.name), *setting.options]
-        if setting.kind is bool and setting.default:
+        if setting.kind is bool and (setting.default or setting.optional):
             options += ["--no-" + option.removeprefix("--") for option in options]
         default = shown_default(setting)
         shown = f"`{default}`" if default else "on" if setting.default is True else ""

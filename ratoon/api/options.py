@@ -86,7 +86,9 @@ def add_setting_option(group: argparse._ArgumentGroup, setting: Setting, **how: 
     default = shown_default(setting)
     help = setting.help if default is None or "default" in setting.help else f"{setting.help}; default {default}"
     if setting.kind is bool:
-        how.setdefault("action", argparse.BooleanOptionalAction if setting.default else "store_true")
+        how.setdefault(
+            "action", argparse.BooleanOptionalAction if setting.default or setting.optional else "store_true"
+        )
         return group.add_argument(*names, dest=setting.name, default=None, help=help, **how)
     if setting.kind is tuple:
         how.setdefault("action", "append")

@@ -211,10 +211,11 @@ class SchedulerConfig:
     )
     policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
-    jump_forward: bool = setting(
-        True,
+    jump_forward: bool | None = setting(
+        None,
         "tokens for which structured output leaves no choice are computed together with the next one, not by a step "
-        "of their own; the answers are the same",
+        "of their own, and are those of the tokenizer; default: on a CPU. On a GPU it is worth its search for few "
+        "requests with much such text; with --no-jump-forward a CPU gives the same answers",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
 

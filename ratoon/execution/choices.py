@@ -147,7 +147,7 @@ class WorkerParts:
             capture=capture,
             record=self.ops.name == "native" and may_repeat(model, "can_be_recorded"),
             grammars=grammars,
-            jump_forward=scheduler.jump_forward,
+            jump_forward=device.type == "cpu" if scheduler.jump_forward is None else scheduler.jump_forward,
         )
 
 

@@ -133,9 +133,9 @@ class Worker:
             kv_config = replace(self._pool, num_blocks=pool.num_blocks, num_host_blocks=pool.num_host_blocks)
             if choices.device.type == "cuda":
                 verify_longest_sequence(kv_config, config.cache, choices.max_model_len)
-            by_c = choices.device.type == "cuda"  # elsewhere steps need the threads of the kernels
+            on_cuda = choices.device.type == "cuda"
             vocab_size = self._model_config.vocab_size
-            self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, by_c))
+            self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, on_cuda))
             self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars)
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
@@ -295,20 +295,23 @@ class Worker:
         self.runner.kv.allocate()
 
 
-def open_grammar_library(config: EngineConfig, vocab_size: int, by_c: bool) -> GrammarLibrary:
-    """With the model's tokenizer, which the engine needs for nothing else. `by_c`: through the C interface, where it
-    can be used, with the threads of the CPU kernels."""
+def open_grammar_library(config: EngineConfig, vocab_size: int, on_cuda: bool) -> GrammarLibrary:
+    """With the model's tokenizer, which the engine needs for nothing else. Beside a GPU it is used through the C
+    interface, where that can be, with the threads of the CPU kernels: elsewhere steps need these. There forced text is
+    found on request alone: with 32 schemas on an H200 the search takes more than half of the speed."""
     from ratoon.execution.grammar.llguidance_library import Llguidance
     from ratoon.models.source import resolve_model
 
     tokenizer = resolve_model(config.model, config.hf_overrides).load_tokenizer()
-    if by_c:
+    if on_cuda:
         from ratoon.execution.grammar.llguidance_c import open_library
 
         library = open_library(tokenizer, vocab_size)
     else:
         library = Llguidance(tokenizer, vocab_size)
-    library.prepare()
+    library.finds_forced_text = not on_cuda or config.scheduler.jump_forward is True
+    if library.finds_forced_text:
+        library.prepare()
     return library
 
 

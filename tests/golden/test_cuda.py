@@ -10,6 +10,7 @@ from ratoon.core.errors import ModelError
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
+from ratoon.execution import worker
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
 from tests.golden.grammar_engines import forced_texts
@@ -190,12 +191,22 @@ def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "calls"])
 @pytest.mark.parametrize("others", [False, True], ids=["masks alone", "other rules"])
-def test_text_without_a_choice_is_told_at_once_and_changes_no_token(others, cuda_graphs):
+def test_text_without_a_choice_is_told_at_once_and_changes_no_token(others, cuda_graphs, monkeypatch):
+    """Against an engine that looks for such text too, and samples its tokens one by one."""
+    open_library = worker.open_grammar_library
+
+    def open_and_prepare(*arguments):
+        library = open_library(*arguments)
+        library.finds_forced_text = True
+        library.prepare()
+        return library
+
+    monkeypatch.setattr(worker, "open_grammar_library", open_and_prepare)
     settings = {"others": others, "device": "cuda", "dtype": "float32", "cuda_graphs": cuda_graphs}
     expected = forced_texts(jump_forward=False, **settings)
     assert expected.num_known == 0
     for in_flight in (1, 2, 3):
-        found = forced_texts(max_steps_in_flight=in_flight, **settings)
+        found = forced_texts(jump_forward=True, max_steps_in_flight=in_flight, **settings)
         assert found.answers == expected.answers
         assert found.num_steps < expected.num_steps
         assert (found.num_known > 0) == (in_flight > 1)

@@ -63,6 +63,8 @@ def forced_tokens(
     """For each of several states of this library, with its mask [W] int32: the next tokens that have no alternative.
     The states stay as they are. There may be more behind them; an end of the text is not among them."""
     found: list[list[int]] = [[] for _ in states]
+    if not library.finds_forced_text:
+        return found
     probes: list[_Probe] = []
     for place, (state, words) in enumerate(zip(states, masks)):
         if not _may_be_forced(words, library) or state.is_accepting:
@@ -117,6 +119,8 @@ def _go_on(probes: Sequence[_Probe], library: GrammarLibrary) -> None:
         going = []
         for probe, match, words in zip(moving, matches.tolist(), table):
             if match & (Match.REFUSED | Match.FAILED):
+                continue
+            if not match & (Match.ACCEPTING | Match.ALIKE):
                 continue
             followers = allowed_tokens(words, library.vocab_size, MAX_TOKENS)
             if match & Match.ACCEPTING:

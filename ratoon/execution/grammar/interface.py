@@ -47,6 +47,9 @@ class Match:
     ACCEPTING = 1  # the text may end here
     REFUSED = 2  # the grammar forbids its token
     FAILED = 4  # its mask could not be filled
+    # It may not end here, and the tokens that may follow are few (forced_text.MAX_TOKENS) and begin alike. A library
+    # that does not look says so of all texts that may not end.
+    ALIKE = 8
 
 
 class CompiledGrammar(Protocol):
@@ -60,6 +63,7 @@ class GrammarLibrary(Protocol):
     """A grammar library with the vocabulary of a model. To be used from any thread."""
 
     vocab_size: int
+    finds_forced_text: bool  # whether text without an alternative is looked for, and gets the tokenizer's tokens
 
     def __hash__(self) -> int: ...
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from llguidance import _lib
 
+from ratoon.execution.grammar import forced_text
 from ratoon.execution.grammar.interface import words_of
 from ratoon.execution.grammar.llguidance_library import Llguidance, clear_token, describe_tokenizer
 from ratoon.execution.grammar.notation import LIMITS
@@ -185,7 +186,14 @@ class LlguidanceC(Llguidance):
             ctypes.cast(getattr(functions, name), _POINTER).value
             for name in ("matcher_consume_token", "matcher_compute_mask_into", "matcher_is_accepting")
         ]
-        self._calls = MatchCalls(*addresses, 4 * self.num_words)
+        self._first_bytes = np.zeros(vocab_size, np.uint8)  # until `prepare`, all tokens begin alike
+        self._calls = MatchCalls(
+            *addresses, 4 * self.num_words, self._first_bytes.ctypes.data, vocab_size, forced_text.MAX_TOKENS
+        )
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._first_bytes[:] = [text[0] if text else 0 for text in self.all_token_bytes()]
 
     @property
     def num_words(self) -> int:

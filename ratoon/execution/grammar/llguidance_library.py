@@ -90,6 +90,7 @@ class Llguidance:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.finds_forced_text = True
         self._tokenizer = tokenizer
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         num_threads = max(1, min(NUM_THREADS, usable_cores() // 2))
@@ -155,7 +156,9 @@ class Llguidance:
                 with suppress(ValueError):
                     self._fill([states[place]], table, [int(rows[place])])
         for place in left:
-            found[place] = Match.FAILED if states[place].error is not None else states[place].is_accepting
+            is_accepting = states[place].is_accepting
+            good = Match.ACCEPTING if is_accepting else Match.ALIKE
+            found[place] = Match.FAILED if states[place].error is not None else good
         return found
 
     def _fill(self, states: Sequence[State], table: np.ndarray, rows: Sequence[int]) -> None:

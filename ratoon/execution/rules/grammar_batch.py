@@ -60,7 +60,7 @@ class GrammarBatch:
         found[places] = self._library.match(states, tokens[places], table, rows[places])
         stuck += np.flatnonzero(found & (Match.REFUSED | Match.FAILED)).tolist()
         is_open[stuck] = False
-        self._find_forced(np.flatnonzero(is_open & ((found & Match.ACCEPTING) == 0)), table, rows, forced)
+        self._find_forced(np.flatnonzero(is_open & ((found & Match.ALIKE) != 0)), table, rows, forced)
         for ends, members in self._places_of_ends.items():
             ends.set_in_rows(table, rows[members], (found[members] & Match.ACCEPTING) != 0)
         table[rows[[*forced, *stuck]]] = 0
@@ -98,6 +98,8 @@ class GrammarBatch:
         self, places: np.ndarray, table: np.ndarray, rows: np.ndarray, forced: dict[int, list[int]]
     ) -> None:
         """Find the tokens that must follow these texts, by their masks without ends."""
+        if not len(places) or not self._library.finds_forced_text:
+            return
         num_words = words_of(self._library.vocab_size)
         masks = [table[row, :num_words] for row in rows[places]]
         runs = forced_tokens([self._states[place] for place in places], masks, self._library)

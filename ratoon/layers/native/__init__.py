@@ -71,7 +71,15 @@ class DecodeTables(ctypes.Structure):
 class MatchCalls(ctypes.Structure):
     """`match_calls` of kernels.h."""
 
-    _fields_ = (("consume", _POINTER), ("fill", _POINTER), ("is_accepting", _POINTER), ("mask_bytes", _INT))
+    _fields_ = (
+        ("consume", _POINTER),
+        ("fill", _POINTER),
+        ("is_accepting", _POINTER),
+        ("mask_bytes", _INT),
+        ("first_bytes", _POINTER),
+        ("tokens", _INT),
+        ("most_alike", _INT),
+    )
 
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {

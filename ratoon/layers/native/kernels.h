@@ -89,9 +89,14 @@ typedef struct {
     int32_t (*fill)(void *matcher, uint32_t *mask, size_t mask_bytes);
     bool (*is_accepting)(void *matcher);
     int64_t mask_bytes;
+    const uint8_t *first_bytes;  // the first byte of each token
+    int64_t tokens;              // of the model: others are not looked at
+    int64_t most_alike;          // see MATCH_ALIKE
 } match_calls;
 
-enum { MATCH_ACCEPTING = 1, MATCH_REFUSED = 2, MATCH_FAILED = 4 };
+// MATCH_ALIKE: the text may not end here, and the tokens that may follow are few and begin with the same byte. Where that is
+// not so, no text is forced.
+enum { MATCH_ACCEPTING = 1, MATCH_REFUSED = 2, MATCH_FAILED = 4, MATCH_ALIKE = 8 };
 
 // Each text goes on by its token, unless that is below 0, and writes its mask to its row of the table. found: what of the
 // names above is true of it.

@@ -14,6 +14,22 @@ typedef struct {
     uint8_t *found;
 } match_step;
 
+static bool are_alike(const match_calls *calls, const uint32_t *mask) {
+    const int64_t words = (calls->tokens + 31) / 32;
+    int64_t count = 0;
+    int first = -1;
+    for (int64_t word = 0; word < words; word++) {
+        uint32_t bits = mask[word];
+        if (word == words - 1 && calls->tokens % 32) bits &= (1u << calls->tokens % 32) - 1;
+        for (; bits; bits &= bits - 1) {
+            const int byte = calls->first_bytes[32 * word + __builtin_ctz(bits)];
+            if (++count > calls->most_alike || (first >= 0 && byte != first)) return false;
+            first = byte;
+        }
+    }
+    return count > 0;
+}
+
 static void match_text(void *context, int64_t text) {
     const match_step *step = context;
     const match_calls *calls = step->calls;
@@ -27,7 +43,11 @@ static void match_text(void *context, int64_t text) {
         step->found[text] = MATCH_FAILED;
         return;
     }
-    step->found[text] = calls->is_accepting(matcher) ? MATCH_ACCEPTING : 0;
+    if (calls->is_accepting(matcher)) {
+        step->found[text] = MATCH_ACCEPTING;
+        return;
+    }
+    step->found[text] = are_alike(calls, mask) ? MATCH_ALIKE : 0;
 }
 
 // The texts share nothing but locks of the library, so any thread may take any of them.

@@ -89,10 +89,9 @@ def test_several_states_go_on_together_as_each_alone(open_library: OpenLibrary) 
     table = np.full((22, library.num_words), 7, np.int32)
     for moves in ([letter] * 20, [-1] * 20, [digit if place in (3, 17) else letter for place in range(20)]):
         found = library.match(states, np.array(moves), table, np.array(rows))
-        expected = [Match.REFUSED if token == digit else 0 for token in moves]
-        if digit in moves:  # the second letter of the others
-            expected = [each or Match.ACCEPTING for each in expected]
-        assert found.tolist() == expected
+        open_ones = Match.ACCEPTING if digit in moves else 0  # the second letter
+        expected = [Match.REFUSED if token == digit else open_ones for token in moves]
+        assert [each & ~Match.ALIKE for each in found.tolist()] == expected
     assert states[3].error is not None and states[0].error is None
     nothing = np.zeros(0, np.int64)
     assert len(library.match([], nothing, table, nothing)) == 0
@@ -105,6 +104,18 @@ def test_several_states_go_on_together_as_each_alone(open_library: OpenLibrary) 
     assert (table[[0, 21], : len(words) - 1] == 7).all(), "rows of no state"
     alone.rewind(1)
     assert not alone.is_accepting and alone.copy().consume(letter)
+
+
+def test_the_c_interface_says_where_tokens_that_may_follow_begin_alike() -> None:
+    library = llguidance_c.open_library(json_tokenizer(), json_tokenizer().vocab_size)
+    if not isinstance(library, llguidance_c.LlguidanceC):
+        pytest.skip("the C interface can't be used here")
+    library.prepare()
+    table = np.zeros((1, library.num_words), np.int32)
+    for choices, alike in ((["true", "trick"], True), (["true", "false"], False), (["true"], True)):
+        state = library.compile(StructuredOutput(choice=choices)).begin()
+        (found,) = library.match([state], np.array([-1]), table, np.array([0])).tolist()
+        assert found == (Match.ALIKE if alike else 0), choices
 
 
 def test_texts_of_a_grammar_are_divided_among_its_lexers(open_library: OpenLibrary) -> None:
