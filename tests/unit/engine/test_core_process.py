@@ -20,7 +20,7 @@ class QuietProcess(EngineCoreProcess):
         self.num_frozen_in_loop = 0
 
     def _start(self, timer: Any) -> Any:
-        facts = SimpleNamespace(kv_config=SimpleNamespace(block_size=16), max_model_len=64)
+        facts = SimpleNamespace(kv_config=SimpleNamespace(whole_blocks=16), max_model_len=64)
         return SimpleNamespace(executor=SimpleNamespace(facts=facts), shutdown=lambda: None)
 
     def _read_messages(self) -> None: ...
