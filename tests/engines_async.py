@@ -17,13 +17,13 @@ from typing import Any
 
 from ratoon.core.config import EngineConfig, resolve_max_model_len
 from ratoon.core.errors import EngineDeadError, RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.messages import EngineReady
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.settings import engine_config
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.processes.client import InprocClient
-from ratoon.engine.processes.faults import fault_of
 from ratoon.models.source import resolve_model
 from ratoon.observe.startup import StartupTimer
 

@@ -1,12 +1,14 @@
-"""Engine processes that are forked from a process in which torch is loaded already: a start takes 50 ms instead of 2 s.
+"""Engine and worker processes that are forked from a process in which torch is loaded already: a start takes 50 ms
+instead of 2 s.
 
-`forked_engines` replaces `Popen` where engine processes are started; what runs in them is the same. Tests of the start
+`forked_engines` replaces `Popen` where these processes are started; what runs in them is the same. Tests of the start
 itself (tests/e2e) do without it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -18,12 +20,13 @@ from typing import Any
 
 import pytest
 
-from ratoon.engine.processes import core_process, launch
+from ratoon.core import processes
 
 # What an engine process imports; and pytest, because a child loads the parent's main module again.
 PRELOADED = [
     "torch",
     "ratoon.engine.processes.core_process",
+    "ratoon.distributed.worker_process",
     "ratoon.execution.worker",
     "ratoon.models.source",
     "pytest",
@@ -31,20 +34,20 @@ PRELOADED = [
 
 
 class ForkedProcess:
-    """The part of Popen that the parent of an engine process uses."""
+    """The part of Popen that the parent of such a process uses."""
 
     def __init__(
         self, command: Sequence[str], *, stdin: int, stdout: int, pass_fds: Sequence[int], env: dict[str, str]
     ) -> None:
-        death_pipe = int(command[-1])
-        assert list(command[1:-1]) == ["-P", "-m", core_process.__name__] and list(pass_fds) == [death_pipe]
-        assert stdin == subprocess.PIPE
+        interpreter, path_option, module_option, module, *arguments = command
+        assert (path_option, module_option, stdin) == ("-P", "-m", subprocess.PIPE)
+        assert arguments == [str(descriptor) for descriptor in pass_fds]
         lifeline, lifeline_of_parent = os.pipe()
         shown = sys.__stderr__.fileno() if stdout == subprocess.DEVNULL else stdout
         try:
-            files = [DupFd(descriptor) for descriptor in (lifeline, shown, death_pipe)]
+            files = [DupFd(descriptor) for descriptor in (lifeline, shown, *pass_fds)]
             self._process = multiprocessing.get_context("forkserver").Process(
-                target=_run_engine, args=(env, files), daemon=True
+                target=_run_module, args=(module, env, files), daemon=True
             )
             self._process.start()
         except BaseException:
@@ -69,9 +72,9 @@ class ForkedProcess:
         self._process.kill()
 
 
-def _run_engine(environment: dict[str, str], files: list[Any]) -> None:
+def _run_module(module: str, environment: dict[str, str], files: list[Any]) -> None:
     """In the child: standard input and output, environment and arguments as Popen would have set them."""
-    lifeline, shown, death_pipe = (file.detach() for file in files)
+    lifeline, shown, *others = (file.detach() for file in files)
     os.dup2(lifeline, 0)
     os.dup2(shown, 1)
     os.close(lifeline)
@@ -79,8 +82,8 @@ def _run_engine(environment: dict[str, str], files: list[Any]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [core_process.__name__, str(death_pipe)]
-    sys.exit(core_process.main())
+    sys.argv = [module, *(str(descriptor) for descriptor in others)]
+    sys.exit(importlib.import_module(module).main())
 
 
 @functools.cache
@@ -96,5 +99,5 @@ def _start_server() -> None:
 def forked_engines() -> Iterator[None]:
     _start_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Popen", ForkedProcess)
+        patch.setattr(processes, "Popen", ForkedProcess)
         yield

@@ -267,8 +267,11 @@ class EngineConfig:
     load_format: str = setting("auto", "auto, or dummy: random weights of the right shape", one_of("auto", "dummy"))
     hf_overrides: dict[str, Any] = setting({}, "an object of fields that override those of config.json")
     executor: str = setting(
-        "uniproc", 'uniproc: one worker in the engine\'s process; or "module:Class" with the same interface'
+        "auto",
+        "auto: uniproc for one rank, mp for several; uniproc: one worker in the engine's process; mp: a process for "
+        'each rank; or "module:Class" with the same interface',
     )
+    tensor_parallel_size: int = setting(1, "ranks among which every layer's weights are divided", at_least(1))
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

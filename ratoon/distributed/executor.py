@@ -61,17 +61,25 @@ class Executor(Protocol):
 ExecutorClass = Callable[[EngineConfig, ModelConfig, TensorSource, StartupTimer], Executor]
 
 
-def executor_class(name: str) -> ExecutorClass:
-    """The class that a config names: "uniproc", or "module:Class" for another one."""
+def executor_class(config: EngineConfig) -> ExecutorClass:
+    """The class that a config names, by a name of ours or as "module:Class"."""
+    name = config.executor
+    if name == "auto":
+        name = "uniproc" if config.tensor_parallel_size == 1 else "mp"
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     try:
         found: ExecutorClass = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("executor", f"{name!r} can't be loaded ({error})", 'uniproc, or "module:Class"') from None
+        raise ConfigError(
+            "executor", f"{name!r} can't be loaded ({error})", 'auto, uniproc, mp, or "module:Class"'
+        ) from None
     return found
 
 
-BUILT_IN = {"uniproc": "ratoon.distributed.uniproc:UniProcExecutor"}
+BUILT_IN = {
+    "uniproc": "ratoon.distributed.uniproc:UniProcExecutor",
+    "mp": "ratoon.distributed.multiproc:MultiprocExecutor",
+}
 
 
 def bring_up(call: Callable[..., list[Any]]) -> list[WorkerFacts]:

@@ -319,13 +319,12 @@ class StepInFlight:
             raise
 
 
-class UniProcExecutor(ThreadedExecutor):
-    """One worker, in this process."""
+class WorkerThread(ThreadedExecutor):
+    """A worker that has come up, in this process."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__()
-        self._worker = worker = Worker(config, model, tensors, timer)
-        (self.facts,) = bring_up(lambda phase, *arguments: [getattr(worker, phase)(*arguments)])
+        self._worker = worker
         self.run_on_thread(worker.enter_thread)
 
     @property
@@ -372,3 +371,12 @@ class UniProcExecutor(ThreadedExecutor):
         super().close()
         self._worker.close()
         del self._worker
+
+
+class UniProcExecutor(WorkerThread):
+    """The only worker of an engine, in its process."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
+        worker = Worker(config, model, tensors, timer)
+        (self.facts,) = bring_up(lambda phase, *arguments: [getattr(worker, phase)(*arguments)])
+        super().__init__(worker)

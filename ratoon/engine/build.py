@@ -32,16 +32,14 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     ):
         from ratoon.distributed.executor import executor_class
         from ratoon.execution.devices import gpu_bytes
-        from ratoon.models.build import collect_shapes
-        from ratoon.models.dummy_source import DummySource
+        from ratoon.models.build import open_tensors
     for package in ("ratoon", "torch"):
         note_missing_bytecode(sys.modules[package])
-    # Random weights need no files: a config alone is enough to size an engine.
-    tensors = DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
+    tensors = open_tensors(config, source)
     config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
     try:
         with no_garbage_collection():
-            executor = executor_class(config.executor)(config, source.config, tensors, timer)
+            executor = executor_class(config)(config, source.config, tensors, timer)
     finally:
         end_compiler()
     core = EngineCore(config, executor)

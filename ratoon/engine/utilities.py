@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.messages import UtilityCall, UtilityResult
 from ratoon.core.worker import FunctionTimings
 from ratoon.engine.core import EngineCore
-from ratoon.engine.processes.faults import fault_of
 
 if TYPE_CHECKING:
     from ratoon.distributed.executor import Executor

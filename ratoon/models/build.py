@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ratoon.core.config import ModelConfig
+from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.layers.ops import Ops, Product
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart, Shard
 from ratoon.layers.stored import StoredTensor
@@ -27,6 +27,7 @@ from ratoon.models.base import LanguageModel
 from ratoon.models.device_stream import open_destination
 from ratoon.models.dummy_source import DummySource
 from ratoon.models.registry import find_model_class
+from ratoon.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,11 @@ def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     weights = _RecordingWeights()
     find_model_class(config.architecture)(config, weights, config.max_position)
     return weights.recorded
+
+
+def open_tensors(config: EngineConfig, source: ModelSource) -> TensorSource:
+    """The weights of a model. Random ones need no files: a config alone is enough to size an engine."""
+    return DummySource(collect_shapes(source.config)) if config.load_format == "dummy" else source.tensors
 
 
 def declare_model(config: ModelConfig, max_position: int, part: ModelPart = WHOLE_MODEL) -> LanguageModel:

@@ -253,7 +253,9 @@ def test_a_kind_of_memory(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_executor(load: Load) -> None:
     load("An executor")
     config = engine_config("m", num_blocks=20)
-    executor = executor_class("my_package.fixed:FixedExecutor")(config, LLAMA, ShapeSource({}), StartupTimer())
+    executor = executor_class(config.with_(executor="my_package.fixed:FixedExecutor"))(
+        config, LLAMA, ShapeSource({}), StartupTimer()
+    )
     core = EngineCore(config, executor)
     core.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(max_tokens=5)))
     outputs = []

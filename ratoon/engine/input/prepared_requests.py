@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from ratoon.core.errors import RatoonError, RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
-from ratoon.engine.processes.faults import fault_of
 
 MAX_SECONDS = 30.0  # that a request waits
 

@@ -12,6 +12,7 @@ import msgspec
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
+from ratoon.core.faults import refusal_of
 from ratoon.core.outputs import (
     CompletionOutput,
     Continuation,
@@ -44,7 +45,6 @@ from ratoon.engine.output.answers import HiddenStatesAnswer, Output, PendingAnsw
 from ratoon.engine.output.choice_state import ChoiceState, make_choices
 from ratoon.engine.output.logprobs import PromptLogprobsCollector
 from ratoon.engine.output.roots import Root
-from ratoon.engine.processes.faults import refusal_of
 
 __all__ = ["Output", "Reading", "RequestState", "make_request_state"]
 

@@ -15,11 +15,11 @@ import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError
+from ratoon.core.faults import error_of
 from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
-from ratoon.engine.processes.faults import error_of
 from ratoon.engine.processes.launch import EngineProcess
 from ratoon.engine.processes.ledger import Entry, Ledger
 from ratoon.engine.processes.replica import Replica

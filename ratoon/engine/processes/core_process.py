@@ -19,24 +19,22 @@ never written to: the parent sees it close when this process ends, however it en
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import queue
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
 import zmq
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.machine import usable_cores
 from ratoon.core.messages import (
     LAST_WORD,
@@ -47,6 +45,7 @@ from ratoon.core.messages import (
     Heartbeat,
     UtilityCall,
 )
+from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, read_launch
 from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -57,7 +56,6 @@ from ratoon.core.request import (
 from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
-from ratoon.engine.processes.faults import fault_of
 from ratoon.engine.processes.socket_directory import remove_if_abandoned
 from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.engine.utilities import EngineUtilities
@@ -70,7 +68,6 @@ MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the 
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
 SECONDS_TO_BE_HEARD = 30.0  # for the parent to read why the engine did not start
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Stop:
@@ -285,34 +282,13 @@ class EngineCoreProcess:
             time.sleep(0.01)
 
 
-def read_launch(stream: BinaryIO) -> EngineLaunch:
-    """Four bytes of length, then the message. The stream stays open: its end is the parent's end."""
-    size = int.from_bytes(stream.read(4), "little")
-    return msgspec.msgpack.decode(stream.read(size), type=EngineLaunch)
-
-
-def continue_when_parent_dies() -> None:
-    """Ask the system for SIGCONT when the parent is gone, however it ends: then the lifeline ends this process.
-
-    Not SIGKILL: it would leave the sockets behind, and the signal also comes when only the parent's thread that started
-    us ends, where SIGCONT does no harm. Where there is no such call (macOS), a stopped process waits to be continued.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
-
-
 def main() -> int:
-    # Ctrl-C reaches the whole group, and a service manager's SIGTERM all of the service. The parent decides what they
-    # mean: requests under way may need this process for a while yet. SIGHUP comes to stopped processes when the parent
-    # is gone, before the lifeline thread could clean up.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals_of_the_group()
     continue_when_parent_dies()
     os.set_inheritable(int(sys.argv[1]), False)
     calm_thread_pools()
     configure_logging()
-    process = EngineCoreProcess(read_launch(sys.stdin.buffer))
+    process = EngineCoreProcess(read_launch(sys.stdin.buffer, EngineLaunch))
     return process.run()
 
 

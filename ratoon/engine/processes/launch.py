@@ -8,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from subprocess import TimeoutExpired
 from typing import Any
 
-import msgspec
 import zmq
 
 from ratoon.core.config import EngineConfig
@@ -29,6 +26,7 @@ from ratoon.core.messages import (
     UtilityResult,
     engine_identity,
 )
+from ratoon.core.processes import start_process
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequestType
 from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.processes.socket_directory import SocketDirectory
@@ -97,23 +95,13 @@ class EngineProcess:
         # Nothing is written to this pipe. The parent's end becomes readable when the process exits.
         self.death_fd, kept_open = os.pipe()
         try:
-            self._process = Popen(
-                [sys.executable, "-P", "-m", "ratoon.engine.processes.core_process", str(kept_open)],
-                stdin=PIPE,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else DEVNULL,
-                pass_fds=[kept_open],
-                env=_environment(),
-            )
+            module = "ratoon.engine.processes.core_process"
+            self._process = start_process(module, [str(kept_open)], [kept_open], launch)
         except BaseException:
             os.close(self.death_fd)
             raise
         finally:
             os.close(kept_open)
-        message = msgspec.msgpack.encode(launch)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
-            self._process.stdin.write(len(message).to_bytes(4, "little") + message)
-            self._process.stdin.flush()  # and stays open: it closes when the parent exits
 
     @property
     def pid(self) -> int:
@@ -191,20 +179,3 @@ class EngineProcess:
         self.outputs.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
-
-
-def _environment() -> dict[str, str]:
-    """The child must import the same package, even if it is only on sys.path and not installed."""
-    environment = dict(os.environ)
-    root = str(Path(__file__).parents[2])
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
-    return environment
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True

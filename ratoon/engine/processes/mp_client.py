@@ -15,10 +15,10 @@ import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import EngineAwayError, EngineDeadError
+from ratoon.core.faults import error_of
 from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from ratoon.engine.processes.faults import error_of
 from ratoon.engine.processes.ledger import Ledger
 from ratoon.engine.processes.replica import Replica
 from ratoon.engine.processes.socket_directory import SocketDirectory

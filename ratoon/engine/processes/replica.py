@@ -14,10 +14,10 @@ import zmq
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import EngineError, RatoonError
+from ratoon.core.faults import error_of
 from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
 from ratoon.core.request import EngineCoreRequestType
-from ratoon.engine.processes.faults import error_of
 from ratoon.engine.processes.launch import EngineProcess
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger

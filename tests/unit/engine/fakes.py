@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.readings import asks_for_states, awaits_count, reading_of
@@ -24,7 +25,6 @@ from ratoon.core.request import (
 )
 from ratoon.core.stats import SchedulerStats
 from ratoon.core.wire import WireTensor
-from ratoon.engine.processes.faults import fault_of
 from ratoon.models.token_bound import find_bound
 
 END = 256  # the special tokens of the byte tokenizer

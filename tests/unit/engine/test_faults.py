@@ -15,8 +15,8 @@ from ratoon.core.errors import (
     TooLargeError,
     UnknownParentError,
 )
+from ratoon.core.faults import error_of, fault_of, refusal_of
 from ratoon.core.messages import Fault
-from ratoon.engine.processes.faults import error_of, fault_of, refusal_of
 
 
 @pytest.mark.parametrize(

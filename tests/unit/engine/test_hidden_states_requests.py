@@ -15,6 +15,7 @@ from ratoon.core.errors import (
     TooLargeError,
     UnknownParentError,
 )
+from ratoon.core.faults import fault_of
 from ratoon.core.outputs import HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.readings import reading_of
@@ -22,7 +23,6 @@ from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreR
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.output.output_processor import OutputProcessor, Processed
 from ratoon.engine.output.roots import Root
-from ratoon.engine.processes.faults import fault_of
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes import byte_tokenizer, found_text, hidden_rows, hidden_state, model_config
 

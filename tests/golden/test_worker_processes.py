@@ -1,0 +1,110 @@
+"""Workers in processes of their own answer as the worker in the engine's process does, requests of every kind; and a
+worker that is gone ends the engine's run, not its requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("workers in processes need Linux", allow_module_level=True)
+
+from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
+from ratoon.core.params import HiddenStatesParams
+from ratoon.distributed.multiproc import MultiprocExecutor
+from tests.golden.engines import model_folder
+from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
+
+PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
+FAMILY = "llama with grouped heads"
+
+
+def open_engine(folder: Any, **settings: Any) -> LLM:
+    common = {"device": "cpu", "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 8, "num_blocks": 96}
+    return LLM(str(folder), **(common | settings))
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    drawn = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True)
+    found: list[Any] = []
+    for params in (greedy, drawn):
+        for output in llm.generate(prompts, params, progress=False):
+            assert output.error is None
+            found += [list(one.token_ids) for one in output.outputs]
+    for output in llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)):
+        found += [list(one.token_ids) for one in output.outputs]
+    return found
+
+
+def executor_of(llm: LLM) -> MultiprocExecutor:
+    executor = llm._client.core.executor
+    assert isinstance(executor, MultiprocExecutor)
+    return executor
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"executor": "mp"},
+        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2, "max_steps_in_flight": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_workers_in_processes_answer_as_one_in_this_process(settings: dict[str, Any]) -> None:
+    states = HiddenStatesParams(positions="all", layers=[0, -1])
+    with open_engine(model_folder(FAMILY)) as llm:
+        expected, expected_states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], states).tensor
+    with open_engine(model_folder(FAMILY), **settings) as llm:
+        assert answers(llm, PROMPTS) == expected
+        found = llm.extract_hidden_states(PROMPTS[0], states).tensor
+        (root,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), retain_kv=60, progress=False)
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers(llm, PROMPTS) == expected
+        assert root.error is None
+    assert found == pytest.approx(expected_states, abs=1e-5)
+
+
+def test_ranks_of_a_model_with_an_encoder_answer_as_one_worker() -> None:
+    with open_engine(folder_of("bart")) as llm:
+        expected = answers(llm, INPUTS[:3])
+    with open_engine(folder_of("bart"), tensor_parallel_size=2) as llm:
+        assert answers(llm, INPUTS[:3]) == expected
+
+
+def test_a_worker_that_is_killed_ends_the_executor_and_all_workers() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with open_engine(model_folder(FAMILY), tensor_parallel_size=2) as llm:
+        executor = executor_of(llm)
+        pids = [worker.pid for worker in executor._workers]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(DeviceLostError, match="worker 1 has ended"):
+            llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), progress=False)
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker is left behind"
+        time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_can_not_be_divided_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ModelError, match="attention heads can't be cut into 3 equal parts"):
+        open_engine(model_folder(FAMILY), tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        open_engine(model_folder(FAMILY), tensor_parallel_size=0)
