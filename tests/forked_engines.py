@@ -39,7 +39,7 @@ class ForkedProcess:
     def __init__(
         self, command: Sequence[str], *, stdin: int, stdout: int, pass_fds: Sequence[int], env: dict[str, str]
     ) -> None:
-        interpreter, path_option, module_option, module, *arguments = command
+        _, path_option, module_option, module, *arguments = command
         assert (path_option, module_option, stdin) == ("-P", "-m", subprocess.PIPE)
         assert arguments == [str(descriptor) for descriptor in pass_fds]
         lifeline, lifeline_of_parent = os.pipe()

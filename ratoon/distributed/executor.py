@@ -38,6 +38,8 @@ class Executor(Protocol):
     """Executes plans in order."""
 
     facts: WorkerFacts
+    # Called from any thread when no step can be executed any more, with the reason, also while there is none
+    when_failed: Callable[[str], None]
 
     @property
     def stats(self) -> WorkerStats:

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -92,6 +93,7 @@ class MultiprocExecutor:
     facts: WorkerFacts
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
+        self.when_failed: Callable[[str], None] = lambda problem: None
         self._world_size = config.tensor_parallel_size
         self._stats = WorkerStats()
         self._lock = threading.Lock()  # of what follows
@@ -200,6 +202,7 @@ class MultiprocExecutor:
                 future.set_exception(DeviceLostError(problem))
         for worker in self._workers:
             worker.kill()
+        self.when_failed(problem)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -46,6 +46,7 @@ class ThreadedExecutor:
     facts: WorkerFacts
 
     def __init__(self) -> None:
+        self.when_failed: Callable[[str], None] = lambda problem: None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self._failed = False  # a step failed; the others are skipped until `recover`
         self._works_when_idle = False

@@ -129,6 +129,7 @@ class EngineCoreProcess:
             config = place_engine(launch.config, launch.index, launch.num_engines)
         core = build_core(config, source, timer)
         core.executor.collective_rpc("allow_idle_work").result()  # this process has no other user of the device
+        core.executor.when_failed = lambda problem: self._inputs.put(Fault("EngineError", "", problem))
         core.preparing.when_ready = lambda: self._inputs.put(Wake())
         return core
 

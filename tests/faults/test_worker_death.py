@@ -1,0 +1,101 @@
+"""Processes of a replica of two ranks that are killed or stopped, at any moment: no answer is lost or changed, and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("workers in processes need Linux", allow_module_level=True)
+
+from ratoon import AsyncLLM
+from ratoon.core.health import EngineState
+from ratoon.engine.processes.ledger import MAX_STRIKES
+from tests.faults.processes import SETTINGS, is_running, model_name
+from tests.faults.test_engine_death import read_stream
+from tests.waiting import until
+
+RANKS = SETTINGS | {"tensor_parallel_size": 2}
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text().split()]
+
+
+def workers_of(engine: int) -> list[int]:
+    """The processes of its ranks."""
+
+    def is_worker(pid: int) -> bool:
+        try:
+            return b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+
+    return [pid for pid in children_of(engine) if is_worker(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_streams_survive_kills_of_any_process_of_a_replica(num_kills: int) -> None:
+    dice = random.Random(6)
+    shared_memory = set(os.listdir("/dev/shm"))
+    seen: set[int] = set()
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **RANKS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(6)}
+            kills = 0
+
+            async def keep_streaming(seed: int) -> None:
+                while kills < num_kills:
+                    assert await read_stream(llm, seed) == right[seed]
+
+            async def keep_killing() -> None:
+                nonlocal kills
+                while kills < num_kills:
+                    await asyncio.sleep(dice.choice([0.05, 0.3, 0.8]) * dice.random())
+                    engine = llm.health().engines[0].pid
+                    if engine is None or llm.health().state != EngineState.OK:
+                        continue
+                    # A request that sees three deaths and no token counts as their cause: wait for its token.
+                    if any(entry.strikes >= MAX_STRIKES - 1 for entry in llm._client._ledger._entries.values()):
+                        continue
+                    workers = workers_of(engine)
+                    seen.update((engine, *workers))
+                    if len(workers) == 2:
+                        os.kill(dice.choice([engine, *workers]), signal.SIGKILL)
+                        kills += 1
+
+            await asyncio.gather(*(keep_streaming(seed) for seed in range(6)), keep_killing())
+            await until("it is back", lambda: llm.health().ok)
+            seen.update(workers_of(llm.health().engines[0].pid or 0))
+            (books,) = await llm._client.call_utility("check")
+            assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
+
+        await until("all processes have ended", lambda: not any(is_running(pid) for pid in seen))
+
+    asyncio.run(run())
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_there_is_no_work_is_replaced_at_once() -> None:
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **RANKS) as llm:
+            right = await read_stream(llm, 1)
+            engine = llm.health().engines[0].pid
+            assert engine is not None
+            os.kill(workers_of(engine)[1], signal.SIGKILL)
+            await until("the engine has ended", lambda: llm.health().engines[0].num_restarts == 1)
+            await until("it is back", lambda: llm.health().ok)
+            assert await read_stream(llm, 1) == right
+
+    asyncio.run(run())
