@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
 KINDS: dict[type, tuple[type, str]] = {int: (int, "N"), float: (float, "X"), dict: (str, "JSON")}
-SHORT_OPTIONS = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",)}
+SHORT_OPTIONS = {"pipeline_parallel_size": ("-pp",)}
 # Front-end settings of every command that starts an engine; the others are for `serve`.
 OBSERVED_SETTINGS = tuple(
     setting

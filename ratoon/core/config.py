@@ -271,7 +271,9 @@ class EngineConfig:
         "auto: uniproc for one rank, mp for several; uniproc: one worker in the engine's process; mp: a process for "
         'each rank; or "module:Class" with the same interface',
     )
-    tensor_parallel_size: int = setting(1, "ranks among which every layer's weights are divided", at_least(1))
+    tensor_parallel_size: int = setting(
+        1, "ranks among which every layer's weights are divided", at_least(1), options=("-tp",)
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -7,6 +7,7 @@ no function crosses it. The executor in the engine's own process is uniproc.py.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -68,6 +69,11 @@ def executor_class(config: EngineConfig) -> ExecutorClass:
     name = config.executor
     if name == "auto":
         name = "uniproc" if config.tensor_parallel_size == 1 else "mp"
+    if name == "uniproc" and config.tensor_parallel_size > 1:
+        problem = f"uniproc has one worker, and tensor_parallel_size is {config.tensor_parallel_size}"
+        raise ConfigError("executor", problem, "auto or mp")
+    if name == "mp" and sys.platform != "linux":
+        raise ConfigError("executor", f"mp needs Linux, and this is {sys.platform}", "uniproc")
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     try:
         found: ExecutorClass = getattr(importlib.import_module(module_name), class_name)

@@ -108,3 +108,5 @@ def test_what_can_not_be_divided_is_refused_before_anything_is_loaded() -> None:
         open_engine(model_folder(FAMILY), tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         open_engine(model_folder(FAMILY), tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match="executor: uniproc has one worker, and tensor_parallel_size is 2"):
+        open_engine(model_folder(FAMILY), tensor_parallel_size=2, executor="uniproc")

@@ -46,7 +46,7 @@ def test_what_changes_no_answer_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported; 1: a model runs on one device"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 2 is not supported; 1: a model runs on one device"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size: True"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2'"),
