@@ -50,7 +50,9 @@ def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> Mode
         timeout=timedelta(seconds=SECONDS_TO_MEET),
         device_id=torch.device(device) if on_cuda else None,
     )
-    return ModelPart(Shard(rank, world_size, GroupCollective(dist.group.WORLD, on_cuda)))
+    group = dist.group.WORLD
+    assert group is not None
+    return ModelPart(Shard(rank, world_size, GroupCollective(group, on_cuda)))
 
 
 def leave_group() -> None:

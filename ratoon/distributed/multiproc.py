@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
@@ -197,8 +197,9 @@ class MultiprocExecutor:
             steps, self._steps = list(self._steps.values()), {}
             calls, self._calls = list(self._calls.values()), {}
         logger.error("%s", problem)
-        for future in [*steps, *(call.future for call in calls)]:
-            with contextlib.suppress(Exception):  # cancelled
+        futures: list[Future[Any]] = [*steps, *(call.future for call in calls)]
+        for future in futures:
+            with contextlib.suppress(InvalidStateError):  # cancelled
                 future.set_exception(DeviceLostError(problem))
         for worker in self._workers:
             worker.kill()
