@@ -173,9 +173,13 @@ class CudaGraph:
             finally:
                 self._graph.capture_end()
         except BaseException:
-            # Where ending a capture fails, torch leaves the allocator as it was during the capture.
+            # Where ending a capture fails, torch leaves the allocator and its generator as they were during it.
+            device = torch.cuda.current_device()
             with suppress(Exception):
-                end_allocation_to_pool(torch.cuda.current_device(), pool)
+                end_allocation_to_pool(device, pool)
+            with suppress(Exception):
+                generator = torch.cuda.default_generators[device]
+                generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             if collects:
