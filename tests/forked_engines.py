@@ -74,6 +74,8 @@ class ForkedProcess:
 
 def _run_module(module: str, environment: dict[str, str], files: list[Any]) -> None:
     """In the child: standard input and output, environment and arguments as Popen would have set them."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
+    processes.Popen = ForkedProcess  # type: ignore[misc, assignment]  # which are forked from the same process
     lifeline, shown, *others = (file.detach() for file in files)
     os.dup2(lifeline, 0)
     os.dup2(shown, 1)

@@ -9,6 +9,7 @@ requests are replayed.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import tempfile
 import threading
@@ -43,6 +44,7 @@ logger = get_logger(__name__)
 SECONDS_OF_A_CALL = 600.0  # in which every worker must answer; loading weights is the longest
 SECONDS_TO_TAKE_A_PLAN = 60.0
 SECONDS_TO_END = 10.0
+SECONDS_TO_NOTICE_A_DEATH = 1.0
 
 
 class StepInFlight:
@@ -167,7 +169,9 @@ class MultiprocExecutor:
         """Of a worker's thread: the result of a step."""
         if rank != 0 or (result.fault is not None and self._world_size > 1 and not result.was_skipped):
             assert result.fault is not None
-            self.fail(f"worker {rank} failed in step {result.step}: {result.fault.problem}")
+            # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.
+            ended = self._wait_for_death()
+            self.fail(ended or f"worker {rank} failed in step {result.step}: {result.fault.problem}")
             return
         with self._lock:
             future = self._steps.pop(result.step, None)
@@ -205,6 +209,15 @@ class MultiprocExecutor:
             worker.kill()
         self.when_failed(problem)
 
+    def _wait_for_death(self) -> str | None:
+        """Which worker has ended, if one does so soon."""
+        deadline = time.monotonic() + SECONDS_TO_NOTICE_A_DEATH
+        while True:
+            ended = next((worker.end for worker in self._workers if worker.end is not None), None)
+            if ended is not None or time.monotonic() > deadline:
+                return ended
+            time.sleep(0.01)
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise DeviceLostError(self._failure)
@@ -231,7 +244,7 @@ class Rank:
         self._results, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ring = executor.ring
         descriptors = [ring.fileno, ring.sides[rank].fileno(), theirs.fileno()]
-        launch = WorkerLaunch(config, rank, executor.world_size, executor.rendezvous)
+        launch = WorkerLaunch(config, rank, executor.world_size, os.getpid(), executor.rendezvous)
         with theirs:
             self._process = start_process(
                 "ratoon.distributed.worker_process", [str(each) for each in descriptors], descriptors, launch
@@ -256,9 +269,15 @@ class Rank:
                 continue
             result = decode_result(name, frames[1:]) if answer.fault is None else error_of(answer.fault)
             self._executor.take_answer(self._rank, answer.number, result)
+        self._executor.fail(self.end or f"worker {self._rank} has closed its socket")
+
+    @property
+    def end(self) -> str | None:
+        """How it has ended; None: it runs."""
         code = self._process.poll()
-        how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit status {code})"
-        self._executor.fail(f"worker {self._rank} has ended{how}")
+        if code is None:
+            return None
+        return f"worker {self._rank} has ended ({f'signal {-code}' if code < 0 else f'exit status {code}'})"
 
     def kill(self) -> None:
         self._process.kill()

@@ -23,7 +23,7 @@ from typing import Any
 from ratoon.core.errors import StepSkippedError
 from ratoon.core.faults import fault_of
 from ratoon.core.plan import SchedulerOutput
-from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, read_launch
+from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, name_process, read_launch
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch
 from ratoon.core.wire import Buffer, Decoder, encode
 from ratoon.core.worker import decode_call, encode_result
@@ -162,6 +162,7 @@ def main() -> int:
         os.set_inheritable(descriptor, False)
     configure_logging()
     launch = read_launch(sys.stdin.buffer, WorkerLaunch)
+    name_process(f"rank{launch.rank}@{launch.engine}")
     start_thread(hold_lifeline)
     reader = RingReader(ring, launch.rank, launch.world_size, socket.socket(fileno=side))
     WorkerProcess(launch, reader, socket.socket(fileno=results)).run()
