@@ -16,11 +16,12 @@ import pytest
 import zmq
 
 from ratoon import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, EngineError, ModelError, SamplingParams
+from ratoon.core import processes
 from ratoon.core.config import EngineConfig
 from ratoon.core.health import EngineState
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.engine.processes import launch, replica
+from ratoon.engine.processes import replica
 from ratoon.engine.processes.ledger import MAX_STRIKES
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from tests.depths import both_depths
@@ -414,7 +415,7 @@ class NoMoreProcesses:
 
 
 def test_a_process_that_can_not_be_made_is_tried_again(monkeypatch):
-    monkeypatch.setattr(launch, "Popen", NoMoreProcesses(failures=2))
+    monkeypatch.setattr(processes, "Popen", NoMoreProcesses(failures=2))
 
     async def run() -> None:
         async with AsyncLLM(model_name(), **SETTINGS) as llm:
@@ -431,7 +432,7 @@ def test_a_first_process_that_can_not_be_made_is_an_error_at_once(monkeypatch, p
     def fail(*arguments, **options):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(launch, "Popen", fail)
+    monkeypatch.setattr(processes, "Popen", fail)
 
     def start() -> None:
         if process:
