@@ -50,8 +50,7 @@ SECONDS_TO_NOTICE_A_DEATH = 1.0
 class StepInFlight:
     """The handle of a step."""
 
-    def __init__(self, executor: MultiprocExecutor, result: Future[StepResult]) -> None:
-        self._executor = executor
+    def __init__(self, result: Future[StepResult]) -> None:
         self._result = result
 
     def launch(self) -> None:
@@ -75,18 +74,18 @@ class PendingCall:
         self.results: dict[int, Any] = {}
         self.world_size = world_size
 
-    def take(self, rank: int, result: Any) -> bool:
-        """Whether it was the last one."""
-        self.results[rank] = result
-        if len(self.results) < self.world_size:
-            return False
+    @property
+    def is_answered(self) -> bool:
+        return len(self.results) == self.world_size
+
+    def end(self) -> None:
+        """All workers have answered."""
         errors = [found for found in self.results.values() if isinstance(found, Exception)]
         if self.future.set_running_or_notify_cancel():
             if errors:
                 self.future.set_exception(errors[0])
             else:
                 self.future.set_result([self.results[each] for each in range(self.world_size)])
-        return True
 
 
 class MultiprocExecutor:
@@ -104,11 +103,14 @@ class MultiprocExecutor:
         self._num_calls = 0
         self._failure: str | None = None
         self._is_closing = False
-        self._directory = tempfile.TemporaryDirectory(prefix="ratoon-ranks-")
+        # Workers remove it as well, if this process is killed
+        self._directory = tempfile.TemporaryDirectory(prefix="ratoon-ranks-", ignore_cleanup_errors=True)
         self._ring = RingWriter(self._world_size)
-        self._workers = [Rank(self, rank, place_rank(config, rank)) for rank in range(self._world_size)]
-        self._ring.close_sides()
+        self._workers: list[Rank] = []
         try:
+            for rank in range(self._world_size):
+                self._workers.append(Rank(self, rank, place_rank(config, rank)))
+            self._ring.close_sides()
             with timer.phase("bring up workers"):
                 facts = bring_up(self._call_and_wait)
         except BaseException:
@@ -128,7 +130,7 @@ class MultiprocExecutor:
             self._raise_failure()
             self._steps[plan.step] = future
         self._broadcast([ToWorker.PLAN.value, *encode(plan)])
-        return StepInFlight(self, future)
+        return StepInFlight(future)
 
     def collective_rpc(self, method: str, *arguments: Any) -> Future[list[Any]]:
         frames = encode_call(method, arguments)
@@ -182,8 +184,13 @@ class MultiprocExecutor:
     def take_answer(self, rank: int, number: int, result: Any) -> None:
         with self._lock:
             call = self._calls.get(number)
-            if call is not None and call.take(rank, result):
-                del self._calls[number]
+            if call is None:
+                return
+            call.results[rank] = result
+            if not call.is_answered:
+                return
+            del self._calls[number]
+        call.end()  # without the lock: what waits for the call may make another one
 
     def name_of_call(self, number: int) -> str | None:
         with self._lock:
@@ -207,6 +214,7 @@ class MultiprocExecutor:
                 future.set_exception(DeviceLostError(problem))
         for worker in self._workers:
             worker.kill()
+        self._directory.cleanup()
         self.when_failed(problem)
 
     def _wait_for_death(self) -> str | None:

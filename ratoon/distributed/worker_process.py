@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from ratoon.core.errors import StepSkippedError
@@ -144,14 +146,13 @@ class WorkerProcess:
             send_frames(self._results, [kind.value, *frames])
 
 
-def hold_lifeline() -> None:
+def hold_lifeline(rendezvous: str) -> None:
+    """Ends this process when its parent is gone, with the directory that a parent which was killed has left."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    if rendezvous:
+        shutil.rmtree(Path(rendezvous).parent, ignore_errors=True)
     os._exit(1)
-
-
-def start_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name=work.__name__, daemon=True).start()
 
 
 def main() -> int:
@@ -163,7 +164,7 @@ def main() -> int:
     configure_logging()
     launch = read_launch(sys.stdin.buffer, WorkerLaunch)
     name_process(f"rank{launch.rank}@{launch.engine}")
-    start_thread(hold_lifeline)
+    threading.Thread(target=hold_lifeline, args=(launch.rendezvous,), name="lifeline", daemon=True).start()
     reader = RingReader(ring, launch.rank, launch.world_size, socket.socket(fileno=side))
     WorkerProcess(launch, reader, socket.socket(fileno=results)).run()
     leave_group()

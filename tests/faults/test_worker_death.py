@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ratoon.core.health import EngineState
 from ratoon.engine.processes.ledger import MAX_STRIKES
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import read_stream
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 RANKS = SETTINGS | {"tensor_parallel_size": 2}
 
@@ -37,11 +38,15 @@ def workers_of(engine: int | None) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
+def ranks_directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("ratoon-ranks-*"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.full)])
 def test_streams_survive_kills_of_any_process_of_a_replica(num_kills: int) -> None:
     dice = random.Random(6)
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory, directories = set(os.listdir("/dev/shm")), ranks_directories()
     seen: set[int] = set()
 
     async def run() -> None:
@@ -79,6 +84,7 @@ def test_streams_survive_kills_of_any_process_of_a_replica(num_kills: int) -> No
 
     asyncio.run(run())
     assert set(os.listdir("/dev/shm")) <= shared_memory
+    wait_until("no directory is left", lambda: ranks_directories() <= directories)
 
 
 @pytest.mark.slow

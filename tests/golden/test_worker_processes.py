@@ -14,12 +14,13 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("workers in processes need Linux", allow_module_level=True)
 
-from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon import LLM, SamplingParams
 from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import model_folder
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
+from tests.golden.test_ranks import answers
 
 PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
 FAMILY = "llama with grouped heads"
@@ -28,19 +29,6 @@ FAMILY = "llama with grouped heads"
 def open_engine(folder: Any, **settings: Any) -> LLM:
     common = {"device": "cpu", "num_threads": 1, "skip_tokenizer": True, "max_num_seqs": 8, "num_blocks": 96}
     return LLM(str(folder), **(common | settings))
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-    drawn = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True)
-    found: list[Any] = []
-    for params in (greedy, drawn):
-        for output in llm.generate(prompts, params, progress=False):
-            assert output.error is None
-            found += [list(one.token_ids) for one in output.outputs]
-    for output in llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)):
-        found += [list(one.token_ids) for one in output.outputs]
-    return found
 
 
 def executor_of(llm: LLM) -> MultiprocExecutor:

@@ -325,11 +325,8 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
     assert driver.runner.num_computed_tokens == 63 + 9 + 6
 
 
-@interpreted
-@pytest.mark.slow
-@pytest.mark.slow
-def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_backend() -> None:
-    driver, keys = padded_driver(LLAMA, "triton")
+def hide_host_arrays(driver: Driver) -> None:
+    """From attention, which a graph repeats with the tensors on the device alone."""
     padded = driver.runner.inputs.padded
 
     def without_host(*arguments: int | None) -> Any:
@@ -338,6 +335,13 @@ def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_bac
         return step
 
     driver.runner.inputs.padded = without_host
+
+
+@interpreted
+@pytest.mark.slow
+def test_padded_steps_need_nothing_but_tensors_on_the_device_with_the_triton_backend() -> None:
+    driver, keys = padded_driver(LLAMA, "triton")
+    hide_host_arrays(driver)
     prompts = {"a": OTHER[:3], "b": OTHER[:2]}
     outputs = [driver.step(new=[driver.new("a", prompts["a"], 1), driver.new("b", prompts["b"], 5)])]
     outputs += [driver.step(known={"b": 2 + i, "a": 3 + i}) for i in range(2)]
@@ -366,14 +370,7 @@ def test_requests_of_a_padded_step_attend_to_a_shared_prefix_together() -> None:
     """Three behind the prefix of the first and one alone, then two of them: the graph of the same key has other runs.
     What the host knows is not looked at: a graph finds runs and prefixes on the device."""
     driver, keys = padded_driver(LLAMA, "triton")
-    padded = driver.runner.inputs.padded
-
-    def without_host(*arguments: int | None) -> Any:
-        step = padded(*arguments)
-        step.groups[0].query_start_loc = step.groups[0].seq_lens = step.groups[0].block_table = None  # type: ignore
-        return step
-
-    driver.runner.inputs.padded = without_host
+    hide_host_arrays(driver)
     prompts = {"a": PROMPT[:34], "b": PROMPT[:33], "alone": OTHER[:2], "c": PROMPT[:32] + OTHER[:2]}
     first = driver.step(new=[driver.new("a", prompts["a"], 1)])
     later = [
