@@ -134,10 +134,10 @@ class KVTensors:
         targets = indices_on(device, [copy.dst for copy in copies])
         for index, tensor in enumerate(self._tensors):
             for store in plan.stores:
-                self._host_tensors[index][store.slot].copy_(tensor[store.block], non_blocking=True)
+                self._host_tensors[index][store.slot].copy_(tensor[store.block])
             content = tensor.index_select(0, sources)
             for load in plan.loads:
-                tensor[load.block].copy_(self._host_tensors[index][load.slot], non_blocking=True)
+                tensor[load.block].copy_(self._host_tensors[index][load.slot])
             tensor.index_copy_(0, targets, content)
 
     def _copy_rows(self, plan: SchedulerOutput) -> bool:

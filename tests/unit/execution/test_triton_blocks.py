@@ -55,7 +55,8 @@ class EagerStream:
         pass
 
     def drain(self) -> None:
-        pass
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
 
 
 class LazyStream(EagerStream):
@@ -77,6 +78,7 @@ class LazyStream(EagerStream):
 
     def drain(self) -> None:
         self.wait(len(self._copies))
+        super().drain()
 
 
 def make_kv(stream: CopyStream | None = None, num_host_blocks: int = 5) -> KVTensors:
