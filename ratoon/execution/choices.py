@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MATRICES_TO_LOOK_AT = 4
-MATCHING_THREADS = 6  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
+MATCHING_THREADS = 4  # of the CPU kernels on a GPU's host, where they match grammars alone; they spin between steps
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 KV_DTYPES = {  # by the setting `kv_cache_dtype`, which may also be "auto"
     "fp8": torch.float8_e4m3fn,

@@ -7,7 +7,7 @@ the pieces, joined, are exactly the text. What ends a request for other reasons 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tokenizers.decoders import DecodeStream
 
@@ -68,6 +68,7 @@ class TextDetokenizer(Detokenizer):
         self._delivered: list[str] = []
         self._rest = ""
         self._num_chars_delivered = 0  # of the rest
+        self._num_decoded = 0  # tokens; without stop strings, text is made when it is asked for
         special_ids = frozenset(tokenizer.special_token_ids)
         self._skipped_ids = special_ids if params.skip_special_tokens else frozenset()
         self._glued_ids = frozenset() if params.spaces_between_special_tokens else special_ids - self._skipped_ids
@@ -79,29 +80,39 @@ class TextDetokenizer(Detokenizer):
         self._window = DecodeWindow(decode, context)
 
     def update(self, new_token_ids: Sequence[int], ended_by_token: bool = False) -> str | None:
+        left_out = ended_by_token and not self._include_stop  # a stop token ends the text without being part of it
+        if self._stop_strings is None:
+            self.token_ids.extend(new_token_ids)
+            if left_out and new_token_ids:
+                self._decode_up_to(len(self.token_ids) - 1)
+                self._num_decoded = len(self.token_ids)
+            return None
         last = len(new_token_ids) - 1
         for position, token in enumerate(new_token_ids):
             self.token_ids.append(token)
-            if ended_by_token and position == last and not self._include_stop:
-                break  # a stop token ends the text without being part of it
+            if left_out and position == last:
+                break
             if token in self._skipped_ids:
                 continue
-            stop = self._append(self._decode_token(token))
+            stop = self._append(self._glued(self._decode_token(token), len(self.token_ids) - 1))
             if stop is not None:
                 return stop
         return None
 
     def finish(self) -> str | None:
-        return self._append(self._window.flush())
+        self._decode_up_to(len(self.token_ids))
+        return self._append(self._glued(self._window.flush(), len(self.token_ids) - 1))
 
     @property
     def text(self) -> str:
+        self._decode_up_to(len(self.token_ids))
         return "".join([*self._delivered, self._rest]) if self._delivered else self._rest
 
     def next_text(self, finished: bool, delta: bool) -> str:
         if self._stop_strings is None:
             if not delta:
                 return self.text
+            self._decode_up_to(len(self.token_ids))
             piece, self._rest = self._rest, ""
             self._delivered.append(piece)
             return piece
@@ -116,8 +127,6 @@ class TextDetokenizer(Detokenizer):
 
     def _append(self, piece: str) -> str | None:
         """Add a piece of text; if it completes a stop string, cut the text there and return that string."""
-        if self._glued_ids and len(self.token_ids) >= 2 and self._glued_ids.issuperset(self.token_ids[-2:]):
-            piece = piece.lstrip(" ")
         checked = len(self._rest)
         self._rest += piece
         if self._stop_strings is None:
@@ -133,6 +142,33 @@ class TextDetokenizer(Detokenizer):
             return None
         stop, self._rest = found
         return stop
+
+    def _decode_up_to(self, end: int) -> None:
+        """Adds the text of the tokens up to this place that have none yet. Where stop strings are looked for, there are
+        none of these."""
+        start = self._num_decoded
+        if self._stop_strings is not None or start >= end:
+            return
+        self._num_decoded = end
+        text = self._decode_run(self.token_ids[start:end])
+        if text is not None:
+            self._rest += text
+            return
+        for place in range(start, end):
+            token = self.token_ids[place]
+            if token not in self._skipped_ids:
+                self._rest += self._glued(self._decode_token(token), place)
+
+    def _glued(self, piece: str, place: int) -> str:
+        """Returns the text of the token at a place: a special token that follows another one begins without a space,
+        where the caller wants none between them."""
+        if self._glued_ids and place >= 1 and self._glued_ids.issuperset(self.token_ids[place - 1 : place + 1]):
+            return piece.lstrip(" ")
+        return piece
+
+    def _decode_run(self, token_ids: list[int]) -> str | None:
+        """Returns the text of several tokens at once. None: they must be decoded one by one."""
+        return None
 
     def _decode_token(self, token: int) -> str:
         raise NotImplementedError
@@ -160,6 +196,19 @@ class FastDetokenizer(TextDetokenizer):
         self._skip_special_tokens = params.skip_special_tokens
         self._stream: DecodeStream | None = None  # None: made anew when it is needed
         self._window_alone = False  # it has released other text; a stream can't follow it
+
+    def _decode_run(self, token_ids: list[int]) -> str | None:
+        window, whole_texts = self._window, self._whole_texts
+        if whole_texts is None or window.pending or self._window_alone or self._glued_ids:
+            return None
+        if not self._skipped_ids.isdisjoint(token_ids):
+            return None
+        texts = [whole_texts[token] for token in token_ids]
+        if None in texts:
+            return None
+        self._stream = None  # it has not seen these tokens
+        window.restart(token_ids[-1])
+        return "".join(cast("list[str]", texts))
 
     def _decode_token(self, token: int) -> str:
         window = self._window

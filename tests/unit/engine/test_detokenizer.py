@@ -73,6 +73,29 @@ def test_pieces_join_to_the_full_decode_for_any_bytes(form, token_ids, prompt, s
 
 
 @pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=150, deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, 257), max_size=60),
+    asked=st.sets(st.integers(0, 59)),
+    skip=st.booleans(),
+    spaces=st.booleans(),
+    ended=st.booleans(),
+)
+def test_the_text_does_not_depend_on_when_it_is_asked_for(form, token_ids, asked, skip, spaces, ended):
+    params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    texts = []
+    for places in (set(range(60)), asked, set()):
+        detokenizer = make_detokenizer(FORMS[form], byte_ids("a"), params)
+        for place, token in enumerate(token_ids):
+            detokenizer.update([token], ended_by_token=ended and place == len(token_ids) - 1)
+            if place in places:
+                detokenizer.next_text(finished=False, delta=bool(place % 2))
+        detokenizer.finish()
+        texts.append(detokenizer.text)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"]), max_size=30))
 def test_no_piece_of_a_whole_text_holds_half_a_character(form, text):
