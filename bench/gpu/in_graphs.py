@@ -2,9 +2,9 @@
 
     python3 bench/gpu/in_graphs.py [--model qwen3-0.6b] [--requests 32] [--steps 200] [--rounds 5]
 
-states: the hidden states of the last token of every request are read out, after the final norm. prefix: the requests
-share a prefix of 4,096 tokens, which attention reads once for all of them; the plain step reads it for each. Steps are
-hand-written plans, two in flight, and the weights are random.
+states: the hidden states of the last token of every request, which the step computes, are read out after the final
+norm. prefix: the requests share a prefix of 4,096 tokens, which attention reads once for all of them; the plain step
+reads it for each. Steps are hand-written plans, two in flight, and the weights are random.
 """
 
 from __future__ import annotations
@@ -70,13 +70,10 @@ class Batch:
         count = len(self._names)
         plan.scheduled_cached_reqs = CachedRequestData(self._names, [self._computed] * count, [None] * count)
         if captured_layer is not None:
-            for name, table in zip(self._names, self._tables):
-                spans = [(self._computed - 1, 1, False)]
-                blocks = (table[: -(-self._computed // BLOCK_SIZE)],)
+            for name in self._names:
                 plan.captures.append(
-                    CaptureStep(f"{name} states", [7], spans, blocks, [0], [captured_layer], "bfloat16")
+                    CaptureStep(f"{name} states", [], [], (), [0], [captured_layer], "bfloat16", branch_id=name)
                 )
-            plan.total_num_scheduled_tokens += count
         self._computed += 1
         return plan
 

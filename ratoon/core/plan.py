@@ -154,6 +154,9 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     cross_block_ids: list[int] = []
     num_encoder_positions: int = 0
     overrides: InputOverrides | None = None  # of the whole sequence
+    # Set: the rows are those of this branch in this step, which `captured` counts from its first one. Nothing is run
+    # for the capture, and there are no tokens, spans and blocks.
+    branch_id: str = ""
 
 
 class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

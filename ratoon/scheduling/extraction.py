@@ -116,6 +116,20 @@ class ExtractionTask(Task):
             num_encoder_positions=0 if self.branch.cross is None else self.branch.cross.num_positions,
         )
 
+    def take_rows(self, branch_id: str, first: int) -> CaptureStep:
+        """The step that reads all positions from rows of another branch, whose first one is at this position."""
+        self.is_in_flight = True
+        return CaptureStep(
+            req_id=self.branch.branch_id,
+            token_ids=[],
+            spans=[],
+            block_ids=(),
+            captured=[position - first for position in self.extraction.positions],
+            layers=self.extraction.layers,
+            dtype=self.extraction.dtype,
+            branch_id=branch_id,
+        )
+
     def take_encoder_step(self) -> EncoderStep:
         """The whole input: an encoder input is never split."""
         encoder_input, extraction = self.branch.request.encoder_input, self.extraction

@@ -98,6 +98,13 @@ class StepDraft:
         if self.shares is not None:
             self.shares.take(branch, num_tokens)
 
+    def rows_of(self, branch: Branch) -> range:
+        """Returns the positions of a branch that the step computes, often none."""
+        if branch in self.in_place:
+            return range(branch.num_computed_tokens, branch.num_computed_tokens + 1)
+        count = next((num_tokens for other, num_tokens, _ in self.allocated if other is branch), 0)
+        return range(branch.num_computed_tokens, branch.num_computed_tokens + count)
+
     def fits_encoder(self, num_positions: int) -> bool:
         """An input longer than the budget fits if no other runs."""
         return not self.encoder_lengths or sum(self.encoder_lengths) + num_positions <= self.encoder_budget

@@ -360,7 +360,8 @@ class Drive:
                 assert beam_step.num_tokens <= max(1, config.max_prefill_chunk // beam_step.num_beams)
         assert sum(len(capture.spans) for capture in plan.captures) <= MAX_CAPTURE_SPANS
         for capture in plan.captures:
-            assert 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
+            is_run = 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
+            assert is_run != (capture.branch_id in plan.num_scheduled_tokens)
         if plan.is_empty and not plan.loads and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
@@ -384,7 +385,9 @@ class Drive:
             if output.hidden_states is not None:
                 assert output.first_row == len(received.rows), "rows are missing, or came twice"
                 received.rows += rows_of(output.hidden_states)
-                assert output.num_rows_run >= len(received.rows)
+                shares_rows = output.num_rows_run == 0  # those of a branch that ran anyway
+                assert shares_rows or output.num_rows_run >= len(received.rows)
+                event(f"states of rows that ran anyway: {shares_rows}")
             if output.new_logprobs is not None:
                 received.num_logprobs += len(output.new_logprobs.token_ids)
             for chunk in output.prompt_logprobs or []:

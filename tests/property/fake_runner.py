@@ -95,6 +95,7 @@ class FakeRunner:
         self.store = BlockStore(max(*self.sizes, self.cross_size))
         self.lost_slots = lost_slots  # transfers from and to these fail
         self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
+        self.ran: dict[str, tuple[Row, int]] = {}  # of the last plan: rows before it, and their tokens
         self.named_before: set[str] = set()  # by steps that raised: they may be named again, known or not
 
     # ---- a step, in the order of core/plan.py ----
@@ -120,6 +121,7 @@ class FakeRunner:
             row.extend(tokens)
         scheduled = self._scheduled(plan)
         assert plan.total_num_scheduled_tokens == sum(count for _, _, count in scheduled)
+        self.ran = {row_id: (replace(row), count) for row_id, row, count in scheduled}
         self._write(plan)
         for row_id, row, count in scheduled:
             self._read(row_id, row, count)
@@ -210,6 +212,9 @@ class FakeRunner:
 
     def _spans_of(self, capture: CaptureStep) -> list[tuple[str, Row, int]]:
         """Each span as a row whose computed tokens are those before it."""
+        if capture.branch_id:
+            assert not capture.token_ids and not capture.spans and not capture.block_ids
+            return []
         tokens = self.requests[capture.req_id].prompt_token_ids
         row = self._row_of(capture.req_id, capture)
         row.extend(tokens)
@@ -396,9 +401,12 @@ class FakeRunner:
 
     def _read_out(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for capture in plan.captures:
+            rows = self.spans
+            if capture.branch_id:  # the prefixes know the salt: rows of another sequence would show
+                rows = [(capture.req_id, *self.ran[capture.branch_id])]
             prefixes = [
                 row.prefixes[position]
-                for row_id, row, count in self.spans
+                for row_id, row, count in rows
                 if row_id == capture.req_id
                 for position in range(row.num_computed_tokens, row.num_computed_tokens + count)
             ]

@@ -35,9 +35,9 @@ NO_SPANS = SpanRows(np.zeros(0, np.int64), [], [])
 def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     """A row for each span, with its tokens at their positions and the blocks that they read. The caller frees the
     rows."""
-    if not captures:
-        return NO_SPANS
     spans = [(capture, span) for capture in captures for span in capture.spans]
+    if not spans:
+        return NO_SPANS
     taken = rows.take(len(spans))
     firsts, counts, written = (list(values) for values in zip(*(span for _, span in spans)))
     tokens = [token for capture in captures for token in capture.token_ids]

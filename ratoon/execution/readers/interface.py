@@ -51,6 +51,7 @@ class StepLayout:
 
     def __init__(self, plan: SchedulerOutput, batch: StepBatch) -> None:
         self._plan = plan
+        self._num_scheduled = batch.num_scheduled
         self.ids = batch.ids  # of the branches, in the order of the batch
         self.batch_rows = batch.rows  # [R] rows of InputBatch
         self.last_rows = batch.cu_num_tokens - 1  # [R] of the batch: the row of each request's last token
@@ -63,6 +64,11 @@ class StepLayout:
     def last_row(self, req_id: str) -> int:
         return int(self.last_rows[self.place_of[req_id]])
 
+    def rows_of(self, req_id: str) -> range:
+        place = self.place_of[req_id]
+        end = int(self.last_rows[place]) + 1
+        return range(end - int(self._num_scheduled[place]), end)
+
     @cached_property
     def beam_last_rows(self) -> dict[str, list[int]]:
         """Of every search with beams, the row of each beam's last token."""
@@ -71,11 +77,14 @@ class StepLayout:
 
     @property
     def capture_rows(self) -> list[range]:
-        """Of every capture, the rows of its tokens."""
+        """Of every capture, the rows of its tokens, or of those of the branch that it reads."""
         num_spans = sum(len(capture.spans) for capture in self._plan.captures)
         rest = iter(self.last_rows[len(self.last_rows) - num_spans :].tolist())
         rows = []
         for capture in self._plan.captures:
+            if capture.branch_id:
+                rows.append(self.rows_of(capture.branch_id))
+                continue
             *_, last = islice(rest, len(capture.spans))
             rows.append(range(last + 1 - len(capture.token_ids), last + 1))
         return rows

@@ -6,7 +6,7 @@ step. The state of one, and the order, are in extraction.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.errors import DeadlineError, RequestError
@@ -49,6 +49,27 @@ class PlannedCapture:
         branch.num_computed_tokens += sum(count for _, count, is_written in self.spans if is_written)
         if state.shares.contended:
             state.shares.charge(self.task.owner, self.num_tokens)
+
+
+@dataclass(slots=True)
+class SharedRows:
+    """An extraction that reads rows which its parent, a branch that runs, computes in this step for itself. It needs no
+    memory and begins with the plan: until then the parent may leave the step."""
+
+    task: ExtractionTask
+    parent: Branch
+    first: int  # position of the parent's first row
+    begin: Callable[[ExtractionTask], None]
+    num_tokens: int = 0
+
+    @property
+    def branch(self) -> Branch:
+        return self.task.branch
+
+    def write(self, plan: SchedulerOutput) -> None:
+        if self.parent.branch_id in plan.num_scheduled_tokens:
+            self.begin(self.task)
+            plan.captures.append(self.task.take_rows(self.parent.branch_id, self.first))
 
 
 @dataclass(slots=True)
@@ -157,6 +178,8 @@ class ExtractionKind(RequestKind):
         for task in list(self.queue):
             if task.is_in_flight or task.branch in planned:
                 continue
+            if self._share_rows(step, task):
+                continue
             if not self._extract(step, task, step.budget) and step.has_room(task.owner):
                 return
 
@@ -217,6 +240,29 @@ class ExtractionKind(RequestKind):
             self._state.events.scheduled(branch, self._state.now)
         step.add_rows(PlannedCapture(task, spans, self._state))
         return True
+
+    def _share_rows(self, step: StepDraft, task: ExtractionTask) -> bool:
+        """Let an extraction that has not begun read rows of its parent, if the step computes all of them: all branches
+        of the step are planned. One of each parent, so that a step reads no more rows than it has."""
+        branch, positions = task.branch, task.extraction.positions
+        parent = self._state.branches.get(branch.request.continuation_of or "")
+        if parent is None or branch.status == BranchStatus.RUNNING or task.num_captured:
+            return False
+        rows = step.rows_of(parent)
+        if positions[0] not in rows or positions[-1] not in rows:
+            return False
+        if any(isinstance(planned, SharedRows) and planned.parent is parent for planned in step.rows):
+            return False
+        step.add_rows(SharedRows(task, parent, rows.start, self._begin_in_rows))
+        return True
+
+    def _begin_in_rows(self, task: ExtractionTask) -> None:
+        branch = task.branch
+        if branch.status == BranchStatus.WAITING:
+            branch.num_cached_tokens = branch.num_tokens
+            self._beginnings.note_inheritance(branch, branch.num_tokens)
+        self._run(task)
+        self._state.events.scheduled(branch, self._state.now)
 
     def _read_encoder(self, step: StepDraft, task: ExtractionTask) -> bool:
         """Encoder states are not cached: the encoder runs on the whole input, and needs no blocks."""
@@ -349,5 +395,5 @@ def _task_of(branch: Branch) -> ExtractionTask:
     return task
 
 
-def _planned(step: StepDraft) -> list[PlannedCapture | PlannedReading]:
-    return [rows for rows in step.rows if isinstance(rows, (PlannedCapture, PlannedReading))]
+def _planned(step: StepDraft) -> list[PlannedCapture | PlannedReading | SharedRows]:
+    return [rows for rows in step.rows if isinstance(rows, (PlannedCapture, PlannedReading, SharedRows))]

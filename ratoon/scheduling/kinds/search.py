@@ -13,11 +13,12 @@ from ratoon.core.errors import RequestError
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.readings import asks_for_states
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import TokenSequence
 from ratoon.memory.tails import tail_blocks
-from ratoon.scheduling.admission import verify_cross_memory
+from ratoon.scheduling.admission import verify_cross_memory, verify_memory
 from ratoon.scheduling.beam_group import BeamGroup
 from ratoon.scheduling.beams import Hypothesis
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
@@ -70,8 +71,10 @@ class SearchKind(RequestKind):
                 )
 
     def verify_memory(self, request: EngineCoreRequest) -> None:
-        """The prompt once, and all beams at their full length."""
+        """The prompt once, and all beams at their full length. A text whose states are read is computed to its end."""
         params, kv_cache = _params_of(request), self._state.kv_cache
+        if asks_for_states(request):
+            verify_memory(request, kv_cache, self._state.max_step_tokens, params.max_tokens)
         num_usable = kv_cache.num_usable_blocks - verify_cross_memory(request, kv_cache)
         num_prompt_tokens = len(request.prompt_token_ids)
         prompt = kv_cache.required_blocks(num_prompt_tokens, self._state.max_step_tokens)

@@ -163,6 +163,21 @@ def test_many_in_one_step_each_get_their_own_rows_layers_and_dtypes(model: str, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_a_branch_are_read_in_its_own_step_and_run_once(backend: str) -> None:
+    driver = Driver(backend=backend)
+    new = [driver.new("a", OTHER, 1), driver.new("b", PROMPT, 6)]
+    last = CaptureStep("x", [], [], (), [20], [4], "float32", branch_id="a")
+    some = CaptureStep("y", [], [], (), [3, 36], [0, 4], "float32", branch_id="b")
+    own = capture_of(driver, "z", PROMPT[:30], [(0, 30, True)], 20, captured=[29], layers=[4])
+    output = run(driver, [last, own, some], new=new, sampled=["a", "b"])
+    assert driver.runner.num_computed_tokens == len(OTHER) + len(PROMPT) + 30
+    assert_close(states(output, "x"), oracle(LLAMA, OTHER)[[4]][:, [20]])
+    assert_close(states(output, "y"), oracle(LLAMA, PROMPT)[[0, 4]][:, [3, 36]])
+    assert_close(states(output, "z"), oracle(LLAMA, PROMPT[:30])[[4]][:, [29]])
+    assert token_of(output, "a") == oracle_greedy(LLAMA, OTHER, 1)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_vectors_and_log_probabilities_of_the_same_step_are_their_own(backend: str) -> None:
     alone, mixed = Driver(backend=backend), Driver(backend=backend)
     asking = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1)
@@ -326,6 +341,8 @@ def test_the_layout_says_where_the_rows_of_each_kind_are() -> None:
     assert layout.capture_rows == [range(12, 17), range(17, 20), range(20, 22)]
     (reader,) = CaptureReaders(3).readers(plan, layout, ModelRunnerOutput())
     assert reader.wanted.rows.tolist() == [12, 16, 21]
+    plan.captures.insert(1, CaptureStep("of a", [], [], (), [0, 3], [0], "float32", branch_id="a"))
+    assert layout.capture_rows == [range(12, 17), range(4), range(17, 20), range(20, 22)]
 
 
 class Collected:

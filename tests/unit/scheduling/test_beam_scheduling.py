@@ -8,7 +8,7 @@ import pytest
 
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import BeamCandidates, ModelRunnerOutput
-from ratoon.core.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.core.plan import BeamStep, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason, InheritedFrom, ResumedChoice
 from ratoon.scheduling.scheduler import Scheduler
@@ -352,3 +352,14 @@ def test_the_memory_that_a_search_asks_for_is_enough_for_its_widest_moment() -> 
         assert num_blocks == 1 + 3 + width * 3
         return
     raise AssertionError("never accepted")
+
+
+def test_a_search_whose_text_could_not_be_read_to_its_end_is_refused() -> None:
+    """Its last token is not computed by the search itself, and there is no block for it."""
+    scheduler = scheduler_of(num_blocks=11)
+    prompt = 10 * BLOCK_SIZE
+    states = HiddenStatesParams(positions=[-1], layers_passed=[0])
+    with pytest.raises(RequestError) as refused:
+        scheduler.add_request(search_of("a", prompt, width=1, max_tokens=1, return_hidden_states=states))
+    assert refused.value.field == "prompt"
+    scheduler.add_request(search_of("a", prompt, width=1, max_tokens=1))

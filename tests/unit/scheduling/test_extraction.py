@@ -92,6 +92,52 @@ def test_a_running_parent_gives_its_full_blocks_and_keeps_the_one_that_it_writes
     assert [block.block_id for block in scheduler.state.branches["g"].block_tables[0]][:6] == before[:6]
 
 
+def test_rows_that_a_running_parent_computes_anyway_are_read_from_its_own_and_cost_nothing() -> None:
+    scheduler = scheduler_of()
+    scheduler.add_request(request_of("g", PROMPT, max_tokens=9))
+    step(scheduler)
+    tokens = list(scheduler.state.branches["g"].token_ids)  # the last one is computed in the next step
+    num_free = scheduler.kv_cache.num_free_blocks
+    read(scheduler, "x", tokens, [len(tokens) - 1], layers=[0, 4], parent="g")
+    read(scheduler, "y", tokens, [len(tokens) - 1], parent="g")  # one reads the rows of a parent, the other runs a row
+    plan, outputs = step(scheduler)
+    shared, run = plan.captures
+    assert (shared.req_id, shared.branch_id, shared.captured) == ("x", "g", [0])
+    assert (shared.token_ids, shared.spans, shared.block_ids) == ([], [], ())
+    assert (run.req_id, run.branch_id, run.token_ids) == ("y", "", tokens[-2:])  # behind the parent's full blocks
+    assert plan.num_scheduled_tokens == {"g": 1} and plan.total_num_scheduled_tokens == 3
+    assert outputs["x"].num_rows_run == 0 and outputs["x"].finish_reason == FinishReason.STOP
+    assert outputs["x"].num_cached_tokens == len(tokens) and outputs["x"].inherited_from == InheritedFrom.LEASE
+    assert scheduler.kv_cache.num_free_blocks >= num_free - 1
+    finish(scheduler)
+
+
+def test_rows_of_a_prompt_that_runs_in_parts_are_read_with_the_part_that_has_them() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=8)
+    scheduler.add_request(request_of("g", PROMPT, max_tokens=2))
+    step(scheduler)
+    read(scheduler, "x", PROMPT, [9, 14], parent="g")
+    plan, outputs = step(scheduler)
+    (capture,) = plan.captures
+    assert (capture.branch_id, capture.captured, plan.num_scheduled_tokens) == ("g", [1, 6], {"g": 8})
+    assert outputs["x"].hidden_states is not None and outputs["x"].hidden_states.shape == (1, 2, 1)
+    finish(scheduler)
+
+
+def test_an_extraction_whose_rows_were_shared_in_a_step_that_failed_is_tried_again() -> None:
+    scheduler = scheduler_of()
+    scheduler.add_request(request_of("g", PROMPT, max_tokens=4))
+    step(scheduler)
+    tokens = list(scheduler.state.branches["g"].token_ids)
+    read(scheduler, "x", tokens, [len(tokens) - 1], parent="g")
+    plan = scheduler.schedule()
+    assert plan.captures[0].branch_id == "g"
+    assert scheduler.step_failed(plan, "no luck") == []
+    outputs = finish(scheduler)
+    assert outputs["x"][-1].finish_reason == FinishReason.STOP
+    assert outputs["g"][-1].finish_reason == FinishReason.LENGTH
+
+
 def test_a_parent_that_waits_for_memory_is_found_in_the_prefix_cache() -> None:
     scheduler = scheduler_of(max_num_seqs=1)
     add(scheduler, "g", PROMPT, max_tokens=2)
