@@ -203,8 +203,11 @@ class SchedulerConfig:
     max_prefill_chunk: int | None = setting(
         None, "most tokens of one prompt in a step; default: the token budget", at_least(1)
     )
-    max_steps_in_flight: int = setting(
-        2, "steps that are planned before the result of the first is known; 1: the device waits for plans", at_least(1)
+    max_steps_in_flight: int | None = setting(
+        None,
+        "steps that are planned before the result of the first is known; 1: the device waits for plans; default: 2, "
+        "and 3 on a GPU while its steps are short",
+        at_least(1),
     )
     max_num_encoder_tokens: int = setting(
         16384, "budget of a step for encoder inputs; one that is longer runs alone", at_least(1)
@@ -218,6 +221,11 @@ class SchedulerConfig:
         "requests with much such text; with --no-jump-forward a CPU gives the same answers",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
+
+    @property
+    def num_in_flight(self) -> int:
+        """The steps that may be in flight, as far as the settings say."""
+        return 2 if self.max_steps_in_flight is None else self.max_steps_in_flight
 
     @property
     def token_budget(self) -> int:

@@ -33,7 +33,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHORT_STEP_SECONDS = 0.002  # in which a host may not get done what it has to do for a step of many requests
 MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
+
+
+class StepDepth:
+    """How many steps may be in flight. With two, the host has the time of one step to take a result, plan the step
+    behind the next one and launch it. Where steps are shorter than that, a third keeps the device busy; where they are
+    long, a third would only make new requests wait."""
+
+    def __init__(self, steps: int, may_grow: bool) -> None:
+        self._least = steps
+        self._may_grow = may_grow
+        self._last_result: float | None = None  # None: nothing was in flight behind it
+        self._seconds: float | None = None  # from result to result, of late
+        self.steps = steps
+
+    def note_result(self, now: float, is_last: bool) -> None:
+        if not self._may_grow:
+            return
+        if self._last_result is not None:
+            seconds = now - self._last_result
+            self._seconds = seconds if self._seconds is None else self._seconds + (seconds - self._seconds) / 8
+            self.steps = self._least + (self._seconds < SHORT_STEP_SECONDS)
+        self._last_result = None if is_last else now
 
 
 class EngineCore:
@@ -51,7 +74,8 @@ class EngineCore:
             self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
         self._clock = clock
-        self._max_in_flight = config.scheduler.max_steps_in_flight
+        is_left_open = config.scheduler.max_steps_in_flight is None and facts.device.startswith("cuda")
+        self._depth = StepDepth(config.scheduler.num_in_flight, is_left_open)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first
         self._pending: list[EngineCoreOutput] = []  # outputs that no step brought: aborts
         # Ids of aborted requests, or branches that a stop string ended
@@ -159,7 +183,7 @@ class EngineCore:
 
     def _plan(self, num_ahead: int) -> SchedulerOutput | None:
         """The next plan behind so many. None: there is none now."""
-        may_plan = num_ahead < self._max_in_flight and self.scheduler.has_requests() and self._may_plan
+        may_plan = num_ahead < self._depth.steps and self.scheduler.has_requests() and self._may_plan
         if not may_plan or not self.scheduler.can_plan:
             return None
         plan = self.scheduler.schedule()
@@ -181,7 +205,9 @@ class EngineCore:
             self._take_aborts()
             return outputs + self._take_pending()
         self._in_flight.popleft()
-        self.scheduler.step_done(plan, self._clock())
+        now = self._clock()
+        self._depth.note_result(now, is_last=not self._in_flight)
+        self.scheduler.step_done(plan, now)
         self._take_aborts()
         return self._take_pending() + self.scheduler.update_from_output(plan, result)
 

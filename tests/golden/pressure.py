@@ -25,7 +25,7 @@ def step_without_free_memory(llm: LLM) -> int:
     preemptions."""
     before = llm.stats().num_preemptions
     with no_free_memory(llm):
-        for _ in range(llm._client.core.config.scheduler.max_steps_in_flight):
+        for _ in range(llm._client.core.config.scheduler.num_in_flight):
             if llm.stats().num_preemptions == before:
                 llm.engine.step()
     scheduler_of(llm).check()

@@ -23,7 +23,7 @@ Fill = Callable[[np.ndarray], None]
 
 # The device waits for the thread of the masks, which must not wait for long until another thread of this interpreter
 # lets it go on: Python's own interval is five steps of a small model.
-SWITCH_SECONDS = 0.0002
+SWITCH_SECONDS = 0.00005
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference is not negative, so that numbers may wrap around
 
 

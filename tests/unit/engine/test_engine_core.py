@@ -20,7 +20,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.worker import WorkerFacts
 from ratoon.distributed.uniproc import ThreadedExecutor
-from ratoon.engine.core import EngineCore
+from ratoon.engine.core import EngineCore, StepDepth
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -511,3 +511,27 @@ def test_an_id_that_is_in_use_is_refused_and_the_first_request_keeps_it() -> Non
                 core.add_request(request(name))
             assert caught.value.field == "request_id"
         assert len(ends_of(run(core)["a"])) == 2
+
+
+def test_a_third_step_is_in_flight_only_while_steps_are_short() -> None:
+    depth = StepDepth(2, may_grow=True)
+    now = 0.0
+
+    def results(seconds: float, count: int, is_last: bool = False) -> int:
+        nonlocal now
+        for _ in range(count):
+            now += seconds
+            depth.note_result(now, is_last)
+        return depth.steps
+
+    assert results(0.001, 1) == 2 and results(0.001, 1) == 3  # the first has none before it
+    assert results(0.1, 1) == 2, "a long prompt"
+    assert results(0.001, 60) == 3
+    assert results(0.004, 60) == 2
+    assert results(0.001, 60) == 3
+    results(0.001, 1, is_last=True)
+    assert results(100.0, 1) == 3, "a time without work is no step"
+    fixed = StepDepth(2, may_grow=False)
+    for number in range(5):
+        fixed.note_result(0.001 * number, is_last=False)
+    assert fixed.steps == 2
