@@ -1,17 +1,28 @@
-"""Sums and concatenations over the ranks of one replica, by torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""Sums and concatenations over the ranks of one replica: through shared memory between CPU ranks of one host, otherwise
+by torch.distributed, which is gloo between CPUs and NCCL between GPUs. Ranks find each other by torch.distributed
+alone.
+
+NCCL's kernels run on the current stream, so they are a part of CUDA graphs like any other. torch's symmetric memory,
+which is faster than NCCL for the small sums of a decode, is not used: it needs several GPUs that reach each other's
+memory, and has not been measured here.
+"""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
+from ratoon.distributed.shared_memory import MemoryHandover, SharedMemoryCollective, identity_of_host, new_memory
+from ratoon.layers.native import library
 from ratoon.layers.shard import Collective, ModelPart, Shard
 
 Tensor = torch.Tensor
 
-SECONDS_TO_MEET = 120.0  # for all ranks of a group to have come up
+SECONDS_TO_MEET = 120.0  # for all ranks of a group to have come up, or to a sum
 
 
 class GroupCollective(Collective):
@@ -29,10 +40,12 @@ class GroupCollective(Collective):
         dist.all_reduce(x, group=self._group)
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self._world_size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
-        return torch.cat(parts, dim=1)
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        width = -(-size // self._world_size)  # the last ranks may have fewer columns than the others
+        x = functional.pad(x, (0, width - x.shape[1])).contiguous()
+        parts = x.new_empty(self._world_size * len(x), width)  # [ranks · T, width]
+        dist.all_gather_into_tensor(parts, x, group=self._group)
+        return parts.view(-1, *x.shape).transpose(0, 1).reshape(len(x), -1)[:, :size]
 
 
 def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> ModelPart:
@@ -41,6 +54,8 @@ def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> Mode
     if world_size == 1:
         return ModelPart()
     on_cuda = device.startswith("cuda")
+    if on_cuda:
+        torch.cuda.set_device(torch.device(device))  # before anything of NCCL is made, which would be on the first one
     store = dist.FileStore(rendezvous, world_size)
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
@@ -52,7 +67,43 @@ def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> Mode
     )
     group = dist.group.WORLD
     assert group is not None
-    return ModelPart(Shard(rank, world_size, GroupCollective(group, on_cuda)))
+    return ModelPart(Shard(rank, world_size, open_collective(group, on_cuda)))
+
+
+def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:
+    """The fastest collective of a group, the same kind on all of its ranks, which call this at the same time."""
+    if not on_cuda:
+        shared = share_memory(group)
+        if shared is not None:
+            return shared
+    return GroupCollective(group, on_cuda)
+
+
+def share_memory(group: dist.ProcessGroup) -> SharedMemoryCollective | None:
+    """None: the ranks of the group are on several hosts, or have no kernels."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    handover = MemoryHandover()
+    listener = handover.listen() if rank == 0 else None
+    try:
+        told = torch.frombuffer(bytearray(identity_of_host() + handover.name), dtype=torch.uint8)
+        heard = [torch.empty_like(told) for _ in range(world_size)]
+        dist.all_gather(heard, told, group=group)
+        (first, name), *others = [(found[:32], found[32:]) for found in (bytes(each.tolist()) for each in heard)]
+        kernels = library()
+        if kernels is None or any(identity != first for identity, _ in others):
+            return None
+        if listener is not None:
+            descriptor = new_memory(kernels, world_size)
+            handover.give(listener, descriptor, world_size - 1, SECONDS_TO_MEET)
+        else:
+            descriptor = handover.take(name, SECONDS_TO_MEET)
+        try:
+            return SharedMemoryCollective(descriptor, rank, world_size)
+        finally:
+            os.close(descriptor)
+    finally:
+        if listener is not None:
+            listener.close()
 
 
 def leave_group() -> None:

@@ -62,6 +62,8 @@ class VocabParallelEmbedding:
         table = self.weight.data
         self.lookup = partial(weights.ops.embedding, table) if kept is None else kept.make_embedding(self.weight)
         self.reduce = weights.shard.all_reduce
+        if self.reduce is not None:
+            self.lookup = weights.ops.cut_embedding(self.lookup, self.weight, self.rows, vocab_size)
 
     @property
     def communicates(self) -> bool:
@@ -69,12 +71,8 @@ class VocabParallelEmbedding:
         return self.reduce is not None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        if self.reduce is None:
-            return self.lookup(ids)
-        own = ids - self.rows.start
-        elsewhere = (own < 0) | (own >= len(self.rows))  # other ranks have these rows
-        found = self.lookup(own.masked_fill(elsewhere, 0))
-        return self.reduce(found.masked_fill_(elsewhere[:, None], 0))
+        found = self.lookup(ids)
+        return found if self.reduce is None else self.reduce(found)
 
 
 class SinusoidalPositions:
@@ -133,7 +131,5 @@ class LMHead:
         if adapters is not None:
             self.target.add(hidden, logits, adapters)
         if self.shard.collective is not None:
-            width = -(-self.vocab_size // self.shard.world_size)  # the last rank may have fewer than the others
-            logits = functional.pad(logits, (0, width - logits.shape[1]))
-            logits = self.shard.collective.all_gather(logits)[:, : self.vocab_size]
+            logits = self.shard.collective.all_gather(logits, self.vocab_size)
         return logits

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,7 +188,7 @@ class QuantisedGatedMLP:
 class KeptTable:
     """[T] → [T, size]: rows of a table, decoded when they are asked for."""
 
-    __slots__ = ("_arguments", "_data", "_kernels", "_size")
+    __slots__ = ("_arguments", "_data", "_kernels", "_place", "_size")
 
     def __init__(self, name: str, data: Tensor, size: int) -> None:
         """`data` [V, …] is in one of TABLE_FORMATS, each row dense; `size`: numbers of a row."""
@@ -196,11 +197,23 @@ class KeptTable:
         self._kernels, self._data, self._size = kernels, data, size
         number, row_bytes = TABLE_FORMATS.index(name), data.stride(0) * data.itemsize
         self._arguments = (number, data.data_ptr(), row_bytes, len(data))
+        self._place: tuple[int, int] | None = None
+
+    def as_part(self, first: int, total: int) -> KeptTable:
+        """The same table as rows from `first` on of one that has `total`, whose other rows are zeros."""
+        part = copy(self)
+        part._place = (first, total)
+        return part
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.contiguous()
         y = new_floats(len(ids), self._size)
-        if self._kernels.ratoon_embed(*self._arguments, ids.data_ptr(), len(ids), self._size, y.data_ptr()):
+        asked = (ids.data_ptr(), len(ids), self._size, y.data_ptr())
+        if self._place is None:
+            failed = self._kernels.ratoon_embed(*self._arguments, *asked)
+        else:
+            failed = self._kernels.ratoon_embed_part(*self._arguments, *self._place, *asked)
+        if failed:
             raise IndexError(NO_SUCH_ROW)
         return y
 

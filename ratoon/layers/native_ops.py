@@ -24,9 +24,9 @@ from ratoon.layers.native_formats import (
     QuantisedGatedMLP,
     QuantisedLinear,
 )
-from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
+from ratoon.layers.ops import FusedProduct, Lookup, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import add_low_rank
+from ratoon.layers.torch_ops import add_low_rank, mask_lookup
 
 Tensor = torch.Tensor
 
@@ -201,7 +201,14 @@ class NativeOps:
         return None
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
-        return KeptTable("F32", table if table.stride(1) == 1 else table.contiguous(), table.shape[1])(ids)
+        return _float_table(table)(ids)
+
+    def cut_embedding(self, lookup: Lookup, table: StoredTensor, rows: range, vocab_size: int) -> Lookup:
+        if table.decode is None:
+            lookup = _float_table(table.data)
+        if isinstance(lookup, KeptTable):
+            return lookup.as_part(rows.start, vocab_size)
+        return mask_lookup(lookup, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
@@ -265,6 +272,10 @@ class NativeOps:
         y = new_floats(rows, width)
         self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
         return y
+
+
+def _float_table(table: Tensor) -> KeptTable:
+    return KeptTable("F32", table if table.stride(1) == 1 else table.contiguous(), table.shape[1])
 
 
 def _widen(numbers: Tensor) -> Tensor:

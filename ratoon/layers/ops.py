@@ -16,6 +16,7 @@ from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
 Product = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
+Lookup = Callable[[Tensor], Tensor]  # ids [T] → rows of a table [T, H], in new memory
 
 
 class WeightUse(enum.Enum):
@@ -50,8 +51,8 @@ class WeightFormat(Protocol):
         rows."""
         ...
 
-    def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
-        """A table [V, H]; the result maps ids [T] to rows [T, H], in new memory."""
+    def make_embedding(self, table: StoredTensor) -> Lookup:
+        """Makes the lookup in a table [V, H]."""
         ...
 
 
@@ -105,6 +106,11 @@ class Ops(Protocol):
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         """[V, H], [T] → [T, H]."""
+        ...
+
+    def cut_embedding(self, lookup: Lookup, table: StoredTensor, rows: range, vocab_size: int) -> Lookup:
+        """Makes a lookup by ids of the whole vocabulary from one in a rank's part of the table, which has these rows.
+        The rows of ids that other ranks have are zeros."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

@@ -30,8 +30,9 @@ class Collective(Protocol):
         """The sum of all ranks' x, on every rank. It may overwrite x."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x [T, n] side by side, in the order of ranks, on every rank: [T, world_size · n]."""
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        """All ranks' columns side by side, in the order of ranks, on every rank: [T, size]. A rank's x is [T, n], with
+        the columns that `Shard.cut_vocabulary` gives it."""
         ...
 
 

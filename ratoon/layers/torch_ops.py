@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import FusedProduct, Product, WeightFormat, WeightUse
+from ratoon.layers.ops import FusedProduct, Lookup, Product, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
 
 Tensor = torch.Tensor
@@ -60,6 +60,9 @@ class TorchOps:
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         return functional.embedding(ids, table)
+
+    def cut_embedding(self, lookup: Lookup, table: StoredTensor, rows: range, vocab_size: int) -> Lookup:
+        return mask_lookup(lookup, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
@@ -110,6 +113,17 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> N
     others = slots[:, None] != torch.arange(len(a), device=slots.device)  # [T, S]
     low = low.masked_fill_(others[:, :, None], 0).flatten(1)  # [T, S · rank]
     y.add_(low @ b.flatten(0, 1))
+
+
+def mask_lookup(lookup: Lookup, rows: range) -> Lookup:
+    """The lookup of `Ops.cut_embedding`, by operations of torch."""
+
+    def look_up(ids: Tensor) -> Tensor:
+        own = ids - rows.start
+        elsewhere = (own < 0) | (own >= len(rows))  # other ranks have these rows
+        return lookup(own.masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0)
+
+    return look_up
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:

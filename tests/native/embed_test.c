@@ -98,6 +98,22 @@ static void compare_floats(int format, int64_t count, int64_t width, int64_t row
     release_all();
 }
 
+// A rank's rows of a table: those of other ranks are zeros.
+static void compare_parts(void) {
+    float *table = random_floats(10 * 8, 1), *y = guarded_floats(10 * 8);
+    int64_t ids[10];
+    for (int i = 0; i < 10; i++) ids[i] = 9 - i;
+    expect_true(ratoon_embed_part(FLOATS, table + 3 * 8, 8 * 4, 4, 3, 10, ids, 10, 8, y) == 0, "rows of a part", 0, 0);
+    for (int i = 0; i < 10; i++)
+        for (int k = 0; k < 8; k++) {
+            float expected = ids[i] >= 3 && ids[i] < 7 ? table[ids[i] * 8 + k] : 0;
+            expect(y[i * 8 + k], expected, 0, "a number of a part's row", i, k);
+        }
+    ids[5] = 10;
+    expect_true(ratoon_embed_part(FLOATS, table + 3 * 8, 8 * 4, 4, 3, 10, ids, 10, 8, y) == -1, "an id outside of all", 5, 10);
+    release_all();
+}
+
 static void refuse_unknown_rows(void) {
     float *table = random_floats(4 * 8, 1), *y = guarded_floats(2 * 8);
     int64_t ids[2] = {3, 0};
@@ -114,5 +130,6 @@ void check_embed(void) {
         for (int i = 0; i < 3; i++) compare_blocks(format, random_between(1, 20), random_between(1, 4), random_between(1, 40));
     for (int format = FLOATS; format <= BF16; format++)
         for (int i = 0; i < 4; i++) compare_floats(format, random_between(1, 20), random_between(1, 70), random_between(1, 40));
+    compare_parts();
     refuse_unknown_rows();
 }

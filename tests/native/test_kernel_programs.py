@@ -140,4 +140,5 @@ def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_
         "attention in bf16",
         "embed",
         "inputs",
+        "ranks",
     ]

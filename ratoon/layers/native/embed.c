@@ -14,7 +14,7 @@
 typedef struct {
     int64_t format;
     const uint8_t *table;
-    int64_t row_bytes;
+    int64_t row_bytes, count, first;
     const int64_t *ids;
     int64_t rows, width;
     float *y;
@@ -100,8 +100,13 @@ static void embed_unit(void *context, int64_t unit) {
     const embed_call *c = context;
     const int64_t end = (unit + 1) * ROWS_PER_UNIT < c->rows ? (unit + 1) * ROWS_PER_UNIT : c->rows;
     for (int64_t i = unit * ROWS_PER_UNIT; i < end; i++) {
-        const uint8_t *row = c->table + c->ids[i] * c->row_bytes;
+        const int64_t place = c->ids[i] - c->first;
         float *y = c->y + i * c->width;
+        if (place < 0 || place >= c->count) {
+            memset(y, 0, (size_t)c->width * 4);
+            continue;
+        }
+        const uint8_t *row = c->table + place * c->row_bytes;
         if (c->format < FIRST_OF_FLOATS)
             decode_blocks(c, row, y);
         else if (c->format == FIRST_OF_FLOATS)
@@ -111,11 +116,16 @@ static void embed_unit(void *context, int64_t unit) {
     }
 }
 
-int ratoon_embed(int64_t format, const void *table, int64_t row_bytes, int64_t count, const int64_t *ids, int64_t rows,
-                 int64_t width, float *y) {
+int ratoon_embed_part(int64_t format, const void *table, int64_t row_bytes, int64_t count, int64_t first, int64_t total,
+                      const int64_t *ids, int64_t rows, int64_t width, float *y) {
     for (int64_t i = 0; i < rows; i++)
-        if (ids[i] < 0 || ids[i] >= count) return -1;
-    embed_call c = {format, table, row_bytes, ids, rows, width, y};
+        if (ids[i] < 0 || ids[i] >= total) return -1;
+    embed_call c = {format, table, row_bytes, count, first, ids, rows, width, y};
     parallel_units(embed_unit, &c, (rows + ROWS_PER_UNIT - 1) / ROWS_PER_UNIT);
     return 0;
+}
+
+int ratoon_embed(int64_t format, const void *table, int64_t row_bytes, int64_t count, const int64_t *ids, int64_t rows,
+                 int64_t width, float *y) {
+    return ratoon_embed_part(format, table, row_bytes, count, 0, count, ids, rows, width, y);
 }

@@ -33,6 +33,9 @@ void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, 
 // 0, or -1 when an id is not one of the table's rows: then nothing is written.
 int ratoon_embed(int64_t format, const void *table, int64_t row_bytes, int64_t count, const int64_t *ids, int64_t rows,
                  int64_t width, float *y);
+// The same with `count` rows from `first` on of a table that has `total`; other rows are zeros.
+int ratoon_embed_part(int64_t format, const void *table, int64_t row_bytes, int64_t count, int64_t first, int64_t total,
+                      const int64_t *ids, int64_t rows, int64_t width, float *y);
 void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width);
 void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind);
 
@@ -44,6 +47,17 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
 void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);
+
+// Ranks that are processes of one host, and have mapped the same memory (ranks.c). It has so many bytes, all of them zero at
+// first. Every rank makes the same calls in the same order. limit: nanoseconds that a call waits for another rank; then it and
+// all calls that follow, of any rank, return -1, else 0.
+struct rank_group;
+int64_t ratoon_group_bytes(int64_t world);
+struct rank_group *ratoon_open_group(void *memory, int64_t rank, int64_t world, int64_t limit);  // NULL: it can't be
+void ratoon_close_group(struct rank_group *group);
+int ratoon_all_reduce(struct rank_group *group, float *x, int64_t count);  // in place
+// y [rows, total]: all ranks' x side by side. A rank has an equal part of the columns, rounded up; the last ones have the rest.
+int ratoon_all_gather(struct rank_group *group, const float *x, int64_t ldx, int64_t rows, int64_t total, float *y);
 
 // Attention of whole sequences to themselves: request i has rows starts[i] … starts[i + 1] - 1, each of which sees all of them.
 // Heads lie side by side in a row. What is multiplied is rounded to bf16. `scratch` has so many bytes as the first function

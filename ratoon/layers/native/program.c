@@ -3,12 +3,12 @@
 // A call is a function and its arguments, a word of 64 bits each in the order of the kernel's own parameters: a pointer or
 // an integer as it is, a float in the low half. Kernels that can be recorded have such a function, NAME_words; it returns 0,
 // or -1 if the kernel failed. ratoon_copy has no other form.
-#define _POSIX_C_SOURCE 199309L  // clock_gettime
+#define _POSIX_C_SOURCE 200809L  // clock_gettime
 #include <string.h>
-#include <time.h>
 
 #include "kernels.h"
 #include "quantised.h"
+#include "spin.h"
 
 typedef int (*words_function)(const int64_t *words);
 
@@ -22,12 +22,6 @@ int64_t ratoon_run_program(const recorded_call *calls, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (calls[i].function(calls[i].words)) return i;
     return -1;
-}
-
-static int64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 // The same, and how long each call took: ends[i] is when call i had ended, in nanoseconds after the begin.
@@ -99,6 +93,14 @@ int ratoon_rotary_words(const int64_t *w) {
 }
 
 int ratoon_embed_words(const int64_t *w) { return ratoon_embed(w[0], P(1), w[2], w[3], P(4), w[5], w[6], P(7)); }
+
+int ratoon_embed_part_words(const int64_t *w) {
+    return ratoon_embed_part(w[0], P(1), w[2], w[3], w[4], w[5], P(6), w[7], w[8], P(9));
+}
+
+int ratoon_all_reduce_words(const int64_t *w) { return ratoon_all_reduce(P(0), P(1), w[2]); }
+
+int ratoon_all_gather_words(const int64_t *w) { return ratoon_all_gather(P(0), P(1), w[2], w[3], w[4], P(5)); }
 
 int ratoon_greedy_words(const int64_t *w) {
     ratoon_greedy(P(0), w[1], w[2], P(3), P(4));

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ratoon.core.errors import DeviceLostError
 from ratoon.layers.native import Kernels, library
 from ratoon.layers.native.pages import new_pages
 
@@ -31,6 +32,7 @@ CHUNK_BYTES = 1 << 20  # that an arena grows by at least; larger chunks are powe
 # From here on an allocator returns what is freed to the system, and each layer of a prompt would have its pages cleared
 # and mapped anew: a fifth of the time of a prompt.
 LARGE_BYTES = 128 << 10
+RANK_LOST = "another rank did not come to a sum in time"
 NO_SUCH_ROW = "an id is outside of the table, which is the vocabulary's or that of positions"
 
 _open: Recording | None = None  # one at a time in a process
@@ -92,8 +94,11 @@ class Program:
         return ends.tolist()
 
     def _error_of(self, call: int) -> Exception:
-        if self.names[call] == "ratoon_embed":
+        name = self.names[call]
+        if name in ("ratoon_embed", "ratoon_embed_part"):
             return IndexError(NO_SUCH_ROW)
+        if name in ("ratoon_all_reduce", "ratoon_all_gather"):
+            return DeviceLostError(RANK_LOST)
         return MemoryError("a kernel ran out of memory")
 
 

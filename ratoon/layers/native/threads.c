@@ -13,16 +13,14 @@
 #include "threads.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <time.h>
+
+#include "spin.h"
 
 #define MAX_THREADS 128
 #define WORKER_SPIN 1000000  // nanoseconds
 #define CALLER_SPIN 200000
-#define YIELD_AFTER 50000
-#define SPINS_BETWEEN_LOOKS 64  // at the clock
 #define OWN_LINE _Alignas(128)  // processors fetch cache lines in pairs
 #define COUNT_BITS 24
 #define MOST_UNITS ((int64_t)1 << COUNT_BITS)
@@ -51,35 +49,6 @@ static struct {
     int started;
     seat seats[MAX_THREADS];
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER, .threads = 1};
-
-static inline void relax(void) {
-#if defined(__aarch64__)
-    __asm__ volatile("yield");
-#elif defined(__x86_64__)
-    __asm__ volatile("pause");
-#endif
-}
-
-static int64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-// Spin timer: true until it is time to sleep.
-struct spin {
-    int count;
-    int64_t began;
-};
-
-static inline int keep_spinning(struct spin *spin, int64_t longest) {
-    relax();
-    if (++spin->count % SPINS_BETWEEN_LOOKS) return 1;
-    if (spin->began == 0) spin->began = nanoseconds();
-    int64_t passed = nanoseconds() - spin->began;
-    if (passed > YIELD_AFTER) sched_yield();
-    return passed < longest;
-}
 
 // Takes a unit of a thread's share of `size` units. Returns its place there, or -1 when all are taken.
 static inline int64_t take_unit(seat *seat, uint64_t call, int64_t size) {

@@ -43,8 +43,10 @@ class Rank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self.meeting.exchange(self.rank, x), dim=1)
+    def all_gather(self, x: Tensor, size: int) -> Tensor:
+        found = torch.cat(self.meeting.exchange(self.rank, x), dim=1)
+        assert found.shape[1] == size
+        return found
 
 
 def on_all_ranks(world_size: int, work: Callable[[Shard], Result]) -> list[Result]:
