@@ -30,11 +30,12 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.processes import start_process
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch
-from ratoon.core.wire import Buffer, Decoder, encode
+from ratoon.core.wire import Buffer, Decoder
 from ratoon.core.worker import WorkerFacts, WorkerStats, decode_result, encode_call
 from ratoon.distributed.broadcast import RingTimeoutError, RingWriter
 from ratoon.distributed.executor import bring_up
 from ratoon.distributed.frames import receive_frames
+from ratoon.distributed.plan_frames import encode_plan
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
@@ -129,7 +130,7 @@ class MultiprocExecutor:
         with self._lock:
             self._raise_failure()
             self._steps[plan.step] = future
-        self._broadcast([ToWorker.PLAN.value, *encode(plan)])
+        self._broadcast([ToWorker.PLAN.value, *encode_plan(plan)])
         return StepInFlight(future)
 
     def collective_rpc(self, method: str, *arguments: Any) -> Future[list[Any]]:

@@ -24,15 +24,15 @@ from typing import Any
 
 from ratoon.core.errors import StepSkippedError
 from ratoon.core.faults import fault_of
-from ratoon.core.plan import SchedulerOutput
 from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, name_process, read_launch
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch
-from ratoon.core.wire import Buffer, Decoder, encode
+from ratoon.core.wire import Buffer, encode
 from ratoon.core.worker import decode_call, encode_result
 from ratoon.distributed.broadcast import RingReader, RingTimeoutError
 from ratoon.distributed.collectives import join_group, leave_group
 from ratoon.distributed.executor import StepHandle
 from ratoon.distributed.frames import send_frames
+from ratoon.distributed.plan_frames import PlanDecoder
 from ratoon.distributed.uniproc import WorkerThread
 from ratoon.execution.worker import Worker
 from ratoon.observe.logging import configure_logging, get_logger
@@ -57,7 +57,7 @@ class WorkerProcess:
     def run(self) -> None:
         results = threading.Thread(target=self._send_results, name="results", daemon=True)
         results.start()
-        plans = Decoder(SchedulerOutput)
+        plans = PlanDecoder()
         while True:
             try:
                 with self._ring.read(SECONDS_BETWEEN_LOOKS) as (kind, *frames):
