@@ -1,5 +1,5 @@
-"""Workers in processes of their own answer as the worker in the engine's process does, requests of every kind; and a
-worker that is gone ends the engine's run, not its requests."""
+"""A worker in a process of its own answers as the worker in the engine's process does, and one that is gone ends the
+engine's run, not its requests. Several ranks are in test_tensor_parallel.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import model_folder
-from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.golden.test_ranks import answers
 
 PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
@@ -37,20 +36,11 @@ def executor_of(llm: LLM) -> MultiprocExecutor:
     return executor
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"executor": "mp"},
-        {"tensor_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2, "max_steps_in_flight": 2}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_workers_in_processes_answer_as_one_in_this_process(settings: dict[str, Any]) -> None:
+def test_a_worker_in_a_process_answers_as_one_in_this_process() -> None:
     states = HiddenStatesParams(positions="all", layers=[0, -1])
     with open_engine(model_folder(FAMILY)) as llm:
         expected, expected_states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], states).tensor
-    with open_engine(model_folder(FAMILY), **settings) as llm:
+    with open_engine(model_folder(FAMILY), executor="mp") as llm:
         assert answers(llm, PROMPTS) == expected
         found = llm.extract_hidden_states(PROMPTS[0], states).tensor
         (root,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4), retain_kv=60, progress=False)
@@ -59,13 +49,6 @@ def test_workers_in_processes_answer_as_one_in_this_process(settings: dict[str, 
         assert answers(llm, PROMPTS) == expected
         assert root.error is None
     assert found == pytest.approx(expected_states, abs=1e-5)
-
-
-def test_ranks_of_a_model_with_an_encoder_answer_as_one_worker() -> None:
-    with open_engine(folder_of("bart")) as llm:
-        expected = answers(llm, INPUTS[:3])
-    with open_engine(folder_of("bart"), tensor_parallel_size=2) as llm:
-        assert answers(llm, INPUTS[:3]) == expected
 
 
 def test_a_worker_that_is_killed_ends_the_executor_and_all_workers() -> None:
