@@ -43,7 +43,7 @@ def ranks_directories() -> set[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_streams_survive_kills_of_any_process_of_a_replica(num_kills: int) -> None:
     dice = random.Random(6)
     shared_memory, directories = set(os.listdir("/dev/shm")), ranks_directories()
@@ -100,3 +100,27 @@ def test_a_worker_that_dies_while_there_is_no_work_is_replaced_at_once() -> None
             assert await read_stream(llm, 1) == right
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(10.0, marks=pytest.mark.full)])
+def test_a_worker_that_is_stopped_for_a_while_loses_nothing(seconds: float) -> None:
+    """The other rank waits for it inside a sum, and the ring fills up."""
+    shared_memory = set(os.listdir("/dev/shm"))
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **RANKS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(6)}
+            for stopped in workers_of(llm.health().engines[0].pid):
+                streams = [asyncio.create_task(read_stream(llm, seed)) for seed in right]
+                await asyncio.sleep(0.05)
+                os.kill(stopped, signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(seconds)
+                finally:
+                    os.kill(stopped, signal.SIGCONT)
+                assert await asyncio.gather(*streams) == list(right.values())
+            assert llm.health().engines[0].num_restarts == 0
+
+    asyncio.run(run())
+    assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -92,6 +93,30 @@ def test_a_reader_that_is_stopped_holds_the_writer_up_until_its_time_is_over() -
     finally:
         reader.kill()
         reader.communicate()
+        writer.close()
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(10.0, marks=[pytest.mark.slow, pytest.mark.full])])
+def test_a_reader_that_is_stopped_for_a_while_gets_all_that_was_written_meanwhile(seconds: float) -> None:
+    """The ring is full by then, of small messages and of those that travel beside it; the other reader goes on."""
+    choose = random.Random(1)
+    messages = [[choose.randbytes(choose.choice([10, 900, 20_000]))] for _ in range(40)]
+    writer = RingWriter(2, NUM_SLOTS, SLOT_BYTES)
+    readers = start_readers(writer, 2, len(messages))
+    try:
+        os.kill(readers[1].pid, signal.SIGSTOP)
+        again = threading.Timer(seconds, os.kill, [readers[1].pid, signal.SIGCONT])
+        again.start()
+        begin = time.monotonic()
+        for frames in messages:
+            writer.write(frames, 20.0)
+        assert time.monotonic() - begin > 0.9 * seconds, "a full ring holds the writer up"
+        assert [reader.communicate(timeout=60)[0].strip() for reader in readers] == [digest(messages)] * 2
+    finally:
+        again.cancel()
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
         writer.close()
 
 
