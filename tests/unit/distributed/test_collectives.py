@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ if sys.platform != "linux":
 from ratoon.core.errors import DeviceLostError, EngineError
 from ratoon.distributed.shared_memory import MemoryHandover, SharedMemoryCollective, identity_of_host, new_memory
 from ratoon.layers.native import library
+from ratoon.layers.native.recording import Arena, Recording
 
 KERNELS = library()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="there are no kernels here")
@@ -118,6 +120,44 @@ def test_a_rank_that_is_stopped_for_a_while_changes_nothing(tmp_path: Path) -> N
     for rank in ranks:
         digest, _ = json.loads(rank.communicate(timeout=120)[0])
         assert digest == sum_in_order(2)
+
+
+@needs_kernels
+def test_a_recorded_pass_holds_sums_and_concatenations() -> None:
+    """One rank repeats a recording, and the other one calls: both find what the other has in its memory then."""
+    assert KERNELS is not None
+    descriptor = new_memory(KERNELS, 2)
+    first, second = (SharedMemoryCollective(descriptor, rank, 2, seconds=60) for rank in range(2))
+    os.close(descriptor)
+    x, theirs = torch.randn(3, 5), torch.randn(3, 5)
+    with ThreadPoolExecutor(1) as peer:
+
+        def answer() -> torch.Tensor:
+            return second.all_gather(second.all_reduce(theirs.clone())[:, :4], 9)
+
+        answered = peer.submit(answer)
+        arena = Arena()
+        with Recording(arena) as recording:
+            total = first.all_reduce(arena.take_floats(3, 5).copy_(x))
+            y = first.all_gather(total, 9)
+        program = recording.program()
+        assert program is not None and program.names == ["ratoon_copy", "ratoon_all_reduce", "ratoon_all_gather"]
+        for _ in range(3):
+            expected = x + theirs
+            assert torch.equal(y, torch.cat([expected, expected[:, :4]], dim=1))
+            assert torch.equal(answered.result(), y)
+            x.normal_()
+            theirs.normal_()
+            answered = peer.submit(answer)
+            program.run()
+        assert torch.equal(answered.result(), y)
+    lonely = SharedMemoryCollective(new_memory(KERNELS, 2), 0, 2, seconds=0.1)
+    with Recording(Arena()) as recording, pytest.raises(DeviceLostError):
+        lonely.all_reduce(x)
+    program = recording.program()
+    assert program is not None
+    with pytest.raises(DeviceLostError, match="another rank"):
+        program.run()
 
 
 @needs_kernels
