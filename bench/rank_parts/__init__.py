@@ -1,0 +1,1 @@
+"""What bench/ranks.py runs in other processes."""
