@@ -45,6 +45,17 @@ PARTS = {
     ),
 }  # fmt: skip
 CODES = {GPTQ: "qweight", AWQ: "qweight", COMPRESSED: "weight_packed"}
+# The dimension of a layer's tensors that has its outputs, and the one that has its inputs: in words, in groups, or one
+# by one, as their sizes say.
+AXES = {
+    GPTQ: {"qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0), "g_idx": (0, 0)},
+    AWQ: {"qweight": (1, 0), "qzeros": (1, 0), "scales": (1, 0)},
+    COMPRESSED: {
+        "weight": (0, 1), "weight_packed": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 1),
+        "weight_g_idx": (0, 0),
+    },
+}  # fmt: skip
+ORDERS = ("g_idx", "weight_g_idx")  # the group of each input
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of 8, of each four bits of a word
 
 
@@ -139,7 +150,48 @@ class PackedSource:
         layer = name.removesuffix("weight")
         if layer not in self._layers or layer == name:
             return self._source.read(name, part, destination)
-        return _take_part(self._read_layer(layer), part)
+        if part is not None:
+            shape = self._shapes[name]
+            cuts = self._cut_parts(layer, shape, part)
+            if cuts is not None:
+                return self._read_layer(layer, part.shape(shape), cuts)
+        return _take_part(self._read_layer(layer, self._shapes[name]), part)
+
+    def _cut_parts(self, layer: str, shape: tuple[int, ...], part: TensorSlice) -> dict[str, TensorSlice | None] | None:
+        """Says which part of each of a layer's tensors makes up a part of its weight; what is not in it is not needed.
+        None: words or groups would be divided, or inputs are in another order, and all of it is needed."""
+        method, shapes = self._scheme.method, self._source.shapes()
+        cuts: dict[str, TensorSlice | None] = {}
+        for name, axes in AXES[method].items():
+            stored = shapes.get(layer + name)
+            if stored is None:
+                continue
+            dim = axes[part.dim]
+            if name in ORDERS:
+                if part.dim == 0:
+                    cuts[name] = None
+                elif not self._is_in_order(layer + name):
+                    return None
+            elif self._is_common(name, stored, dim, shape[part.dim], part.dim):
+                cuts[name] = None
+            else:
+                each, left = divmod(shape[part.dim], stored[dim])  # outputs or inputs that a place stands for
+                if left or part.start % each or part.stop % each:
+                    return None
+                cuts[name] = TensorSlice(dim, part.start // each, part.stop // each)
+        return cuts
+
+    def _is_common(self, name: str, stored: tuple[int, ...], dim: int, size: int, weight_dim: int) -> bool:
+        """Whether a tensor of scales or zero points has one for all outputs, or for all inputs."""
+        if name in ("weight", CODES[self._scheme.method]):
+            return False
+        may_be_a_word = weight_dim == 0 and size <= 32 // self._scheme.bits
+        return dim >= len(stored) or (stored[dim] == 1 and not may_be_a_word)
+
+    def _is_in_order(self, name: str) -> bool:
+        """Whether groups are runs of inputs, or the tensor was never filled."""
+        groups = self._source.read(name).data
+        return not groups.numel() or bool((groups < 0).any()) or bool((groups.diff() >= 0).all())
 
     def _find_shapes(self) -> dict[str, tuple[int, ...]]:
         parts = {layer + part for layer in self._layers for part in PARTS[self._scheme.method]}
@@ -165,37 +217,40 @@ class PackedSource:
             return codes[1] * per_word, codes[0]
         return codes[0], codes[1] * per_word
 
-    def _read_layer(self, layer: str) -> StoredTensor:
-        shape = self._shapes[layer + "weight"]
+    def _read_layer(
+        self, layer: str, shape: tuple[int, ...], cuts: Mapping[str, TensorSlice | None] | None = None
+    ) -> StoredTensor:
+        """Reads the weight, or the part of this shape that `cuts` are the parts of."""
+        tensors = _LayerTensors(self._source, layer, cuts)
         try:
             if self._scheme.method == COMPRESSED:
-                return self._read_compressed(layer, shape)
-            return self._read_gptq_or_awq(layer, shape)
+                return self._read_compressed(tensors, shape)
+            return self._read_gptq_or_awq(tensors, shape)
         except (RuntimeError, ValueError, KeyError) as error:
             problem = f"the parts of {layer.removesuffix('.')!r} do not fit together: {shorten(str(error))}"
             raise ModelError(self.name, problem, "a checkpoint as its quantiser wrote it") from error
 
-    def _read_gptq_or_awq(self, layer: str, shape: tuple[int, ...]) -> StoredTensor:
-        scheme, words, zeros = self._scheme, self._needed(layer, "qweight"), self._needed(layer, "qzeros")
+    def _read_gptq_or_awq(self, layer: _LayerTensors, shape: tuple[int, ...]) -> StoredTensor:
+        scheme, words, zeros = self._scheme, layer.needed("qweight"), layer.needed("qzeros")
         if scheme.method == GPTQ:
             codes, zeros = _unpack(words.t(), scheme.bits), _unpack(zeros, scheme.bits)
         else:
             codes, zeros = _unpack_awq(words).t(), _unpack_awq(zeros)
         if scheme.zeros_less_one:
             zeros = (zeros + 1) & (2**scheme.bits - 1)
-        scales = self._needed(layer, "scales")
-        return _make_grouped(codes.view(shape), scales.t(), zeros.t(), scheme.bits, self._part(layer, "g_idx"))
+        scales = layer.needed("scales")
+        return _make_grouped(codes.view(shape), scales.t(), zeros.t(), scheme.bits, layer.get("g_idx"))
 
-    def _read_compressed(self, layer: str, shape: tuple[int, ...]) -> StoredTensor:
+    def _read_compressed(self, layer: _LayerTensors, shape: tuple[int, ...]) -> StoredTensor:
         import torch
 
         bits, middle = self._scheme.bits, 2 ** (self._scheme.bits - 1)
-        scales, zeros = self._needed(layer, "weight_scale"), self._part(layer, "weight_zero_point")
+        scales, zeros = layer.needed("weight_scale"), layer.get("weight_zero_point")
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
         if self._scheme.is_float:
-            return _make_fp8(self._needed(layer, "weight"), scales.expand(shape[0], -1))
-        words = self._part(layer, "weight_packed")
-        codes = _codes_of_bytes(self._needed(layer, "weight"), bits) if words is None else _unpack(words, bits)
+            return _make_fp8(layer.needed("weight"), scales.expand(shape[0], -1))
+        words = layer.get("weight_packed")
+        codes = _codes_of_bytes(layer.needed("weight"), bits) if words is None else _unpack(words, bits)
         if zeros is None:
             if self._scheme.needs_zeros:
                 raise ValueError("no zero points, although they are not symmetric")
@@ -206,19 +261,31 @@ class PackedSource:
             zeros = zeros.view(-1, 1) if zeros.dim() < 2 else zeros
             zeros = zeros.int() + middle
         scales = scales.expand(shape[0], -1)
-        order = self._part(layer, "weight_g_idx")
+        order = layer.get("weight_g_idx")
         if order is not None and (order < 0).any():  # it was never filled: groups are runs of inputs
             order = None
         return _make_grouped(codes, scales, zeros.expand_as(scales), bits, order)
 
-    def _needed(self, layer: str, name: str) -> torch.Tensor:
-        part = self._part(layer, name)
-        if part is None:
-            raise ModelError(self.name, f"lacks {layer + name!r}", "a checkpoint as its quantiser wrote it")
-        return part
 
-    def _part(self, layer: str, name: str) -> torch.Tensor | None:
-        return self._source.read(layer + name).data if layer + name in self._source.shapes() else None
+class _LayerTensors:
+    """The tensors of one layer, or those parts of them that `cuts` names."""
+
+    def __init__(self, source: TensorSource, layer: str, cuts: Mapping[str, TensorSlice | None] | None) -> None:
+        self._source = source
+        self._layer = layer
+        self._cuts = cuts
+
+    def get(self, name: str) -> torch.Tensor | None:
+        if self._layer + name not in self._source.shapes() or (self._cuts is not None and name not in self._cuts):
+            return None
+        return self._source.read(self._layer + name, None if self._cuts is None else self._cuts[name]).data
+
+    def needed(self, name: str) -> torch.Tensor:
+        found = self.get(name)
+        if found is None:
+            problem = f"lacks {self._layer + name!r}"
+            raise ModelError(self._source.name, problem, "a checkpoint as its quantiser wrote it")
+        return found
 
 
 def _find_layers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> set[str]:

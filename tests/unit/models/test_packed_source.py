@@ -19,7 +19,7 @@ from ratoon.layers.linear import ColumnParallelLinear, make_product
 from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.stored import StoredTensor, TensorSlice
-from ratoon.layers.weights import Weights
+from ratoon.layers.weights import TensorSource, Weights
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.packed_source import PackedSource, read_scheme
 from ratoon.models.safetensors_source import SafetensorsSource
@@ -188,11 +188,45 @@ def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     for start, stop in ((32, 96), (64, 128), (64, 96), (48, 80)):
         columns = source.read("layer.weight", TensorSlice(1, start, stop))
         assert torch.equal(columns.floats(), expected[:, start:stop])
-        between = start % layer.group == stop % layer.group == 0 or start // layer.group == (stop - 1) // layer.group
+        between = start % layer.group == stop % layer.group == 0 or layer.group == IN
+        inside = start // layer.group == (stop - 1) // layer.group
         is_ordered = bool((layer.group_of != np.arange(IN) // layer.group).any())
-        stays = start % 32 == 0 and between and not is_ordered
+        stays = not is_ordered and (between or (inside and start % 32 == 0))
         assert (columns.format == stored.format) == stays, "codes that are cut between groups stay codes"
     assert torch.equal(source.read("norm.weight").floats(), torch.ones(IN))
+
+
+class CountingSource:
+    """Implements TensorSource. Counts the bytes that are read of another one."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.name, self.shapes, self.num_bytes = source.name, source.shapes, 0
+
+    def read(self, name: str, part: TensorSlice | None = None, destination: Any = None) -> StoredTensor:
+        stored = self._source.read(name, part, destination)
+        self.num_bytes += stored.data.nbytes
+        return stored
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_of_a_weight_reads_that_part_of_the_file(case: str, tmp_path: Path) -> None:
+    """Unless words or groups would be divided, or inputs are in another order."""
+    layer, tensors, config = CASES[case]()
+    source = open_layer(tmp_path, tensors, config)
+    source._source = counting = CountingSource(source._source)
+    whole = source.read("layer.weight").floats()
+    of_whole, counting.num_bytes = counting.num_bytes, 0
+    order = sum(part.nbytes for name, part in tensors.items() if name.endswith("g_idx"))
+    half = source.read("layer.weight", TensorSlice(0, OUT // 2, OUT))
+    assert torch.equal(half.floats(), whole[OUT // 2 :])
+    assert counting.num_bytes <= of_whole // 2 + order
+    counting.num_bytes = 0
+    half = source.read("layer.weight", TensorSlice(1, IN // 2, IN))
+    assert torch.equal(half.floats(), whole[:, IN // 2 :])
+    is_in_order = not (layer.group_of != np.arange(IN) // layer.group).any()
+    if is_in_order and (IN // 2) % layer.group == 0:
+        assert counting.num_bytes <= of_whole // 2 + order
 
 
 @pytest.mark.slow
@@ -247,7 +281,10 @@ def test_8_bit_floats_with_a_scale_for_each_output_or_for_all(
     assert "layer.input_scale" not in source.shapes()
     expected = numbers.float() * (scales.view(-1, 1) if scale_shape else scales)
     assert torch.equal(source.read("layer.weight").floats(), expected)
-    assert torch.equal(source.read("layer.weight", TensorSlice(0, 4, 9)).floats(), expected[4:9])
+    for part in (TensorSlice(0, 4, 9), TensorSlice(1, 3, 40)):
+        found = source.read("layer.weight", part)
+        assert found.format == source.read("layer.weight").format, "a part stays in 8 bits"
+        assert torch.equal(found.floats(), expected[part.slices()])
 
 
 def test_an_order_that_was_never_filled_is_none(tmp_path: Path) -> None:
