@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,21 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from ratoon.core.config import ModelConfig
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.shard import ModelPart, Shard
-from ratoon.models.build import build_model
+from ratoon.layers.stored import TensorSlice
+from ratoon.layers.weights import TensorSource
+from ratoon.models.build import build_model, collect_shapes
+from ratoon.models.dummy_source import DummySource
 from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.source import resolve_model
+from tests.golden import test_packed_checkpoints
 from tests.golden.dense_batch import DenseMemory, DensePass
+from tests.golden.tiny_models import tiny_llama
 from tests.unit.layers.ranks import on_all_ranks
+from tests.unit.layers.test_shards import LLAMA
 from tests.unit.models.model_files import llama_metadata, write_gguf
 from tests.unit.models.test_stored_tensors import quantise, random
 
@@ -47,8 +58,13 @@ def quantised_file(path: Path, kind: Type) -> Path:
 
 
 def logits_of(path: Path, shard: Shard) -> tuple[Tensor, list[dict[str, Any]]]:
-    source, ops = GGUFSource(path), NativeOps()
-    config = parse_hf_config(source.raw_config, str(path))
+    source = GGUFSource(path)
+    return logits_of_source(parse_hf_config(source.raw_config, str(path)), source, NativeOps(), shard)
+
+
+def logits_of_source(
+    config: ModelConfig, source: TensorSource, ops: NativeOps, shard: Shard
+) -> tuple[Tensor, list[dict[str, Any]]]:
     model = build_model(config, source, ops, CPU, torch.float32, part=ModelPart(shard))
     ids = torch.arange(VOCABULARY) % config.vocab_size
     states = model.forward(ids, torch.arange(len(ids)), DensePass(DenseMemory(1), [len(ids)])).normed
@@ -72,3 +88,50 @@ def test_ranks_with_quantised_weights_are_the_model_on_one(kind: Type, world_siz
         torch.testing.assert_close(found, expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
         assert [one["format"] for one in kept] == [one["format"] for one in whole], "no weight became floats"
         assert kept[0]["num_weights"] < 0.75 * whole[0]["num_weights"]
+
+
+def compare_ranks(world_size: int, logits: Callable[[Shard], tuple[Tensor, list[dict[str, Any]]]]) -> None:
+    expected, whole = logits(Shard())
+
+    def work(shard: Shard) -> tuple[Tensor, list[dict[str, Any]]]:
+        with torch.inference_mode():
+            return logits(shard)
+
+    for found, kept in on_all_ranks(world_size, work):
+        torch.testing.assert_close(found, expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
+        assert [one["format"] for one in kept] == [one["format"] for one in whole], "no weight became floats"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.inference_mode()
+def test_ranks_quantise_their_part_as_one_rank_does_all(bits: int) -> None:
+    """A block is encoded by itself: the codes are the same."""
+    config = replace(
+        LLAMA, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_heads=HEADS, num_kv_heads=1, head_dim=HEAD_DIM
+    )
+    shapes = collect_shapes(config)
+    compare_ranks(2, lambda shard: logits_of_source(config, DummySource(shapes, seed=1), NativeOps(bits=bits), shard))
+
+
+@pytest.mark.parametrize(("method", "bits"), [("gptq", 4), ("awq", 4), ("pack-quantized", 8), ("int-quantized", 4)])
+@torch.inference_mode()
+def test_ranks_with_packed_weights_are_the_model_on_one(
+    method: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_packed_checkpoints, "tiny_llama", partial(tiny_llama, num_kv_heads=4))
+    test_packed_checkpoints.write_folder(tmp_path, method, bits, symmetric=False)
+    source = resolve_model(str(tmp_path))
+    compare_ranks(2, lambda shard: logits_of_source(source.config, source.tensors, NativeOps(), shard))
+
+
+@torch.inference_mode()
+def test_a_block_that_a_cut_would_divide_becomes_floats(tmp_path: Path) -> None:
+    """Sixteen inputs of the last product on each of eight ranks: half a block. The numbers are the same."""
+    path = quantised_file(tmp_path / "model.gguf", Type.Q8_0)
+    source = GGUFSource(path)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    whole = source.read(name)
+    for rank in range(8):
+        part = source.read(name, TensorSlice(1, 16 * rank, 16 * rank + 16))
+        assert part.decode is None
+        assert torch.equal(part.floats(), whole.floats()[:, 16 * rank : 16 * rank + 16])
