@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Type
 from ratoon import LLM, BeamSearchParams, HiddenStatesParams, SamplingParams
 from ratoon.distributed.multiproc import MultiprocExecutor
 from ratoon.layers.native import library
+from tests.golden.encoder_engines import source_of
 from tests.golden.engines import scheduler_of
 from tests.golden.grammar_engines import FAMILY, NAMES_AND_VALUES, grammar_folder
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
@@ -115,14 +116,21 @@ def test_ranks_answer_as_one_worker(world_size: int, settings: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
-    [("bart", 2), pytest.param("t5", 4, marks=pytest.mark.full), pytest.param("marian", 2, marks=pytest.mark.full)],
+    [
+        ("bart", 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [("t5", 4), ("marian", 2), ("whisper", 2)]),
+    ],
 )
 @pytest.mark.slow
 def test_ranks_of_a_model_with_an_encoder_answer_as_one_worker(family: str, world_size: int) -> None:
+    prompts: list[Any] = INPUTS[:3]
+    if family == "whisper":
+        features = [source_of(family, 0, seed).for_oracle()[0].numpy() for seed in range(2)]
+        prompts = [{"encoder_prompt": {"features": each}} for each in features]
     with open_engine(folder_of(family), skip_tokenizer=True) as llm:
-        whole = answers(llm, INPUTS[:3])
+        whole = answers(llm, prompts)
     with open_engine(folder_of(family), skip_tokenizer=True, tensor_parallel_size=world_size) as llm:
-        assert answers(llm, INPUTS[:3]) == whole
+        assert answers(llm, prompts) == whole
 
 
 @pytest.mark.skipif(library() is None, reason="without kernels, weights become floats")
