@@ -62,12 +62,16 @@ class Work:
         return seconds
 
 
-WORKS = (
-    Work("one sequence, 64 tokens", 1, 8, 64),
-    Work("16 sequences, 32 tokens each", 16, 8, 32),
-    Work("a prompt of 512 tokens", 1, 512, 1),
-)
-QUICK_WORKS = (Work("one sequence, 4 tokens", 1, 8, 4),)
+PROMPT = Work("a prompt of 512 tokens", 1, 512, 1)
+WORKS = {
+    "smollm2": (Work("one sequence, 64 tokens", 1, 8, 64), Work("16 sequences, 32 tokens each", 16, 8, 32), PROMPT),
+    "8b, two layers": (
+        Work("one sequence, 16 tokens", 1, 8, 16),
+        Work("16 sequences, 8 tokens each", 16, 8, 8),
+        PROMPT,
+    ),
+    "tiny": (Work("one sequence, 4 tokens", 1, 8, 4),),
+}
 
 
 class Ranks(Program):
@@ -117,7 +121,7 @@ class Ranks(Program):
     def _compare(self, model: str, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Seconds of each work by each engine, which take turns."""
         dice = random.Random(SEED)
-        works = QUICK_WORKS if self.args.quick else WORKS
+        works = WORKS[model]
         times: dict[str, dict[str, list[float]]] = {work.label: {name: [] for name in engines} for work in works}
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -24,7 +24,10 @@ from ratoon.distributed.shared_memory import SharedMemoryCollective
 from ratoon.layers.native import library
 
 ROWS, COLUMNS = 32, 4096
-SIZES = {"32 × 4096": (32, 4096), "1 × 4096": (1, 4096), "512 × 4096": (512, 4096)}
+SIZES = {
+    f"{rows} × {columns}": (rows, columns)
+    for rows, columns in ((32, 4096), (1, 576), (16, 576), (1, 4096), (512, 4096))
+}
 VOCABULARIES = (49152, 128256)
 CHOICE_ROWS = (1, 32)
 SECONDS = 100.0

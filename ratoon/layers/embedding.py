@@ -102,8 +102,8 @@ class LMHead:
 
     A rank multiplies by its rows of the weight, and all ranks have all logits: each chooses the tokens itself, and all
     choose the same, because a choice depends on logits, seed and position alone. If one rank chose and told the others,
-    they would wait for it once more in every step. With four ranks that takes 1.1 to 1.7 times as long for one row of
-    49,152 or 128,256 logits; with 32 rows both take the same, within what a run varies by (bench/ranks.py).
+    they would wait for it once more in every step: with two ranks on two cores, logits and choice together take 1.0 to
+    1.3 times as long then for one row of 49,152 or 128,256, and 0.9 to 1.0 times for 32 rows (bench/ranks.py).
     """
 
     __slots__ = ("multiply", "shard", "target", "vocab_size")
