@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from ratoon.layers.native import library
 from ratoon.models.source import resolve_model
 from tests.golden.engines import model_folder, write_word_tokenizer
 from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
@@ -149,6 +150,18 @@ def test_replicas_keep_conversations_together(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     one, balanced, turns = (results[name]["hit_rate"] for name in ("one engine", "2, balanced", "2, taking turns"))
     assert one >= balanced > turns
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux" or library() is None, reason="ranks need Linux, and their sums the kernels")
+def test_ranks_are_measured_in_all_four_parts(tmp_path: Path) -> None:
+    shown = run_program("ranks.py", "--quick", "--threads", "4", "--json", str(tmp_path / "out.json"))
+    assert "the aim is below 100 µs" in shown and "tiny: 4 ranks × 1 threads" in shown
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert list(parts) == ["broadcast", "sums", "one-worker", "ranks"]
+    assert parts["sums"]["sums"]["32 × 4096"].keys() == {"shared memory", "gloo"}
+    assert parts["one-worker"]["tiny"]["one sequence, 4 tokens"]["ratio"]["median"] > 0
 
 
 @needs_embedded_model
