@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ class SharedMemoryCollective(Collective):
         self._group = kernels.ratoon_open_group(address, rank, world_size, int(seconds * 1e9))
         if not self._group:
             raise EngineError(f"rank {rank} of {world_size} can't be one of a group in shared memory")
+        weakref.finalize(self, kernels.ratoon_close_group, self._group).atexit = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:

@@ -28,6 +28,7 @@ from tests.golden.tiny_models import tiny_llama
 from tests.unit.layers.ranks import on_all_ranks
 from tests.unit.layers.test_shards import LLAMA
 from tests.unit.models.model_files import llama_metadata, write_gguf
+from tests.unit.models.test_packed_source import CountingSource
 from tests.unit.models.test_stored_tensors import quantise, random
 
 Tensor = torch.Tensor
@@ -122,6 +123,25 @@ def test_ranks_with_packed_weights_are_the_model_on_one(
     test_packed_checkpoints.write_folder(tmp_path, method, bits, symmetric=False)
     source = resolve_model(str(tmp_path))
     compare_ranks(2, lambda shard: logits_of_source(source.config, source.tensors, NativeOps(), shard))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_read_their_part_of_a_file(world_size: int, tmp_path: Path) -> None:
+    """Norms, and key-value heads that several ranks have, are what more than one of them reads."""
+    tiny_llama(num_kv_heads=4).oracle.save_pretrained(tmp_path / "floats")
+    gguf = quantised_file(tmp_path / "model.gguf", Type.Q4_0)
+    for path, allowed in ((tmp_path / "floats", 1.1), (gguf, 1.3)):
+        source = resolve_model(str(path))
+
+        def read(shard: Shard, source: Any = source) -> int:
+            counting = CountingSource(source.tensors)
+            build_model(source.config, counting, NativeOps(), CPU, torch.float32, part=ModelPart(shard))
+            return counting.num_bytes
+
+        whole = read(Shard())
+        parts = on_all_ranks(world_size, read)
+        assert sum(parts) < allowed * whole
+        assert max(parts) < 1.1 * min(parts)
 
 
 @torch.inference_mode()
