@@ -19,7 +19,6 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     engine: int  # the process whose executor it belongs to
-    rendezvous: str  # a file through which the ranks find each other; empty: there is one rank
 
 
 class ToWorker(enum.Enum):

@@ -49,8 +49,7 @@ class GroupCollective(Collective):
 
 
 def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> ModelPart:
-    """Meets the other ranks through a file that all can write to, in a directory of the service's own. Returns what
-    this rank has of the model."""
+    """Meets the other ranks through a file that all can write to. Returns what this rank has of the model."""
     if world_size == 1:
         return ModelPart()
     on_cuda = device.startswith("cuda")

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -104,8 +102,8 @@ class MultiprocExecutor:
         self._num_calls = 0
         self._failure: str | None = None
         self._is_closing = False
-        # Workers remove it as well, if this process is killed
-        self._directory = tempfile.TemporaryDirectory(prefix="ratoon-ranks-", ignore_cleanup_errors=True)
+        # A file without a name, through which ranks find each other: nothing is left of it, however processes end
+        self._meeting = os.memfd_create("ratoon-meeting")
         self._ring = RingWriter(self._world_size)
         self._workers: list[Rank] = []
         try:
@@ -151,7 +149,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.close(max(0.0, deadline - time.monotonic()))
         self._ring.close()
-        self._directory.cleanup()
+        os.close(self._meeting)
 
     # ---- messages ----
 
@@ -209,13 +207,12 @@ class MultiprocExecutor:
             steps, self._steps = list(self._steps.values()), {}
             calls, self._calls = list(self._calls.values()), {}
         logger.error("%s", problem)
+        for worker in self._workers:  # first: the engine's process may end as soon as a step has failed
+            worker.kill()
         futures: list[Future[Any]] = [*steps, *(call.future for call in calls)]
         for future in futures:
             with contextlib.suppress(InvalidStateError):  # cancelled
                 future.set_exception(DeviceLostError(problem))
-        for worker in self._workers:
-            worker.kill()
-        self._directory.cleanup()
         self.when_failed(problem)
 
     def _wait_for_death(self) -> str | None:
@@ -236,8 +233,9 @@ class MultiprocExecutor:
         return self._ring
 
     @property
-    def rendezvous(self) -> str:
-        return str(Path(self._directory.name) / "ranks") if self._world_size > 1 else ""
+    def meeting(self) -> int:
+        """The descriptor of the file through which ranks find each other."""
+        return self._meeting
 
     @property
     def world_size(self) -> int:
@@ -252,8 +250,8 @@ class Rank:
         self._rank = rank
         self._results, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ring = executor.ring
-        descriptors = [ring.fileno, ring.sides[rank].fileno(), theirs.fileno()]
-        launch = WorkerLaunch(config, rank, executor.world_size, os.getpid(), executor.rendezvous)
+        descriptors = [ring.fileno, ring.sides[rank].fileno(), theirs.fileno(), executor.meeting]
+        launch = WorkerLaunch(config, rank, executor.world_size, os.getpid())
         with theirs:
             self._process = start_process(
                 "ratoon.distributed.worker_process", [str(each) for each in descriptors], descriptors, launch

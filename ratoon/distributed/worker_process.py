@@ -4,8 +4,9 @@
     result thread    results of steps, in their order → socket
     lifeline thread  ends the process when standard input closes, that is when its parent is gone
 
-The parent's side is multiproc.py. Run as `python -m ratoon.distributed.worker_process RING SIDE RESULTS`, which are
-descriptors: the memory of the ring, its socket, and the socket of results.
+The parent's side is multiproc.py. Run as `python -m ratoon.distributed.worker_process RING SIDE RESULTS MEETING`, which
+are descriptors: the memory of the ring, its socket, the socket of results, and the file through which ranks find each
+other.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from ratoon.core.errors import StepSkippedError
@@ -45,8 +44,9 @@ SECONDS_BETWEEN_LOOKS = 3600.0  # without a message: the lifeline ends a process
 
 
 class WorkerProcess:
-    def __init__(self, launch: WorkerLaunch, ring: RingReader, results: socket.socket) -> None:
+    def __init__(self, launch: WorkerLaunch, ring: RingReader, results: socket.socket, meeting: int) -> None:
         self._launch = launch
+        self._meeting = meeting
         self._ring = ring
         self._results = results
         self._sending = threading.Lock()
@@ -108,7 +108,7 @@ class WorkerProcess:
 
         launch = self._launch
         config = launch.config
-        part = join_group(launch.rank, launch.world_size, launch.rendezvous, config.device)
+        part = join_group(launch.rank, launch.world_size, f"/proc/self/fd/{self._meeting}", config.device)
         source = resolve_model(config.model, config.hf_overrides)
         return Worker(config, source.config, open_tensors(config, source), StartupTimer(), part)
 
@@ -146,27 +146,25 @@ class WorkerProcess:
             send_frames(self._results, [kind.value, *frames])
 
 
-def hold_lifeline(rendezvous: str) -> None:
-    """Ends this process when its parent is gone, with the directory that a parent which was killed has left."""
+def hold_lifeline() -> None:
+    """Ends this process when its parent is gone."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    if rendezvous:
-        shutil.rmtree(Path(rendezvous).parent, ignore_errors=True)
     os._exit(1)
 
 
 def main() -> int:
     ignore_signals_of_the_group()
     continue_when_parent_dies()
-    ring, side, results = (int(argument) for argument in sys.argv[1:4])
-    for descriptor in (ring, side, results):
+    ring, side, results, meeting = (int(argument) for argument in sys.argv[1:5])
+    for descriptor in (ring, side, results, meeting):
         os.set_inheritable(descriptor, False)
     configure_logging()
     launch = read_launch(sys.stdin.buffer, WorkerLaunch)
     name_process(f"rank{launch.rank}@{launch.engine}")
-    threading.Thread(target=hold_lifeline, args=(launch.rendezvous,), name="lifeline", daemon=True).start()
+    threading.Thread(target=hold_lifeline, name="lifeline", daemon=True).start()
     reader = RingReader(ring, launch.rank, launch.world_size, socket.socket(fileno=side))
-    WorkerProcess(launch, reader, socket.socket(fileno=results)).run()
+    WorkerProcess(launch, reader, socket.socket(fileno=results), meeting).run()
     leave_group()
     return 0
 
