@@ -33,11 +33,11 @@ class GrammarBatch:
             ends: np.array([place for place, each in enumerate(ends_of_rows) if each is ends])
             for ends in set(ends_of_rows)
         }
-        self._end_ids = np.array(sorted(set().union(*(ends.token_ids for ends in ends_of_rows))), np.int64)
+        self._end_ids = frozenset().union(*(ends.token_ids for ends in ends_of_rows))
 
     def has_end(self, token_ids: np.ndarray) -> bool:
         """Whether one of these tokens ends a text, or may."""
-        return bool(np.isin(token_ids, self._end_ids).any())
+        return not self._end_ids.isdisjoint(token_ids.tolist())
 
     def match(
         self,
@@ -51,19 +51,21 @@ class GrammarBatch:
         texts that can't go on: their masks are empty, and they are no longer to be used."""
         start = time.perf_counter()
         tokens = np.full(len(self._states), -1) if token_ids is None else token_ids.copy()
-        forced, stuck = self._follow_runs(tokens, told or {})
-        is_open = np.ones(len(self._states), bool)
-        is_open[[*forced, *stuck]] = False
-        found = np.zeros(len(self._states), np.uint8)
-        places = np.flatnonzero(is_open)
-        states = self._states if len(places) == len(self._states) else [self._states[place] for place in places]
-        found[places] = self._library.match(states, tokens[places], table, rows[places])
-        stuck += np.flatnonzero(found & (Match.REFUSED | Match.FAILED)).tolist()
-        is_open[stuck] = False
-        self._find_forced(np.flatnonzero(is_open & ((found & Match.ALIKE) != 0)), table, rows, forced)
+        forced, stuck = self._follow_runs(tokens, told or {}) if self.forced or told else ({}, [])
+        if forced or stuck:
+            places = np.delete(np.arange(len(self._states)), [*forced, *stuck])
+            found = np.zeros(len(self._states), np.uint8)
+            states = [self._states[place] for place in places]
+            found[places] = self._library.match(states, tokens[places], table, rows[places])
+        else:
+            found = self._library.match(self._states, tokens, table, rows)
+        stuck += (found & (Match.REFUSED | Match.FAILED)).nonzero()[0].tolist()
+        if self._library.finds_forced_text:
+            self._find_forced((found & Match.ALIKE).nonzero()[0], table, rows, forced)
         for ends, members in self._places_of_ends.items():
             ends.set_in_rows(table, rows[members], (found[members] & Match.ACCEPTING) != 0)
-        table[rows[[*forced, *stuck]]] = 0
+        if forced or stuck:
+            table[rows[[*forced, *stuck]]] = 0
         for place, run in forced.items():
             table.view(np.uint32)[rows[place], run[0] // 32] = 1 << run[0] % 32
         self.forced = forced
@@ -98,7 +100,7 @@ class GrammarBatch:
         self, places: np.ndarray, table: np.ndarray, rows: np.ndarray, forced: dict[int, list[int]]
     ) -> None:
         """Find the tokens that must follow these texts, by their masks without ends."""
-        if not len(places) or not self._library.finds_forced_text:
+        if not len(places):
             return
         num_words = words_of(self._library.vocab_size)
         masks = [table[row, :num_words] for row in rows[places]]
