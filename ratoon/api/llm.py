@@ -72,7 +72,8 @@ class LLM(BaseLLM):
     ) -> None:
         super().__init__(model, {"seed": 0, "disable_log_stats": True, **settings}, metrics, startup_timer)
         if self.front_end_config.num_replicas != 1:
-            raise ConfigError("num_replicas", "an LLM has one engine", "1, or an AsyncLLM")
+            problem = "an LLM has one engine (data_parallel_size is the same setting)"
+            raise ConfigError("num_replicas", problem, "1, or an AsyncLLM")
         self._load_model(self.startup_timer, engine_follows=not process)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)

@@ -282,6 +282,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "ranks among which every layer's weights are divided", at_least(1), options=("-tp",)
     )
+    data_parallel_lockstep: bool = setting(
+        False,
+        "while one of several engines has work, the others run empty steps beside it: for models whose engines "
+        "exchange data in every step. Dense models need none of it",
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -310,6 +315,11 @@ class FrontEndConfig:
         "engines, each with the whole model, that share the requests (AsyncLLM and serve)",
         at_least(1),
         options=("--replicas", "--data-parallel-size", "-dp"),
+    )
+    data_parallel_external_lb: bool = setting(
+        False,
+        "the caller chooses the engine of a request (data_parallel_rank), or they take turns; default: a request goes "
+        "to the engine with the least work for it",
     )
 
 

@@ -24,6 +24,8 @@ class EngineHealth:
     paused: bool = False
     asleep: bool = False
     num_bad_messages: int = 0  # malformed messages ignored, on either side of its sockets
+    num_running: int = 0  # branches in its batch after its last step
+    num_waiting: int = 0  # branches that waited for a place in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class EngineMessageType(enum.Enum):
     OUTPUTS = b"\x02"
     UTILITY_RESULT = b"\x03"
     HEARTBEAT = b"\x04"
+    DP_WAVE_REPORT = b"\x05"
 
 
 class EngineLaunch(msgspec.Struct, gc=False):
@@ -79,6 +80,21 @@ class UtilityResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     call_id: int
     result: Any = None
     fault: Fault | None = None
+
+
+class DPWave(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One round of a wave, which all data-parallel engines run together (engine/processes/coordinator.py)."""
+
+    wave: int
+    round: int  # within the wave
+
+
+class DPWaveReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An engine has taken all steps of a round."""
+
+    wave: int
+    round: int
+    has_work: bool  # whether there are requests left in it
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -45,6 +45,9 @@ def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, 
     left = dict(settings)
     if left.pop("skip_tokenizer_init", False):  # vLLM's name
         left["skip_tokenizer"] = True
+    size = left.pop("data_parallel_size", None)  # vLLM's name, too
+    if size is not None and left.setdefault("num_replicas", size) != size:
+        raise ConfigError("data_parallel_size", "and num_replicas are the same setting", "one of the two")
     own = {setting.name: left.pop(setting.name) for setting in FRONT_END_SETTINGS if setting.name in left}
     front_end = FrontEndConfig(**_values(FrontEndConfig, own))
     verify_settings(front_end)

@@ -82,7 +82,9 @@ class AsyncLLM(BaseLLM):
         if self._client is None:
             from ratoon.engine.processes.async_client import make_async_client
 
-            self._client = make_async_client(self.config, self.front_end_config.num_replicas, self.startup_timer)
+            own = self.front_end_config
+            balanced = not own.data_parallel_external_lb
+            self._client = make_async_client(self.config, own.num_replicas, self.startup_timer, balanced)
         client: AsyncEngineClient = self._client
         starting = asyncio.create_task(client.start())
         try:

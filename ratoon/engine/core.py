@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.kv_connector import BlockIndex, open_connector
-from ratoon.core.plan import SchedulerOutput
+from ratoon.core.params import SamplingParams
+from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHORT_STEP_SECONDS = 0.002  # in which a host may not get done what it has to do for a step of many requests
+IDLE_ROW = "idle"  # the runner's name of the row of an idle step; a request's has eight random characters behind it
 MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
 
 
@@ -84,6 +86,7 @@ class EngineCore:
         self._running = threading.Event()  # not paused
         self._running.set()
         self.asleep = False
+        self.num_passes = 0  # of the model over tokens, submitted so far
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then. One with structured output waits for
@@ -180,6 +183,7 @@ class EngineCore:
     def _fill_queue(self) -> None:
         while (plan := self._plan(num_ahead=len(self._in_flight))) is not None:
             self._in_flight.append((plan, self.executor.submit(plan)))
+            self.num_passes += not plan.is_empty
 
     def _plan(self, num_ahead: int) -> SchedulerOutput | None:
         """The next plan behind so many. None: there is none now."""
@@ -210,6 +214,17 @@ class EngineCore:
         self.scheduler.step_done(plan, now)
         self._take_aborts()
         return self._take_pending() + self.scheduler.update_from_output(plan, result)
+
+    def run_idle_step(self) -> None:
+        """Runs the model over one padding token, which writes to the null block and is not sampled: the part that an
+        engine without work has in a step of engines that step together."""
+        num_groups = len(self.executor.facts.kv_config.groups)
+        row = NewRequestData(IDLE_ROW, [0], 1, SamplingParams(), 0, tuple([0] for _ in range(num_groups)), 0)
+        idle = SchedulerOutput(scheduled_new_reqs=[row], num_scheduled_tokens={IDLE_ROW: 1})
+        idle.total_num_scheduled_tokens = 1
+        self.num_passes += 1
+        self.executor.submit(idle).result()
+        self.executor.submit(SchedulerOutput(finished_req_ids=[IDLE_ROW])).result()
 
     def work_between_calls(self) -> None:
         """Does what makes the next requests faster; a caller in this process whose requests have ended, and which

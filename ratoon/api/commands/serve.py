@@ -56,8 +56,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_setting_options(limits, (one for one in SERVER_SETTINGS.values() if one.group == "limits"))
     leave_out(limits)
     add_log_options(parser)
-    add_engine_options(parser, without=("served_model_name", "data_parallel_size"))
-    add_setting_options(parser.add_argument_group("engines"), [FRONT_END[name] for name in ("num_replicas", "seed")])
+    add_engine_options(parser, without=("served_model_name",))
+    engines = ("num_replicas", "data_parallel_external_lb", "seed")
+    add_setting_options(parser.add_argument_group("engines"), [FRONT_END[name] for name in engines])
     add_common_options(parser)
     parser.set_defaults(run=run)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -17,9 +18,10 @@ from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError
 from ratoon.core.faults import error_of
 from ratoon.core.health import Health
-from ratoon.core.messages import EngineMessageType, EngineReady, UtilityCall, UtilityResult
+from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
+from ratoon.engine.processes.coordinator import DPCoordinator
 from ratoon.engine.processes.launch import EngineProcess
 from ratoon.engine.processes.ledger import Entry, Ledger
 from ratoon.engine.processes.replica import Replica
@@ -45,6 +47,7 @@ class AsyncMPClient:
         self._context = SocketContext()
         self._directory = SocketDirectory()
         self.replicas = [Replica(config, i, num_engines, self._context, self._directory) for i in range(num_engines)]
+        self.coordinator = DPCoordinator(num_engines, config.data_parallel_lockstep)
         self._ledger = Ledger()
         # With the process that sent them: it waits until they are taken. None: there will be no more.
         self._outputs: asyncio.Queue[tuple[EngineCoreOutputs, EngineProcess | None] | None] = asyncio.Queue()
@@ -92,7 +95,13 @@ class AsyncMPClient:
         self._directory.remove()
 
     def health(self) -> Health:
-        return Health([replica.health() for replica in self.replicas])
+        figures = self.coordinator.figures
+        return Health(
+            [
+                replace(replica.health(), num_running=queue.num_running, num_waiting=queue.num_waiting)
+                for replica, queue in zip(self.replicas, figures)
+            ]
+        )
 
     # ---- requests ----
 
@@ -186,8 +195,8 @@ class AsyncMPClient:
     def _dispatch(self) -> None:
         """Send waiting requests for which an engine is ready."""
         candidates = [replica.index for replica in self.replicas if replica.can_serve]
-        if not candidates:
-            return
+        if not candidates or (self.coordinator.lockstep and len(candidates) < len(self.replicas)):
+            return  # engines that step together can't without one of them
         for entry in self._ledger.ready_to_go():
             wanted = entry.request.data_parallel_rank
             if wanted is not None and wanted not in candidates:
@@ -198,6 +207,13 @@ class AsyncMPClient:
             engine = self._choose(entry, candidates if wanted is None else [wanted])
             self._ledger.handed_over(entry, engine)
             self.replicas[engine].send(entry.kind, entry.current_request())
+            self._start_wave(self.coordinator.request_sent())
+
+    def _start_wave(self, wave: DPWave | None) -> None:
+        """Start a round of a wave on all engines; None: there is none to start."""
+        if wave is not None:
+            for replica in self.replicas:
+                replica.send(EngineCoreRequestType.START_DP_WAVE, wave)
 
     async def _keep_alive(self, replica: Replica, started: asyncio.Future[None]) -> None:
         """Run an engine across restarts. A first start that fails is an error for the caller; later ones are
@@ -269,6 +285,8 @@ class AsyncMPClient:
             _, future = self._calls.pop(message.call_id, (None, None))
             if future is not None and not future.done():
                 future.set_result(message)
+        elif kind == EngineMessageType.DP_WAVE_REPORT:
+            self._start_wave(self.coordinator.reported(replica.index, message))
         elif kind == EngineMessageType.READY:
             self._begin_to_serve(replica, replica.process, started)
 
@@ -287,6 +305,7 @@ class AsyncMPClient:
         self._dispatch()
 
     def _record(self, outputs: EngineCoreOutputs) -> None:
+        self.coordinator.note_outputs(outputs)
         self._note_started(outputs)
         for entry in self._ledger.record(outputs):
             self._entry_ended(entry)
@@ -298,6 +317,7 @@ class AsyncMPClient:
                 del self._calls[call_id]
                 if not future.done():
                     future.set_exception(EngineAwayError("the engine process died before it answered"))
+        self.coordinator.engine_lost(replica.index)
         self._engine_lost(replica.index)
         failed = self._ledger.engine_died(replica.index)
         if failed:

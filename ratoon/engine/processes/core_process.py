@@ -38,6 +38,8 @@ from ratoon.core.faults import fault_of
 from ratoon.core.machine import usable_cores
 from ratoon.core.messages import (
     LAST_WORD,
+    DPWave,
+    DPWaveReport,
     EngineLaunch,
     EngineMessageType,
     EngineReady,
@@ -64,6 +66,7 @@ from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
 
+STEPS_IN_ROUND = 32  # of a wave: at its end the engines that step together ask whether one of them has work
 MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
@@ -91,6 +94,10 @@ class EngineCoreProcess:
         self._num_bad_messages = 0
         self._step_began: float | None = None
         self._core: EngineCore | None = None
+        # For engines that step together: the round that is on, and how many of its steps are left. None: each engine
+        # steps by itself.
+        self._wave = DPWave(0, 0)
+        self._steps_left: int | None = None
 
     def run(self) -> int:
         for work in (self._read_messages, self._beat, self._hold_lifeline):
@@ -123,6 +130,8 @@ class EngineCoreProcess:
         from ratoon.models.source import resolve_model
 
         launch = self._launch
+        if launch.config.data_parallel_lockstep and launch.num_engines > 1:
+            self._steps_left = 0
         with timer.phase("find model"):
             source = resolve_model(launch.config.model, launch.config.hf_overrides)
         with timer.phase("import torch"):
@@ -148,12 +157,30 @@ class EngineCoreProcess:
             if not self._should_step(core):
                 continue
             self._step_began = time.monotonic()
-            outputs = core.step()
+            num_passes = core.num_passes
+            outputs = core.step() if core.can_step else None
+            if self._steps_left is not None and core.num_passes == num_passes:
+                core.run_idle_step()
             self._step_began = None
-            self._send_outputs(outputs)
+            if outputs is not None:
+                self._send_outputs(outputs)
+            if self._steps_left is not None:
+                self._count_step(core)
 
     def _should_step(self, core: EngineCore) -> bool:
-        return core.can_step and self._num_outputs_sent - self._num_outputs_taken < MAX_STEPS_AHEAD
+        if self._num_outputs_sent - self._num_outputs_taken >= MAX_STEPS_AHEAD:
+            return False
+        if self._steps_left is None:
+            return core.can_step
+        # In a round every engine steps, with work or without.
+        return self._steps_left > 0 and not core.paused and not core.asleep
+
+    def _count_step(self, core: EngineCore) -> None:
+        assert self._steps_left is not None
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            report = DPWaveReport(self._wave.wave, self._wave.round, core.has_work())
+            self._send(EngineMessageType.DP_WAVE_REPORT, report)
 
     def _take_messages(self, core: EngineCore, utilities: EngineUtilities) -> bool:
         """Process incoming messages; wait for one if there is no other work. False: the loop must end."""
@@ -186,6 +213,9 @@ class EngineCoreProcess:
             core.stop_requests(message)
         elif isinstance(message, int):
             self._num_outputs_taken = message
+        elif isinstance(message, DPWave):
+            if self._steps_left is not None:
+                self._wave, self._steps_left = message, STEPS_IN_ROUND
         elif isinstance(message, Fault):
             raise RuntimeError(f"the executor failed: {message.problem}")  # the client starts another process
         else:
@@ -207,12 +237,10 @@ class EngineCoreProcess:
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,
             EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
             EngineCoreRequestType.OUTPUTS_TAKEN.value: Decoder(int).decode,
+            EngineCoreRequestType.START_DP_WAVE.value: Decoder(DPWave).decode,
         }
         while True:
             kind, *frames = socket.recv_multipart()
-            # Engines are independent of each other, so a wave needs no common start.
-            if kind == EngineCoreRequestType.START_DP_WAVE.value:
-                continue
             try:
                 if kind not in decoders:
                     raise WireError(f"a message of the unknown kind {kind[:16]!r}")
@@ -297,6 +325,8 @@ def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineCo
     """The settings of engine `index`. Given values are kept; only defaults are divided among engines."""
     if num_engines == 1:
         return config
+    if config.data_parallel_lockstep:  # one pass of the model in a step, neither more nor less
+        config = config.with_(scheduler=replace(config.scheduler, max_steps_in_flight=1))
     import torch
 
     from ratoon.execution.kv.kv_memory import KV_FRACTION

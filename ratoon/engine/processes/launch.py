@@ -18,6 +18,7 @@ import zmq
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import (
     LAST_WORD,
+    DPWaveReport,
     EngineLaunch,
     EngineMessageType,
     EngineReady,
@@ -63,6 +64,7 @@ class EngineProcess:
             EngineMessageType.OUTPUTS.value: Decoder(EngineCoreOutputs),
             EngineMessageType.UTILITY_RESULT.value: Decoder(UtilityResult),
             EngineMessageType.HEARTBEAT.value: Decoder(Heartbeat),
+            EngineMessageType.DP_WAVE_REPORT.value: Decoder(DPWaveReport),
         }
         self.inputs = context.socket(zmq.ROUTER)
         self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an engine that can't be reached is an error
