@@ -25,7 +25,7 @@ from ratoon.api.batches import (
 )
 from ratoon.api.terminal import request_progress
 from ratoon.core.config import resolve_max_model_len
-from ratoon.core.errors import ConfigError, EngineAwayError
+from ratoon.core.errors import EngineAwayError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
@@ -71,15 +71,19 @@ class LLM(BaseLLM):
         **settings: Any,  # docs/settings.md lists them
     ) -> None:
         super().__init__(model, {"seed": 0, "disable_log_stats": True, **settings}, metrics, startup_timer)
-        if self.front_end_config.num_replicas != 1:
-            problem = "an LLM has one engine (data_parallel_size is the same setting)"
-            raise ConfigError("num_replicas", problem, "1, or an AsyncLLM")
-        self._load_model(self.startup_timer, engine_follows=not process)
+        own = self.front_end_config
+        self._load_model(self.startup_timer, engine_follows=not process and own.num_replicas == 1)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)
-        from ratoon.engine.processes.client import make_client
+        if own.num_replicas == 1:
+            from ratoon.engine.processes.client import make_client
 
-        self._client = make_client(self.config, self.source, self.startup_timer, process)
+            self._client = make_client(self.config, self.source, self.startup_timer, process)
+        else:
+            from ratoon.engine.processes.client import make_dp_client
+
+            balanced = not own.data_parallel_external_lb
+            self._client = make_dp_client(self.config, self.startup_timer, own.num_replicas, balanced)
         self.engine: LLMEngine = self._wire(LLMEngine, self._client, self._client.describe())
         self._batches = Batches(self.engine)
         self.startup_timer.finish()

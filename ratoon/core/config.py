@@ -312,7 +312,7 @@ class FrontEndConfig:
     )
     num_replicas: int = setting(
         1,
-        "engines, each with the whole model, that share the requests (AsyncLLM and serve)",
+        "engines, each with the whole model, that share the requests; several are in processes of their own",
         at_least(1),
         options=("--replicas", "--data-parallel-size", "-dp"),
     )

@@ -1,13 +1,14 @@
 """Data-parallel engines as processes: settings that mean the same, the clients, and engines that step together."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
-from ratoon.core.errors import ConfigError
-from ratoon.core.params import SamplingParams
-from ratoon.engine.async_llm import AsyncLLM
+from ratoon import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from ratoon.engine.processes.async_client import AsyncMPClient, DPAsyncMPClient, DPLBAsyncMPClient
+from ratoon.engine.processes.sync_dp_client import SyncDPClient, combine
 from tests.counting_executor import FOLDER, NAME, passes_of
 from tests.faults.processes import SETTINGS, model_name
 from tests.forked_engines import forked_engines
@@ -55,6 +56,35 @@ def test_settings_choose_the_client(settings, kind):
                 assert all(steps), "without a rank, engines take turns"
 
     asyncio.run(run())
+
+
+@forked
+def test_an_llm_has_several_engines_too():
+    prompts = [random_token_ids(length, seed=length) for length in (3, 17, 40, 9)]
+    with LLM(model_name(), **SETTINGS) as one:
+        expected = [output.outputs[0].token_ids for output in one.generate(prompts, LONG, progress=False)]
+    with LLM(model_name(), data_parallel_size=2, **SETTINGS) as llm:
+        assert type(llm._client) is SyncDPClient and len(llm.health().engines) == 2
+        outputs = llm.generate(prompts, LONG, progress=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert len({llm.find_parent(output.request_id).engine for output in outputs}) == 2, "both have worked"
+        rest = llm.generate_continuation(outputs[2], [5], LONG)
+        assert rest.continuation.inherited_tokens > 0, "it goes to the engine that has its parent"
+        assert llm.stats().num_steps > 0 and llm.reset_prefix_cache() is True
+        os.kill(llm.health().engines[0].pid, signal.SIGKILL)
+        outputs = llm.generate(prompts, LONG, progress=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        with pytest.raises(RequestError, match="data_parallel_rank"):
+            llm.generate(prompts[0], LONG, data_parallel_rank=2)
+
+
+def test_results_of_several_engines_are_combined():
+    assert combine([None, None]) is None and combine([True, False]) is False and combine([2, 3]) == 5
+    assert combine([{"kv_usage": 0.5, "leases": {"n": 1}}, {"kv_usage": 0.1, "leases": {"n": 2}}]) == {
+        "kv_usage": pytest.approx(0.3),
+        "leases": {"n": 3},
+    }
+    assert combine(["a", "b"]) == "a, b" and combine(["a"]) == "a"
 
 
 def test_two_names_of_one_setting_with_different_values_are_refused():

@@ -113,6 +113,11 @@ class AsyncMPClient:
         self._ledger.add(request)
         self._dispatch()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or outputs that were not taken."""
+        return len(self._ledger) > 0 or not self._outputs.empty()
+
     def abort_requests(self, request_ids: list[str]) -> None:
         self._take_back(EngineCoreRequestType.ABORT, *self._ledger.abort(request_ids))
 

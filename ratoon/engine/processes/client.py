@@ -16,6 +16,7 @@ from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
     from ratoon.engine.processes.mp_client import SyncMPClient
+    from ratoon.engine.processes.sync_dp_client import SyncDPClient
 
 PAUSE_WAIT = 0.05  # seconds until a caller of a paused engine has its turn again, to be interrupted for example
 
@@ -75,7 +76,18 @@ def make_client(
     try:
         from ratoon.engine.processes.mp_client import SyncMPClient
     except ImportError as error:
-        raise ConfigError(
-            "process", f"needs a package that is missing ({error.name})", "pip install ratoon[serve]"
-        ) from None
+        raise _missing("process", error) from None
     return SyncMPClient(config, timer)
+
+
+def make_dp_client(config: EngineConfig, timer: StartupTimer, num_engines: int, balanced: bool) -> SyncDPClient:
+    """Check the settings, then start several engines for them, each in a process of its own."""
+    try:
+        from ratoon.engine.processes.sync_dp_client import SyncDPClient
+    except ImportError as error:
+        raise _missing("num_replicas", error) from None
+    return SyncDPClient(config, timer, num_engines, balanced)
+
+
+def _missing(setting: str, error: ImportError) -> ConfigError:
+    return ConfigError(setting, f"needs a package that is missing ({error.name})", "pip install ratoon[serve]")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ratoon.api.llm import LLM
-from ratoon.core.errors import ConfigError, EngineError, QueueFullError, RequestError, UnknownParentError
+from ratoon.core.errors import EngineError, QueueFullError, RequestError, UnknownParentError
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, RequestOutputKind, SamplingParams
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.base_llm import BaseLLM
@@ -158,11 +158,6 @@ def test_ids_that_callers_bring_are_one_for_each(client: Any) -> None:
     with pytest.raises(RequestError, match="'open' is in use"):
         llm.generate("ab", GREEDY, "open")
     assert [output.finished for output in stream][-1], "the other request has lost nothing"
-
-
-def test_an_llm_has_one_engine() -> None:
-    with pytest.raises(ConfigError, match="num_replicas"):
-        LLM("fake", num_replicas=2)
 
 
 @on_event_loop
