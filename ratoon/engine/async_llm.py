@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import msgspec
 
-from ratoon.core.errors import EngineAwayError, EngineError
+from ratoon.core.errors import EngineAwayError, EngineError, UnknownParentError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm_engine import AsyncLLMEngine
 from ratoon.engine.base_llm import BaseLLM, Message
-from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params, with_output_kind
+from ratoon.engine.front_end import Prepared, id_of, note_forgotten, verify_beam_search_params, with_output_kind
 from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.input.request_options import (
     ChatOptions,
@@ -34,11 +34,13 @@ from ratoon.engine.input.request_options import (
     verify_keywords,
 )
 from ratoon.engine.output.output_collector import Take
+from ratoon.engine.output.output_processor import OutputProcessor, no_original
 from ratoon.engine.output.roots import Root
 from ratoon.engine.processes.client_interface import AsyncEngineClient
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
+    from ratoon.engine.processes.hub_client import SharedRoots
     from ratoon.observe.metrics import EngineMetrics
 
 Params: TypeAlias = GenerationParams | None
@@ -69,6 +71,7 @@ class AsyncLLM(BaseLLM):
         """Checks the settings (ConfigError); `start` does the rest."""
         super().__init__(model, settings, metrics, startup_timer)
         self._client = client
+        self._shared_roots: SharedRoots | None = getattr(client, "shared_roots", None)
         self._drain_until = math.inf
         self._shutdown_lock = asyncio.Lock()
 
@@ -199,10 +202,9 @@ class AsyncLLM(BaseLLM):
         if options.get("arrival_time") is None:
             options["arrival_time"] = time.monotonic()  # before the wait
         parent_id, owner, prompt = id_of(parent_request_id), options.get("owner"), options.get("prompt")
-        parent = self._running().find_parent(parent_id, owner, prompt)
+        parent = await self._find_parent_or_id(parent_id, owner, prompt, wait=False)
         if options.pop("wait", True) and isinstance(parent, Root):
-            await self._running().wait_for_end(parent_id, owner)
-            parent = self._running().find_parent(parent_id, owner, prompt)
+            parent = await self._find_parent_or_id(parent_id, owner, prompt, wait=True)
         prepare: Callable[..., Prepared] = partial(
             AsyncLLMEngine.prepare_continuation, parent=parent, suffix=suffix, params=sampling_params
         )
@@ -234,7 +236,7 @@ class AsyncLLM(BaseLLM):
         """`LLM.extract_hidden_states` for one prompt or request, as a numpy array (bfloat16 as uint16). EngineError: it
         failed. Cancelling the task aborts it."""
         original = options.pop("original_request_id", None)
-        source = self._running().find_source(prompt, original, options.get("owner"))
+        source = await self._find_source(prompt, original, options.get("owner"))
         prepare = partial(AsyncLLMEngine.prepare_extraction, source=source, params=params)
         read = {"prompt": None if isinstance(source, Root) else source, "params": params}
         deadline = None if params is None else params.deadline
@@ -258,14 +260,48 @@ class AsyncLLM(BaseLLM):
     async def find_parent(self, request_id: str, *, wait: bool = True, owner: str | None = None) -> Root:
         """What a continuation would go on from. UnknownParentError at once, and not after a wait for another owner's
         request: how long it takes must not tell that there is one."""
-        root = self._running().output_processor.find_root(request_id, owner)
-        if not wait:
-            return root
-        await self._running().wait_for_end(request_id, owner)
-        return self._running().output_processor.find_root(request_id, owner)
+        root = await self._find_root(request_id, owner, wait=False)
+        return await self._find_root(request_id, owner, wait=True) if wait else root
+
+    async def _find_root(self, request_id: str, owner: str | None, wait: bool) -> Root:
+        """Find a request of this front end or, where several share their roots, of any other one."""
+        processor: OutputProcessor = self._running().output_processor
+        if wait:
+            await self._running().wait_for_end(request_id, owner)
+        if self._shared_roots is None or processor.is_running(request_id, owner):
+            return processor.find_root(request_id, owner)
+        return await self._shared_roots.find(request_id, owner, wait)
+
+    async def _find_parent_or_id(self, parent_id: str, owner: str | None, prompt: Any, wait: bool) -> Root | str:
+        """What a continuation goes on from; the id, if it is forgotten and there is a prompt in its place."""
+        try:
+            return await self._find_root(parent_id, owner, wait)
+        except UnknownParentError:
+            if prompt is None:
+                raise
+            return note_forgotten(parent_id)
+
+    async def _find_source(self, prompt: Any, original: Any, owner: str | None) -> Any:
+        """What hidden states are read of: a prompt, or the request that an output or an id names."""
+        if isinstance(prompt, RequestOutput) and original is None:
+            prompt, original = None, prompt.request_id
+        if self._shared_roots is None or original is None or self._is_running(original, owner):
+            return self._running().find_source(prompt, original, owner)
+        self._running().verify_one_source(prompt, original)
+        try:
+            return await self._shared_roots.find(original, owner, wait=False)
+        except UnknownParentError:
+            raise no_original(original) from None
+
+    def _is_running(self, request_id: str, owner: str | None) -> bool:
+        return self._running().output_processor.is_running(request_id, owner)
 
     async def forget(self, request_id: str, owner: str | None = None) -> None:
         """Delete an ended request, and free what its leases hold. UnknownParentError: there is none."""
+        if self._shared_roots is not None:
+            self._running()
+            await self._shared_roots.remove(request_id, owner)
+            return
         root = self._running().output_processor.roots.remove(request_id, owner)
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases

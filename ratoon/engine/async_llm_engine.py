@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.prompts import takes_long
@@ -27,6 +27,7 @@ from ratoon.engine.output.output_collector import OutputCollector, Take
 from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.request_state import Output
 from ratoon.engine.processes.client_interface import AsyncEngineClient
+from ratoon.engine.processes.hub_client import HubClient
 from ratoon.observe.logging import get_logger
 from ratoon.observe.throughput import INTERVAL, ThroughputLog
 
@@ -80,12 +81,17 @@ class AsyncLLMEngine(FrontEnd):
 
     # ---- callers ----
 
-    async def answer(
+    def answer(
         self, prepare: Callable[..., Prepared], request_id: str | None, options: Any, take: Take | None, **read: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Begin a request, and yield what comes for it, but for what `take` has taken, until it has ended or its caller
         leaves."""
-        prepared, collector = await self.begin(prepare, request_id, options, take, **read)
+        return self._follow(partial(self.begin, prepare, request_id, options, take, **read))
+
+    async def _follow(
+        self, begin: Callable[[], Awaitable[tuple[Prepared, OutputCollector]]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prepared, collector = await begin()
         try:
             finished = False
             while not finished:
@@ -166,6 +172,29 @@ class AsyncLLMEngine(FrontEnd):
             self._in_checks[key].remove(checked)
             if not self._in_checks[key]:
                 del self._in_checks[key]
+
+    def go_on(self, request: EngineCoreRequest, num_tokens: int) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what comes for a request that another front end began, from its first token on: so many tokens at
+        first, and further ones when `take_rest` is called."""
+        return self._follow(partial(self._take_over, request, num_tokens))
+
+    async def _take_over(self, request: EngineCoreRequest, num_tokens: int) -> tuple[Prepared, OutputCollector]:
+        self.verify_running()
+        prepared = Prepared(request)
+        collector = _collector_of(prepared, None)
+        self.output_processor.add_request(*prepared)
+        self.collectors[prepared.key] = collector
+        assert isinstance(self.client, HubClient), "front ends share their requests through a hub"
+        self.client.take_over(request.request_id, num_tokens)
+        if num_tokens == 0:
+            self.client.take_over(request.request_id, None)
+        return prepared, collector
+
+    def take_rest(self, external_id: str, owner: str | None) -> None:
+        """The tokens that `go_on` asked for have been taken: further ones may come."""
+        request_id = self.output_processor.internal_id(external_id, owner)
+        if request_id is not None and isinstance(self.client, HubClient):
+            self.client.take_over(request_id, None)
 
     def submit(self, prepared: Prepared, take: Take | None = None) -> OutputCollector:
         """Hand a request over. Whatever is raised, nothing of it is left behind."""

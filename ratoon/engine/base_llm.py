@@ -103,6 +103,7 @@ class BaseLLM:
             budget=self.hidden_states_budget,
             tracer=self.tracer,
             throughput=self._throughput,
+            shared_roots=getattr(client, "shared_roots", None),
         )
         if self.tracer is not None:
             self.tracer.model_name = source.name

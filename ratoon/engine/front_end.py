@@ -191,18 +191,21 @@ class FrontEnd:
         except UnknownParentError:
             if prompt is None:
                 raise
-            logger.debug("there is no request %s to continue: the prompt is used in its place", parent_id)
-            return parent_id
+            return note_forgotten(parent_id)
 
     def find_source(self, prompt: Any, original_request_id: Any, owner: str | None) -> Any:
         """What hidden states are read of: a prompt, or the request that an output or an id names."""
-        if (prompt is None) == (original_request_id is None):
-            raise RequestError("prompt", "or original_request_id says what to read", "one of the two")
+        self.verify_one_source(prompt, original_request_id)
         if isinstance(prompt, RequestOutput):
             original_request_id = prompt.request_id
         return (
             prompt if original_request_id is None else self.output_processor.find_original(original_request_id, owner)
         )
+
+    @staticmethod
+    def verify_one_source(prompt: Any, original_request_id: Any) -> None:
+        if (prompt is None) == (original_request_id is None):
+            raise RequestError("prompt", "or original_request_id says what to read", "one of the two")
 
     # ---- to the engine ----
 
@@ -271,6 +274,11 @@ def with_output_kind(params: Any, kind: RequestOutputKind) -> GenerationParams:
         problem = f"{type(params).__name__} is not SamplingParams"
         raise RequestError("sampling_params", problem, "a SamplingParams or a BeamSearchParams")
     return msgspec.structs.replace(params, output_kind=kind)
+
+
+def note_forgotten(parent_id: str) -> str:
+    logger.debug("there is no request %s to continue: the prompt is used in its place", parent_id)
+    return parent_id
 
 
 def id_of(request: RequestOutput | str) -> str:

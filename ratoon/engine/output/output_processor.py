@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.errors import RequestError, UnknownParentError
@@ -43,6 +43,12 @@ class Processed(NamedTuple):
     aborted: list[str]  # ids that the engine should abort, after that
 
 
+class EndedRequests(Protocol):
+    """What is told of the end of every request."""
+
+    def note_end(self, owner: str | None, external_id: str, request_id: str, root: Root | None) -> None: ...
+
+
 class OutputProcessor:
     """Requests go in by `add_request`; `process_outputs`, `abort_requests` and `fail_request` give their outputs.
 
@@ -68,6 +74,7 @@ class OutputProcessor:
         budget: HiddenStatesBudget | None = None,  # of the hidden states that come with answers
         tracer: RequestTracer | None = None,
         throughput: ThroughputLog | None = None,
+        shared_roots: EndedRequests | None = None,  # of several front ends, in the place of this one's own
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
@@ -79,6 +86,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         self.roots = RootTable(max_roots)  # what has ended and can be continued
+        self.shared_roots = shared_roots
 
     def add_request(
         self,
@@ -113,12 +121,14 @@ class OutputProcessor:
         try:
             return self.find_root(external_id, owner)
         except UnknownParentError:
-            raise UnknownParentError(
-                "original_request_id", f"there is no request {external_id!r}", "the id of one that has ended or runs"
-            ) from None
+            raise no_original(external_id) from None
 
     def is_running(self, external_id: str, owner: str | None = None) -> bool:
         return (owner, external_id) in self._internal_ids
+
+    def internal_id(self, external_id: str, owner: str | None = None) -> str | None:
+        """What the engine calls a request that is under way."""
+        return self._internal_ids.get((owner, external_id))
 
     def _find(self, external_id: str, owner: str | None) -> RequestState | None:
         return self._states.get(self._internal_ids.get((owner, external_id), ""))
@@ -234,9 +244,8 @@ class OutputProcessor:
         del self._states[state.request_id]
         if state.reads is None:
             del self._internal_ids[state.owner, state.external_id]
-        root = state.as_root() if state.error is None else None
-        if root is not None:
-            self.roots.add(root)
+            root = state.as_root() if state.error is None else None
+            (self.shared_roots or self.roots).note_end(state.owner, state.external_id, state.request_id, root)
         if self._metrics is not None:
             measure_end(self._metrics, state)
         if self._tracer is not None and state.trace_headers is not None:
@@ -306,6 +315,11 @@ class OutputProcessor:
                 except Exception as failure:
                     self._give_up(ending, failure, now, done)
         return done
+
+
+def no_original(external_id: str) -> UnknownParentError:
+    expected = "the id of one that has ended or runs"
+    return UnknownParentError("original_request_id", f"there is no request {external_id!r}", expected)
 
 
 def _not_there(state: RequestState, params: HiddenStatesParams, error: RequestError) -> HiddenStatesOutput:

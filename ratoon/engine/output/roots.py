@@ -109,6 +109,11 @@ class RootTable:
         while self._feature_bytes > self._max_feature_bytes:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: held.feature_bytes))
 
+    def note_end(self, owner: str | None, external_id: str, request_id: str, root: Root | None) -> None:
+        """A request has ended. `root`: what can be continued of it, if anything."""
+        if root is not None:
+            self.add(root)
+
     def find(self, request_id: str, owner: str | None = None) -> Root:
         """UnknownParentError, the same for an unknown id and for one of another owner."""
         own = self._by_owner.get(owner)
