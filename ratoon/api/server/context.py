@@ -1,12 +1,11 @@
-"""What all routes share: the engine, the settings, the model's names, the names of requests, and the number of
-unfinished prompts."""
+"""What all routes share: the engine, the settings, the model's names, and what belongs to the service (state.py)."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -21,37 +20,14 @@ from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.preparation import Preparation
-from ratoon.api.server.response_store import ResponseStore
+from ratoon.api.server.response_store import StoredResponse
 from ratoon.api.server.settings import ServerSettings
+from ratoon.api.server.state import OwnState, ServiceState, forget_root
 from ratoon.api.server.unknown_fields import IgnoredFieldsLog
-from ratoon.core.errors import UnknownParentError
 from ratoon.core.json_extent import ExtentLimit, extent_limit
-from ratoon.core.shares import SharedLimit
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
-
-
-class RequestNames:
-    def __init__(self, max_names: int) -> None:
-        self._max_names = max_names  # of each owner: one owner's requests do not evict another's
-        self._ids: dict[str | None, OrderedDict[str, str]] = {}  # by owner: names and the ids of answers
-
-    def note(self, owner: str | None, name: str, request_id: str) -> None:
-        ids = self._ids.setdefault(owner, OrderedDict())
-        ids[name] = request_id
-        ids.move_to_end(name)
-        if len(ids) > self._max_names:
-            ids.popitem(last=False)
-
-    async def resolve(self, llm: AsyncLLM, name: str, owner: str | None) -> str:
-        """Returns the id of the request with this id or name. Ids take precedence."""
-        try:
-            await llm.find_parent(name, wait=False, owner=owner)
-        except UnknownParentError:
-            ids = self._ids.get(owner)
-            return name if ids is None else ids.get(name, name)
-        return name
 
 
 @dataclass
@@ -62,32 +38,22 @@ class ServerContext:
     draining: bool = False  # set at shutdown: new requests are refused
     allowed_hosts: AllowedHosts | None = None  # None: any Host header is accepted
     ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog)
-    queue: SharedLimit = field(init=False)  # unfinished prompts of all requests, which API keys share
-
     bodies: BodyBudget = field(init=False)  # of all requests
     preparation: Preparation = field(default_factory=Preparation)  # of large ones
+    given_state: ServiceState | None = None  # None: all of the service is in this process
+    num_unfinished: int = field(default=0, init=False)  # unfinished prompts of this front end
+    _forgetting: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self.queue = SharedLimit(self.settings.max_queue)
         self.bodies = BodyBudget(self.settings.max_total_body)
 
-    @property
-    def num_unfinished(self) -> int:
-        """The number of unfinished prompts of all requests."""
-        return self.queue.total
+    @cached_property
+    def shared(self) -> ServiceState:
+        return OwnState(self.llm, self.settings) if self.given_state is None else self.given_state
 
     @cached_property
     def served_names(self) -> tuple[str, ...]:
         return self.settings.served_names or (self.llm.source.name,)
-
-    @cached_property
-    def names(self) -> RequestNames:
-        """The clients' names of requests that run or can be continued: two names each, per key."""
-        return RequestNames(2 * (self.llm.config.max_roots + self.settings.max_queue))
-
-    @cached_property
-    def responses(self) -> ResponseStore:
-        return ResponseStore(self.settings.max_responses, self.settings.max_response_bytes)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -120,27 +86,25 @@ class ServerContext:
         if name not in self.served_names:
             raise model_not_found(name, self.served_names)
 
-    @contextmanager
-    def admit(self, count: int, tenant: str | None) -> Iterator[None]:
+    @asynccontextmanager
+    async def admit(self, count: int, tenant: str | None) -> AsyncIterator[None]:
         """Reserves places for this many prompts during the block, or raise a 429. When the queue is full, only a tenant
         that has its share of it already is refused."""
-        if not self.queue.take(tenant, count):
-            raise queue_full(self._why_full(tenant))
+        why_full = await self.shared.take_places(tenant, count)
+        if why_full is not None:
+            raise queue_full(why_full)
+        self.num_unfinished += count
         try:
             yield
         finally:
-            self.queue.give_back(tenant, count)
+            self.num_unfinished -= count
+            self.shared.give_places_back(tenant, count)
 
-    def _why_full(self, tenant: str | None) -> str:
-        limit = self.settings.max_queue
-        own = self.queue.held_by(tenant)
-        if own == self.queue.total:
-            return f"{own} prompts are unfinished, and {limit} is the limit; try again in a moment"
-        num_tenants = self.queue.num_owners + (0 if own else 1)
-        return (
-            f"{own} prompts of this API key are unfinished, and {limit // num_tenants} is its share of the queue, "
-            f"which {num_tenants} keys use; try again in a moment"
-        )
+    def forget_soon(self, response: StoredResponse) -> None:
+        """Frees the memory of a response that is not stored."""
+        task = asyncio.create_task(forget_root(self.llm, response))
+        self._forgetting.add(task)  # the event loop itself keeps no reference
+        task.add_done_callback(self._forgetting.discard)
 
 
 def context_of(request: Request) -> ServerContext:

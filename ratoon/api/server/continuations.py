@@ -119,7 +119,7 @@ async def chat_origin(
 async def find_place(context: ServerContext, origin: Origin, owner: str | None) -> Place | None:
     """Waits for a parent that runs, if requested. None: there is no such parent for this owner;
     ApiError: it leaves no room."""
-    parent_id = await context.names.resolve(context.llm, origin.parent, owner)
+    parent_id = await context.shared.resolve(origin.parent, owner)
     try:
         root = await context.llm.find_parent(parent_id, wait=False, owner=owner)
         if root.cache_salt != origin.cache_salt:  # another salt is another tenant, so do not wait

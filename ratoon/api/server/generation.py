@@ -22,6 +22,7 @@ from ratoon.api.server.protocol.sampling import SamplingFields
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
+from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.default_params import sets_length
 from ratoon.engine.input.request_options import ContinuationOptions, GenerationOptions
 from ratoon.engine.output.output_collector import Take
@@ -32,6 +33,14 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "encoder_prompt", "encoder_prompt
 
 T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]  # the prompt's index in the request, and its new output
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that the engine has, and that another front end began."""
+
+    request: EngineCoreRequest
+    num_tokens: int  # that come first, before further ones are asked for
 
 
 @dataclass(slots=True)
@@ -49,6 +58,7 @@ class Batch:
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt if the parent is unknown
     names: tuple[str, ...] = ()  # the client's names for the request, beside the id
     only_prompt: bool = False  # score the prompt: the engine still generates one token, which is not sent
+    begun: Begun | None = None  # set: the engine has the one prompt already
     take: Take | None = None  # takes outputs of a single prompt in place of the stream's reader
 
     def request_id(self, index: int) -> str:
@@ -116,7 +126,7 @@ def check_token_limit(
 
 async def collect(context: ServerContext, batch: Batch) -> list[RequestOutput]:
     """Returns the final output of every prompt, in order. If one fails, the others are aborted."""
-    with context.admit(len(batch.prompts), batch.owner):
+    async with context.admit(len(batch.prompts), batch.owner):
         return await all_or_none([_final_output(context, batch, index) for index in range(len(batch.prompts))])
 
 
@@ -146,7 +156,7 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
 
 async def stream(context: ServerContext, batch: Batch) -> AsyncGenerator[Numbered, None]:
     """Yields new outputs of any prompt, as they come."""
-    with context.admit(len(batch.prompts), batch.owner):
+    async with context.admit(len(batch.prompts), batch.owner):
         if len(batch.prompts) == 1:
             async with aclosing(_generate(context, batch, 0)) as outputs:
                 async for output in outputs:
@@ -207,7 +217,12 @@ async def _generate(context: ServerContext, batch: Batch, index: int) -> AsyncGe
 
 async def _begin(context: ServerContext, batch: Batch, index: int) -> AsyncGenerator[RequestOutput, None]:
     for name in batch.names_of(index):
-        context.names.note(batch.owner, name, batch.request_id(index))
+        context.shared.note_name(batch.owner, name, batch.request_id(index))
+    if batch.begun is not None:
+        outputs: AsyncGenerator[RequestOutput, None] = context.llm.engine.go_on(
+            batch.begun.request, batch.begun.num_tokens
+        )
+        return outputs
     if batch.origin is None:
         return _answer(context, batch, index, batch.prompts[index])
     place = await find_place(context, batch.origin, batch.owner)

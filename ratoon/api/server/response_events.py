@@ -14,7 +14,7 @@ import msgspec
 
 from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta, ToolCallArguments, ToolCallBegin
 from ratoon.api.server import response_items
-from ratoon.api.server.response_items import Item, new_id
+from ratoon.api.server.response_items import Item, derived_call_id, derived_id
 
 # What Python's objects take beside what they hold.
 PIECE_BYTES = 56
@@ -33,11 +33,19 @@ class EventWriter:
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
+        self._is_silent = False
         self._number = 0
         self._events: list[bytes] = []
 
+    def go_on(self, number: int, is_silent: bool) -> None:
+        """The next event has this number. `is_silent`: nothing is written until `speak`, because it was before."""
+        self._number, self._is_silent = number, is_silent
+
+    def speak(self) -> None:
+        self._is_silent = False
+
     def write(self, kind: str, **content: Any) -> None:
-        if self._is_on:
+        if self._is_on and not self._is_silent:
             self._events.append(typed_event(kind, {**content, "sequence_number": self._number}))
             self._number += 1
 
@@ -55,8 +63,9 @@ class _OpenItem:
     done_event: str
     done_field: str
 
-    def __init__(self, writer: EventWriter, output: list[Item]) -> None:
-        self.id = new_id(self.prefix)
+    def __init__(self, writer: EventWriter, output: list[Item], response_id: str) -> None:
+        # The same for the same response, so that another front end can go on with it.
+        self.id = derived_id(self.prefix, response_id, len(output))
         self._writer = writer
         self._pieces: list[str] = []
         self._logprobs: list[msgspec.Raw] = []  # of all its tokens, if they were asked for
@@ -151,19 +160,21 @@ class _OpenCall(_OpenItem):
     delta_event = "response.function_call_arguments.delta"
     done_event, done_field = "response.function_call_arguments.done", "arguments"
 
-    def __init__(self, writer: EventWriter, output: list[Item], call: ToolCallBegin) -> None:
-        self._call = call
-        super().__init__(writer, output)
+    def __init__(self, writer: EventWriter, output: list[Item], response_id: str, call: ToolCallBegin) -> None:
+        self._name = call.name
+        self._call_id = derived_call_id(call.call_id, response_id, len(output))
+        super().__init__(writer, output, response_id)
 
     def item(self, text: str | None, status: str) -> Item:
-        return response_items.function_call(self._call.call_id, self._call.name, text or "", status, item_id=self.id)
+        return response_items.function_call(self._call_id, self._name, text or "", status, item_id=self.id)
 
 
 class OutputBuilder:
     """`push` the parts of an answer in order, then `finish`. The output and the events grow meanwhile."""
 
-    def __init__(self, output: list[Item], writer: EventWriter) -> None:
+    def __init__(self, output: list[Item], writer: EventWriter, response_id: str) -> None:
         self._output = output
+        self._response_id = response_id
         self._writer = writer
         self._open: _OpenItem | None = None
         self.num_bytes = 0  # roughly what the output holds: its texts, and their log-probabilities
@@ -182,7 +193,7 @@ class OutputBuilder:
                     self._add(self._text_item(_OpenMessage), text, entries)
                 case ToolCallBegin():
                     self._close("completed")
-                    self._open = _OpenCall(self._writer, self._output, part)
+                    self._open = _OpenCall(self._writer, self._output, self._response_id, part)
                 case ToolCallArguments(_, text):
                     assert isinstance(self._open, _OpenCall), "arguments come after their call's begin"
                     self._add(self._open, text)
@@ -204,7 +215,7 @@ class OutputBuilder:
     def _text_item(self, kind: type[_OpenText]) -> _OpenItem:
         if type(self._open) is not kind:
             self._close("completed")
-            self._open = kind(self._writer, self._output)
+            self._open = kind(self._writer, self._output, self._response_id)
         assert self._open is not None
         return self._open
 

@@ -6,9 +6,10 @@ are one message of the assistant to a template.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ class FoundItem(NamedTuple):
     num_bytes: int  # of its JSON
 
 
-FindItems = Callable[[Iterable[str]], Mapping[str, FoundItem]]  # by id
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ITEM_FORM = 'an item such as {"role": "user", "content": "Hello"}'
@@ -39,15 +39,35 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def read_input(given: str | Sequence[Item] | None, find: FindItems, max_referred: int) -> list[Item]:
-    """Returns the items of a request. `find` finds those of earlier responses by id, which it may refer to,
-    `max_referred` bytes of them. ApiError names the first that is wrong."""
+def derived_id(prefix: str, response_id: str, index: int) -> str:
+    """Returns the id of an item of a response's output: as long as another one, and always the same."""
+    digest = hashlib.blake2b(f"{response_id}/{index}".encode(), digest_size=24).hexdigest()
+    return f"{prefix}_{digest}"
+
+
+def derived_call_id(like: str, response_id: str, index: int) -> str:
+    """Returns the id of a call in a response's output: of the form of a random one, and always the same."""
+    digest = hashlib.blake2b(f"{response_id}/call/{index}".encode(), digest_size=32).hexdigest()
+    prefix, _, _ = like.rpartition("_")
+    start = f"{prefix}_" if prefix else ""
+    return start + digest[: len(like) - len(start)]
+
+
+def referred_items(given: str | Sequence[Item] | None) -> list[str]:
+    """Returns the ids of items of earlier responses that a request refers to."""
+    if given is None or isinstance(given, str):
+        return []
+    return [item_id for item in given if _kind_of(item) == REFERENCE and isinstance(item_id := item.get("id"), str)]
+
+
+def read_input(given: str | Sequence[Item] | None, known: Mapping[str, FoundItem], max_referred: int) -> list[Item]:
+    """Returns the items of a request. `known` are those of earlier responses that it refers to, `max_referred` bytes of
+    them. ApiError names the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
         return [_message("user", given, "input")]
-    referred = [item_id for item in given if _kind_of(item) == REFERENCE and isinstance(item_id := item.get("id"), str)]
-    known = find(referred) if referred else {}
+    referred = referred_items(given)
     num_bytes = sum(known[item_id].num_bytes for item_id in referred if item_id in known)
     if num_bytes > max_referred:
         raise refused("input", f"refers to items of {num_bytes} bytes", f"at most {max_referred} (--max-body)")

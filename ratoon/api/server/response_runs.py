@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -21,12 +21,12 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
-from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.generation import Batch, Begun, asked_lengths, check_token_limit, names_of, stream
 from ratoon.api.server.logprobs import MessageLogprobs
 from ratoon.api.server.preparation import Place
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
-from ratoon.api.server.response_items import new_id, read_input, store_items
+from ratoon.api.server.response_items import new_id, read_input, referred_items, store_items
 from ratoon.api.server.response_prompts import PARAM, PlacedPrompt, place_prompt
 from ratoon.api.server.response_store import (
     CANCELLED,
@@ -35,15 +35,15 @@ from ratoon.api.server.response_store import (
     FAILED,
     IN_PROGRESS,
     INCOMPLETE,
-    EventLog,
     StoredResponse,
     Turn,
     encode_head,
 )
 from ratoon.api.server.threads import LONG_TEXT, off_loop
-from ratoon.core.errors import EngineError, RequestError, UnknownParentError
+from ratoon.core.errors import RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind, SamplingParams
+from ratoon.core.request import EngineCoreRequest
 from ratoon.core.suggestions import did_you_mean
 from ratoon.engine.grammars.validator import validate
 from ratoon.engine.input.default_params import with_given
@@ -87,17 +87,23 @@ def named_as_in_body(error: RequestError) -> RequestError:
 
 async def find_previous(context: ServerContext, response_id: str, owner: str | None) -> StoredResponse:
     """Returns the response to continue, at its end. ApiError if there is none, or if it has none."""
-    found = context.responses.find(response_id, owner)
+    found = await context.shared.responses.find_ended(response_id, owner)
     if found is None:
         raise response_not_found(response_id, "previous_response_id")
-    await found.ended.wait()
     if found.status not in CONTINUABLE:
         raise refused("previous_response_id", f"the response is {found.status}", "one that is completed")
     return found
 
 
-async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Exchange, place: Place) -> ResponseRun:
-    """Returns the request, checked, with its prompt. ApiError or RequestError if it is invalid."""
+async def make_run(
+    context: ServerContext,
+    asked: ResponsesRequest,
+    exchange: Exchange,
+    place: Place,
+    resumed: StoredResponse | None = None,
+) -> ResponseRun:
+    """Returns the request, checked, with its prompt. ApiError or RequestError if it is invalid. `resumed`: the response
+    that another front end has begun to generate for the same request."""
     check_support(asked)
     context.check_model(asked.model)
     context.llm.verify_generates()
@@ -110,8 +116,8 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
         async with place.left():
             parent = await find_previous(context, asked.previous_response_id, owner)
     size = exchange.body_size
-    find = context.responses.finder(owner)
-    items = await off_loop(size, partial(read_input, asked.input, find, context.settings.max_body))
+    known = await context.shared.responses.find_items(referred_items(asked.input), owner)
+    items = await off_loop(size, partial(read_input, asked.input, known, context.settings.max_body))
     if parent is None and not items:
         raise refused(PARAM, "is empty", "text, or items")
     prompt = await place_prompt(context, asked, plan.tools, items, parent, size)
@@ -119,7 +125,7 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
     params = await off_loop(size, partial(plan.params, params, prompt.text))
     if asked.background and params.structured_output is not None:  # else the engine's front end does it
         await off_loop(size, partial(validate, params.structured_output))
-    response_id = new_id("resp")
+    response_id = new_id("resp") if resumed is None else resumed.id
     batch = Batch(
         id=response_id,
         prompts=[prompt.encoded],
@@ -138,7 +144,12 @@ async def make_run(context: ServerContext, asked: ResponsesRequest, exchange: Ex
         head=await off_loop(size, partial(_head, asked, params)),
         is_background=asked.is_in_background,
         turn=Turn(None if parent is None else parent.turn, await off_loop(size, partial(store_items, items))),
+        previous_id=asked.previous_response_id,
     )
+    if asked.is_in_background and context.shared.outlives_front_ends:
+        response.body = await off_loop(size, lambda: asked.model_dump_json(exclude_unset=True).encode())
+    if resumed is not None:
+        response.created_at, response.turn.input = resumed.created_at, resumed.turn.input
     return ResponseRun(context, asked, batch, prompt, response, plan.parser(prompt.text))
 
 
@@ -235,10 +246,12 @@ class ResponseRun:
         self._is_stored = asked.is_stored
         self.is_streamed = bool(asked.stream)
         self._writer = EventWriter(self.is_streamed)
-        self._builder = OutputBuilder(response.output, self._writer)
+        self._builder = OutputBuilder(response.output, self._writer, response.id)
+        self._num_tokens = 0  # of the answer
         self._parser = parser
         self._counter = UsageCounter(batch.prompts)
         self._num_reasoning_tokens = 0
+        self._num_silent_tokens = 0  # of which another front end has written the events
         num_top = batch.params.logprobs if isinstance(batch.params, SamplingParams) else None
         self._logprobs = None if num_top is None else MessageLogprobs(context.token_texts, num_top)
 
@@ -260,36 +273,55 @@ class ResponseRun:
             if self.has_begun and self.response.is_running:  # the client disconnected, or it was cancelled
                 self._cancel()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts to generate the response in the background."""
+        responses, response = self._context.shared.responses, self.response
         if self.is_streamed:
-            self.response.log = EventLog()
-            self._write_state("created")
-            self._write_state("queued")
-            self.response.log.append(self._writer.take())
-        self._keep()
-        self.response.work = asyncio.create_task(self._work(self.response.log))
+            responses.open_log(response)
+        response.snapshot = self._builder.snapshot
+        await responses.add_background(response)
+        self._log_states("created", "queued")
+        response.work = asyncio.create_task(self._work())
 
-    async def _work(self, log: EventLog | None) -> None:
+    def go_on(self, resumed: StoredResponse, begun: EngineCoreRequest | None) -> None:
+        """Goes on with a response that another front end has begun. `begun`: its request, if the engine has it. What
+        is made again of the tokens that its events are about is made silently."""
+        response = self.response
+        response.snapshot = self._builder.snapshot
+        if begun is not None:
+            response.status = IN_PROGRESS
+            self.batch.begun = Begun(begun, resumed.num_logged_tokens)
+            self._num_silent_tokens = resumed.num_logged_tokens
+        self._writer.go_on(resumed.num_events, is_silent=self._num_silent_tokens > 0)
+        if resumed.num_events == 0:
+            self._log_states("created", "queued")
+        response.work = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
         events: list[bytes] = []
         try:
             async with aclosing(self.generate()) as chunks:
                 async for chunk in chunks:
-                    if log is not None:
-                        self._log(log, chunk)
+                    self._log(chunk)
         except Exception as error:
             events = self._fail(error)
         finally:
             if self.response.is_running:
                 self._cancel()
-            if log is not None:
-                self._log(log, events + self._writer.take())
-                log.end()
+            self._log(events + self._writer.take())
+            if self.is_streamed:
+                self._context.shared.responses.end_log(self.response)
             self.response.work = None
 
-    def _log(self, log: EventLog, events: list[bytes]) -> None:
-        log.append(events)
-        forget_roots(self._context, self._context.responses.settle(self.response))
+    def _log_states(self, *names: str) -> None:
+        if self.is_streamed:
+            for name in names:
+                self._write_state(name)
+            self._log(self._writer.take())
+
+    def _log(self, events: list[bytes]) -> None:
+        if self.is_streamed and events:
+            self._context.shared.responses.log_events(self.response, events, self._num_tokens)
 
     def take(self, output: RequestOutput) -> list[bytes]:
         """Returns the events of an output of the engine."""
@@ -297,6 +329,7 @@ class ResponseRun:
             self._begin(output)
         self._counter.add(0, output)
         (choice,) = output.outputs
+        self._num_tokens += len(choice.token_ids)
         self._read_logprobs(output)
         parts = self._parser.push(choice.text)
         was_reasoning = self._builder.is_reasoning
@@ -308,7 +341,11 @@ class ResponseRun:
             self._finish(choice.finish_reason)
         elif self._builder.num_bytes - self.response.num_output_bytes >= COUNTED_BYTES:
             self.response.num_output_bytes = self._builder.num_bytes
-            forget_roots(self._context, self._context.responses.settle(self.response))
+            self._context.shared.responses.settle(self.response)
+        if self._num_silent_tokens and self._num_tokens >= self._num_silent_tokens:
+            self._num_silent_tokens = 0
+            self._writer.speak()
+            self._context.llm.engine.take_rest(self.response.id, self.response.owner)
         return self._writer.take()
 
     def takes_long(self, output: RequestOutput) -> bool:
@@ -331,7 +368,9 @@ class ResponseRun:
         response.continuation = None if told is None else asdict(told)
         is_continuation = told is not None and not told.fallback
         response.prompt = self._prompt.transcript(is_continuation, len(output.prompt_token_ids or ()))
-        if not response.is_background:
+        if response.is_background:
+            self._context.shared.responses.settle(response)
+        else:
             self._write_state("created")
             self._keep()
         self._write_state("in_progress")
@@ -339,7 +378,7 @@ class ResponseRun:
     def _keep(self) -> None:
         self.response.snapshot = self._builder.snapshot
         if self._is_stored:
-            forget_roots(self._context, self._context.responses.add(self.response))
+            self._context.shared.responses.add(self.response)
 
     # ---- ends ----
 
@@ -374,10 +413,11 @@ class ResponseRun:
             response.usage = self._usage()
         response.snapshot = None
         self._write_state(LAST_EVENTS[status])
+        response.body = b""
         if self._is_stored:
-            forget_roots(self._context, self._context.responses.settle(response))
+            self._context.shared.responses.settle(response)
         else:
-            forget_roots(self._context, [response])
+            self._context.forget_soon(response)
         response.ended.set()
 
     def _write_state(self, name: str) -> None:
@@ -396,19 +436,3 @@ class ResponseRun:
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
-
-
-_forgetting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no reference
-
-
-def forget_roots(context: ServerContext, responses: Iterable[StoredResponse]) -> None:
-    """Frees the memory of responses that can't be continued any more."""
-
-    async def forget(response: StoredResponse) -> None:
-        with suppress(UnknownParentError, EngineError):  # a failed or cancelled one has no root
-            await context.llm.forget(response.id, response.owner)
-
-    for response in responses:
-        task = asyncio.create_task(forget(response))
-        _forgetting.add(task)
-        task.add_done_callback(_forgetting.discard)

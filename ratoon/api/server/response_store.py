@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -68,6 +68,35 @@ def items_of(turn: Turn | None) -> list[Item]:
     return [item for turn in reversed(turns) for stored in (turn.input, turn.output) for item in stored]
 
 
+class EventPage(msgspec.Struct, array_like=True, gc=False):
+    """Events of a response, from the one that was asked for on."""
+
+    events: bytes
+    num_events: int
+    num_dropped: int  # of the oldest, for lack of memory
+    is_end: bool = False  # there are no more, and there will be none
+
+    def check(self, start: int) -> None:
+        """Raises ApiError if events from this number on were dropped."""
+        if start < self.num_dropped:
+            message = (
+                f"The server has dropped the first {self.num_dropped} events of this response, for lack of memory "
+                f"(--max-response-bytes); starting_after {self.num_dropped - 1} or more, or no stream"
+            )
+            raise ApiError(410, message, param="starting_after", code="events_dropped")
+
+
+class Runner(Protocol):
+    """The front end that generates a response, in another process."""
+
+    async def answer(self, response: StoredResponse) -> msgspec.Raw:
+        """The response with what it has so far. EngineError: the front end is gone."""
+        ...
+
+    def cancel(self, response: StoredResponse) -> None:
+        """Ends the response soon."""
+
+
 class EventLog:
     """The events of a response that runs in the background, encoded, by their sequence numbers. Any number of readers
     follow it, each at its own speed. Where there is no room for all of them, the oldest are dropped."""
@@ -97,29 +126,24 @@ class EventLog:
         del self._events[:count]
         self._num_dropped += count
 
-    def check(self, start: int) -> None:
-        """Raises ApiError if events from this number on were dropped."""
-        if start < self._num_dropped:
-            message = (
-                f"The server has dropped the first {self._num_dropped} events of this response, for lack of memory "
-                f"(--max-response-bytes); starting_after {self._num_dropped - 1} or more, or no stream"
-            )
-            raise ApiError(410, message, param="starting_after", code="events_dropped")
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
 
-    async def read(self, start: int) -> AsyncGenerator[bytes, None]:
-        """Yields events from the one with this number on, to the last one. ApiError if the reader is too slow to get
-        them all."""
-        while True:
-            self.check(start)
+    @property
+    def num_events(self) -> int:
+        """All so far, with those that were dropped."""
+        return self._num_dropped + len(self._events)
+
+    async def page(self, start: int) -> EventPage:
+        """Returns events from the one with this number on; waits if there is none yet."""
+        while start >= self._num_dropped:
             first = start - self._num_dropped
             new = self._events[first : first + EVENTS_AT_ONCE]
-            if new:
-                start += len(new)
-                yield b"".join(new)
-            elif self._ended:
-                return
-            else:
-                await self._changed.wait()
+            if new or self._ended:
+                return EventPage(b"".join(new), len(new), self._num_dropped, is_end=not new)
+            await self._changed.wait()
+        return EventPage(b"", 0, self._num_dropped)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -153,6 +177,11 @@ class StoredResponse:
     snapshot: Callable[[], None] | None = None  # puts the output so far into `output`, while it is generated
     log: EventLog | None = None  # only of one that runs in the background and was asked to stream
     work: asyncio.Task[None] | None = None  # of one that runs in the background
+    runner: Runner | None = None  # what generates it, where that is another process
+    num_logged_tokens: int = 0  # of the answer, that the events in the log are about
+    body: bytes = b""  # the request, while it runs in the background and another front end may have to go on with it
+    num_events: int = 0  # that were logged before this front end went on with it
+    previous_id: str | None = None  # of the response that it continues
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -164,7 +193,8 @@ class StoredResponse:
         """The bytes that a response holds beside its turn."""
         num_segments = len(self.prompt) + len(self.transcript)
         log = 0 if self.log is None else self.log.num_bytes
-        return RESPONSE_BYTES + len(self.head) + num_segments * SEGMENT_BYTES + log + self.num_output_bytes
+        held = len(self.head) + len(self.body) + self.num_output_bytes
+        return RESPONSE_BYTES + held + num_segments * SEGMENT_BYTES + log
 
     def close_output(self) -> None:
         """Notes that the output is complete."""
@@ -206,6 +236,9 @@ class ResponseStore:
 
     def __len__(self) -> int:
         return len(self._sizes)
+
+    def __iter__(self) -> Iterator[StoredResponse]:
+        return (response for own in list(self._by_owner.values()) for response in list(own.values()))
 
     @property
     def num_bytes(self) -> int:

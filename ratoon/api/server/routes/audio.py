@@ -152,7 +152,7 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
         events = _events(context, transcriber, asked.file, options, tenant)
         first = await anext(events, b"")  # errors until then get an HTTP status
         return EventStream(first, events, exchange_of(request.scope).headers())
-    with context.admit(1, tenant):
+    async with context.admit(1, tenant):
         transcription = await transcriber.transcribe(asked.file, options)
     return _whole(request, transcription, asked.response_format)
 
@@ -201,15 +201,14 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Yields a delta for each segment. A window's are sent when its text is final."""
     transcription: Transcription | None = None
-    with context.admit(1, tenant):
-        async with aclosing(transcriber.follow(audio, options)) as news:
-            async for progress in news:
-                transcription = progress.transcription
-                begins = len(transcription.segments) == len(progress.segments)
-                texts = [segment.text for segment in progress.segments]
-                if texts and begins:
-                    texts[0] = texts[0].lstrip()
-                if body := b"".join(event({"type": "transcript.text.delta", "delta": text}) for text in texts):
-                    yield body
+    async with context.admit(1, tenant), aclosing(transcriber.follow(audio, options)) as news:
+        async for progress in news:
+            transcription = progress.transcription
+            begins = len(transcription.segments) == len(progress.segments)
+            texts = [segment.text for segment in progress.segments]
+            if texts and begins:
+                texts[0] = texts[0].lstrip()
+            if body := b"".join(event({"type": "transcript.text.delta", "delta": text}) for text in texts):
+                yield body
     assert transcription is not None
     yield event({"type": "transcript.text.done", **as_dict(transcription)})

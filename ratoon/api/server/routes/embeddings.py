@@ -104,7 +104,7 @@ async def embed_all(
     params = PoolingParams(pooling=asked.pooling, normalize=asked.normalize is not False, dimensions=asked.dimensions)
     params.verify()
     prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
-    with context.admit(len(prompts), exchange.tenant):
+    async with context.admit(len(prompts), exchange.tenant):
         return await all_or_none(
             [
                 embed(context, asked, params, prompt, answer_id, exchange)

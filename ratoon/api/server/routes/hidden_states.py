@@ -67,7 +67,7 @@ async def extract(
     if asked.prompt is not None:
         add_special_tokens = asked.add_special_tokens is not False
         (prompt,) = await encode_prompts(context, "prompt", [asked.prompt], add_special_tokens, 0, asked.decoder_prompt)
-        with context.admit(1, owner):
+        async with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
                 prompt.as_prompt(),
                 params,
@@ -78,12 +78,12 @@ async def extract(
             )
     original = asked.original_request_id
     assert original is not None, "one of the two is there"
-    original_id = await context.names.resolve(context.llm, original, owner)
+    original_id = await context.shared.resolve(original, owner)
     try:
         root = await context.llm.find_parent(original_id, wait=False, owner=owner)
         if root.cache_salt != asked.cache_salt:  # another salt is another tenant
             raise request_not_found(original, "original_request_id")
-        with context.admit(1, owner):
+        async with context.admit(1, owner):
             return await context.llm.extract_hidden_states(
                 None,
                 params,

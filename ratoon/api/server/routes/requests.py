@@ -54,7 +54,7 @@ ROOT_SIZE = 100  # characters: roughly what a request takes in the list
     responses=answers(EndedRequests, 400),
 )
 async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
-    roots = context_of(request).llm.list_roots(exchange_of(request.scope).tenant)
+    roots = await context_of(request).shared.list_roots(exchange_of(request.scope).tenant)
     listed = roots[:limit]
 
     def build() -> dict[str, Any]:
@@ -70,7 +70,7 @@ async def list_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1
 )
 async def forget_request(request: Request, request_id: str) -> Response:
     context, owner = context_of(request), exchange_of(request.scope).tenant
-    found_id = await context.names.resolve(context.llm, request_id, owner)
+    found_id = await context.shared.resolve(request_id, owner)
     try:
         await context.llm.forget(found_id, owner)
     except UnknownParentError:

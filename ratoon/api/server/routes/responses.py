@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -22,14 +22,16 @@ from ratoon.api.server.protocol.responses import (
     ResponsesRequest,
 )
 from ratoon.api.server.request_bodies import read_body
+from ratoon.api.server.response_directory import check_events, follow_events
 from ratoon.api.server.response_events import typed_event
-from ratoon.api.server.response_runs import ResponseRun, forget_roots, make_run, named_as_in_body, response_not_found
-from ratoon.api.server.response_store import EventLog, StoredResponse, Turn, items_of
+from ratoon.api.server.response_runs import ResponseRun, make_run, named_as_in_body, response_not_found
+from ratoon.api.server.response_store import Turn, items_of
 from ratoon.api.server.responses import EventStream, json_response
 from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 
 router = APIRouter(tags=["OpenAI"])
+T = TypeVar("T")
 EXAMPLE = {"model": MODEL, "input": "What is the capital of Japan?", "max_output_tokens": 32, "temperature": 0}
 
 
@@ -45,10 +47,11 @@ async def create_response(request: Request) -> Response:
         run = await _prepare(request)
         exchange.notes = run.notes
         if run.response.is_background:
-            with context.admit(1, exchange.tenant):  # 429 now, and not as a response that failed
-                run.start()
-            log = run.response.log
-            return json_response(request, run.response.answer()) if log is None else _stream_log(request, log, 0)
+            async with context.admit(1, exchange.tenant):  # 429 now, and not as a response that failed
+                await run.start()
+            if run.is_streamed:
+                return _stream_log(request, run.response.id, 0)
+            return json_response(request, run.response.answer())
         if run.is_streamed:
             return await answer_typed_stream(request, run, _error_event)
         return await _answer_whole(request, run)
@@ -70,9 +73,10 @@ async def _answer_whole(request: Request, run: ResponseRun) -> Response:
     return json_response(request, run.response.answer())
 
 
-def _stream_log(request: Request, log: EventLog, first_event: int) -> Response:
-    headers = exchange_of(request.scope).headers()
-    return EventStream(b"", log.read(first_event), headers, end=b"", error_event=_error_event)
+def _stream_log(request: Request, response_id: str, first_event: int) -> Response:
+    exchange = exchange_of(request.scope)
+    events = follow_events(context_of(request).shared.responses, response_id, exchange.tenant, first_event)
+    return EventStream(b"", events, exchange.headers(), end=b"", error_event=_error_event)
 
 
 def _error_event(error: ApiError) -> bytes:
@@ -90,17 +94,15 @@ async def get_response(
     stream: Annotated[bool, Query(description="Follow one that runs in the background and is streamed")] = False,
     starting_after: Annotated[int | None, Query(ge=0, description="Events after this sequence number")] = None,
 ) -> Response:
-    found = _find(request, response_id)
+    responses, owner = context_of(request).shared.responses, exchange_of(request.scope).tenant
+    answer = _found(await responses.answer(response_id, owner), response_id)
     if not stream:
         if starting_after is not None:
             raise refused("starting_after", "has no meaning without stream", "set stream to true, or leave it out")
-        return json_response(request, found.answer())
-    if found.log is None:
-        problem = "the response was not created with background and stream"
-        raise refused("stream", problem, "leave it out")
+        return json_response(request, answer)
     first_event = 0 if starting_after is None else starting_after + 1
-    found.log.check(first_event)
-    return _stream_log(request, found.log, first_event)
+    check_events(await responses.num_dropped_events(response_id, owner), first_event)
+    return _stream_log(request, response_id, first_event)
 
 
 @router.delete(
@@ -109,11 +111,9 @@ async def get_response(
     responses=answers(DeletedResponse, 404),
 )
 async def delete_response(request: Request, response_id: str) -> Response:
-    context, found = context_of(request), _find(request, response_id)
-    await _cancel(found)
-    if context.responses.find(response_id, found.owner) is found:  # not deleted meanwhile
-        context.responses.remove(found)
-        forget_roots(context, [found])
+    owner = exchange_of(request.scope).tenant
+    if not await context_of(request).shared.responses.delete(response_id, owner):
+        raise response_not_found(response_id, "response_id")
     return json_response(request, {"id": response_id, "object": "response", "deleted": True})
 
 
@@ -123,19 +123,9 @@ async def delete_response(request: Request, response_id: str) -> Response:
     responses=answers(ResponseAnswer, 400, 404, 408, 413),
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
-    found = _find(request, response_id)
-    if not found.is_background:
-        raise refused("response_id", "the response does not run in the background", "close its connection instead")
-    await _cancel(found)
-    return json_response(request, found.answer())
-
-
-async def _cancel(response: StoredResponse) -> None:
-    """Cancels a response, without effect on one that has ended. One that a client waits for ends with its
-    connection."""
-    if response.work is not None:
-        response.work.cancel()
-        await response.ended.wait()
+    owner = exchange_of(request.scope).tenant
+    answer = await context_of(request).shared.responses.cancel(response_id, owner)
+    return json_response(request, _found(answer, response_id))
 
 
 @router.get(
@@ -150,7 +140,8 @@ async def list_input_items(
     order: Annotated[Literal["asc", "desc"], Query(description="desc: the newest first")] = "desc",
     after: Annotated[str | None, Query(description="Only items after the one with this id")] = None,
 ) -> Response:
-    turn = _find(request, response_id).turn
+    owner = exchange_of(request.scope).tenant
+    turn = _found(await context_of(request).shared.responses.turn(response_id, owner), response_id)
     page = await off_loop(turn.num_bytes, lambda: _encode_page(turn, limit, order == "desc", after))
     return json_response(request, page)
 
@@ -170,8 +161,7 @@ def _encode_page(turn: Turn, limit: int, newest_first: bool, after: str | None) 
     return msgspec.Raw(msgspec.json.encode({**listed, **ends}))
 
 
-def _find(request: Request, response_id: str) -> StoredResponse:
-    found = context_of(request).responses.find(response_id, exchange_of(request.scope).tenant)
+def _found(found: T | None, response_id: str) -> T:
     if found is None:
         raise response_not_found(response_id, "response_id")
     return found

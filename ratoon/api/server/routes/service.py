@@ -3,12 +3,13 @@ served only with --admin."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -44,6 +45,7 @@ class EngineHealthAnswer(BaseModel):
 
 class HealthAnswer(AnswerModel):
     status: str
+    pid: int = Field(description="The process that answers: one of several front ends, perhaps")
     engines: list[EngineHealthAnswer]
 
 
@@ -88,7 +90,7 @@ async def health(request: Request) -> Response:
 def describe_health(context: ServerContext) -> dict[str, Any]:
     found = context.llm.health()
     status = "shutting down" if context.draining else str(found.state)
-    return {"status": status, "engines": [asdict(engine) for engine in found.engines]}
+    return {"status": status, "pid": os.getpid(), "engines": [asdict(engine) for engine in found.engines]}
 
 
 @router.get(
@@ -107,7 +109,7 @@ async def version(request: Request) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request) -> Response:
-    found = context_of(request).llm.metrics
+    found = await context_of(request).shared.metrics()
     content, content_type = (b"", "text/plain; charset=utf-8") if found is None else found.render()
     headers = {**exchange_of(request.scope).headers(), "Content-Type": content_type}
     return Response(content, headers=headers)
@@ -204,6 +206,6 @@ async def stats(request: Request) -> Response:
             "health": describe_health(context),
             "engines": [msgspec.to_builtins(engine) for engine in engines],
             "settings": context.llm.describe(),
-            "num_unfinished_requests": context.num_unfinished,
+            "num_unfinished_requests": await context.shared.num_unfinished(),
         },
     )

@@ -367,7 +367,7 @@ async def test_a_model_that_does_not_read_audio_says_so(path):
 @on_event_loop
 async def test_a_full_queue_turns_recordings_away():
     async with speaking(max_queue=1) as client:
-        with client.context.admit(1, None):
+        async with client.context.admit(1, None):
             for stream in (False, True):
                 assert (await transcribe(client, stream=stream)).status == 429
         assert (await transcribe(client)).status == 200

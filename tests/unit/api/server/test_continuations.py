@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ratoon.api.server.context import RequestNames, ServerContext
+from ratoon.api.server.context import ServerContext
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk
 from ratoon.api.server.protocol.completions import Completion
 from ratoon.api.server.routes.requests import EndedRequests, ForgottenRequest
 from ratoon.api.server.settings import ServerSettings
+from ratoon.api.server.state import RequestNames
 from ratoon.observe.metrics import EngineMetrics
 from tests.engines_async import make_thread_engine
 from tests.real_models import needs_embedded_model
@@ -304,7 +305,7 @@ async def test_a_name_that_is_used_again_is_the_newest_and_every_prompt_of_a_bat
 @on_event_loop
 async def test_names_are_an_owners_own_and_bounded():
     async with scripted(say("fine"), api_keys=("mine", "yours")) as client:
-        client.context.names = RequestNames(4)
+        client.context.shared.names = RequestNames(4)
         body = {"model": MODEL, "prompt": "secret", "request_id": "x"}
         await client.post("/v1/completions", body, headers=with_key("mine"))
         for number in range(5):

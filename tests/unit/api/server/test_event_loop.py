@@ -278,7 +278,7 @@ async def test_no_large_answer_keeps_the_event_loop(kind: str, monkeypatch: pyte
         answer = await client.post(path, body)
         assert answer.status == 200, answer.body[:1000]
         if body.get("background") and not body.get("stream"):
-            found = client.context.responses.find(answer.json()["id"], None)
+            found = client.context.shared.responses.store.find(answer.json()["id"], None)
             assert found is not None
             while found.is_running:
                 await asyncio.sleep(0.05)

@@ -305,9 +305,9 @@ async def test_bodies_and_models_are_checked_as_everywhere():
 @on_event_loop
 async def test_extractions_count_as_unfinished_prompts():
     async with extracting(states(), max_queue=1) as (client, _):
-        assert client.context.queue.take(None, 1)
+        assert client.context.shared.queue.limit.take(None, 1)
         assert (await ask(client, prompt="x")).error["code"] == "queue_full"
-        client.context.queue.give_back(None, 1)
+        client.context.shared.queue.limit.give_back(None, 1)
         assert (await ask(client, prompt="x")).status == 200
 
 

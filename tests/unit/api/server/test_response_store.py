@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ratoon.api.server import response_items
+from ratoon.api.server.response_directory import follow_events
 from ratoon.api.server.response_items import PIECE_BYTES, StoredItems, find_items, store_items
-from ratoon.api.server.response_store import EVENT_BYTES, LEAST_LOG_BYTES, EventLog, ResponseStore
+from ratoon.api.server.response_store import EVENT_BYTES, LEAST_LOG_BYTES, EventLog, EventPage, ResponseStore
 from tests.unit.api.server.harness import MODEL, Client, say, scripted
 from tests.unit.api.server.test_event_loop import NUM_TOP, GenerousClient, always_a
 from tests.unit.engine.fakes_async import on_event_loop
@@ -50,7 +51,7 @@ SHAPES: dict[str, tuple[int, Any]] = {
 async def test_what_is_counted_is_what_is_held(shape: str) -> None:
     count, given = SHAPES[shape]
     async with scripted(say("Hi"), template=TEMPLATE) as client:
-        store = client.context.responses
+        store = client.context.shared.responses.store
         await create(client, given)  # what the first request makes is not the store's
         gc.collect()
         tracemalloc.start()
@@ -70,7 +71,7 @@ async def test_what_is_counted_is_what_is_held(shape: str) -> None:
 @on_event_loop
 async def test_turns_that_responses_share_are_counted_once_and_until_the_last_is_gone() -> None:
     async with scripted(say("Hi"), template=TEMPLATE) as client:
-        store = client.context.responses
+        store = client.context.shared.responses.store
         first = await create(client, "x" * 100_000)
         alone = store.num_bytes
         others = [await create(client, "And?", previous_response_id=first["id"]) for _ in range(5)]
@@ -150,7 +151,7 @@ async def test_events_that_nothing_reads_are_bounded() -> None:
             await request.sent_something()
             request.disconnect()
             await request.task
-        store = client.context.responses
+        store = client.context.shared.responses.store
         most = 0
         while any(response.is_running for response in store._by_owner[None].values()):
             client.engine.step(1)
@@ -173,7 +174,12 @@ async def test_a_reader_that_is_too_slow_gets_an_error_at_the_end_of_its_stream(
     log = EventLog()
     log.append([b"x" * 100] * 10)
     assert log.num_bytes == 10 * (100 + EVENT_BYTES)
-    reader = log.read(0)
+
+    class OneLog:
+        async def read_events(self, response_id: str, owner: str | None, start: int) -> EventPage:
+            return await log.page(start)
+
+    reader = follow_events(OneLog(), "resp_1", None, 0)  # type: ignore[arg-type]
     assert len(await anext(reader)) == 1000
     log.append([b"y" * 100] * 10)
     log.drop_older_half()
@@ -196,7 +202,7 @@ async def test_what_a_response_holds_while_it_is_generated_is_counted() -> None:
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP}
     async with scripted(always_a, by_hand=True, template=TEMPLATE) as client:
         client.engine.core = GenerousClient(always_a)
-        store = client.context.responses
+        store = client.context.shared.responses.store
         found = store.find((await client.post(PATH, {**body, **logprobs})).json()["id"], None)
         assert found is not None and store.num_bytes < 10_000
         client.engine.step(200)

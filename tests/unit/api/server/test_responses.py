@@ -198,7 +198,7 @@ async def test_a_wrong_request_names_the_field(body, param):
     async with scripted(say("x")) as client:
         answer = await client.post(PATH, {"model": MODEL, **body})
         assert (answer.status, answer.error["param"]) == (400, param), answer.body
-        assert len(client.context.responses) == 0
+        assert len(client.context.shared.responses.store) == 0
 
 
 # ---- stored responses ----
@@ -282,7 +282,7 @@ async def test_a_full_store_evicts_what_was_used_least_recently():
         assert {root.request_id for root in client.context.llm.list_roots()} == {second["id"], third["id"]}
     async with scripted(say("Hi"), max_response_bytes=12_000) as client:
         made = [await create(client, "x" * 400) for _ in range(5)]
-        assert client.context.responses.num_bytes <= 12_000
+        assert client.context.shared.responses.store.num_bytes <= 12_000
         assert (await client.get(f"{PATH}/{made[-1]['id']}")).status == 200
         assert (await client.get(f"{PATH}/{made[0]['id']}")).status == 404
     async with scripted(say("Hi"), max_response_bytes=20_000) as client:  # all that a request can make large counts
@@ -290,7 +290,8 @@ async def test_a_full_store_evicts_what_was_used_least_recently():
         for fields in ({"instructions": text[:400]}, {"metadata": {"a": text}}, {"user": text}):
             for _ in range(8):
                 await create(client, **fields)
-            assert client.context.responses.num_bytes <= 20_000 and len(client.context.responses) < 7
+            store = client.context.shared.responses.store
+            assert store.num_bytes <= 20_000 and len(store) < 7
     async with scripted(say("Hi"), max_responses=0) as client:
         made = await create(client)
         assert (await client.get(f"{PATH}/{made['id']}")).status == 404
@@ -534,11 +535,11 @@ async def test_a_client_that_disconnects_cancels_its_response(stream):
     async with scripted(say("Good day"), by_hand=True) as client:
         opened = client.open("POST", PATH, {"model": MODEL, "input": "x", "stream": stream})
         client.engine.step(3)
-        while not len(client.context.responses):
+        while not len(client.context.shared.responses.store):
             await asyncio.sleep(0.001)
         opened.disconnect()
         await opened.task
-        (response,) = client.context.responses._by_owner[None].values()
+        (response,) = client.context.shared.responses.store._by_owner[None].values()
         assert response.status == "cancelled" and response.ended.is_set()
         assert client.context.llm.num_unfinished_requests() == 0 and client.context.num_unfinished == 0
 
@@ -572,9 +573,9 @@ async def test_an_engine_that_dies_fails_what_runs_in_the_background(stream):
     async with scripted(say("Good day"), by_hand=True) as client:
         opened = client.open("POST", PATH, {"model": MODEL, "input": "x", "background": True, "stream": stream})
         client.engine.step(3)
-        while not len(client.context.responses):
+        while not len(client.context.shared.responses.store):
             await asyncio.sleep(0.001)
-        (response,) = client.context.responses._by_owner[None].values()
+        (response,) = client.context.shared.responses.store._by_owner[None].values()
         while response.status != "in_progress":
             await asyncio.sleep(0.001)
         client.engine.die()

@@ -1,0 +1,211 @@
+"""Stored responses as routes and runs reach them. One object for all front ends of a server: where there are several,
+it lives in the service's process, and front ends call it through their link (shared_state.py).
+
+What generates a response is a run in one front end (response_runs.py). The directory knows the response, its events and
+its end; while it runs, what it has so far is asked of its run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from ratoon.api.server.errors import refused
+from ratoon.api.server.response_items import FoundItem
+from ratoon.api.server.response_store import EventLog, EventPage, ResponseStore, StoredResponse, Turn
+from ratoon.core.errors import EngineError, RequestError
+
+Forget = Callable[[StoredResponse], Awaitable[None]]
+
+
+class ResponseDirectory(Protocol):
+    """Responses of all front ends. An id of another owner is unknown."""
+
+    def add(self, response: StoredResponse) -> None:
+        """A run keeps its response from now on."""
+
+    async def add_background(self, response: StoredResponse) -> None:
+        """As `add`, for a response that runs in the background: it can be found by any front end afterwards."""
+
+    def settle(self, response: StoredResponse) -> None:
+        """A response has grown, or has ended."""
+
+    def open_log(self, response: StoredResponse) -> None:
+        """The response has events from now on, which clients may follow."""
+
+    def log_events(self, response: StoredResponse, events: list[bytes], num_tokens: int) -> None:
+        """Further events, of the first `num_tokens` tokens of the answer."""
+
+    def end_log(self, response: StoredResponse) -> None: ...
+
+    async def find_ended(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """A response at its end, for which this waits."""
+        ...
+
+    async def find_items(self, ids: Iterable[str], owner: str | None) -> dict[str, FoundItem]:
+        """Items of this owner's stored responses, by id."""
+        ...
+
+    async def answer(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+        """The response as JSON, finished or not."""
+        ...
+
+    async def turn(self, response_id: str, owner: str | None) -> Turn | None:
+        """The conversation up to the response."""
+        ...
+
+    async def num_dropped_events(self, response_id: str, owner: str | None) -> int | None:
+        """The oldest events that were dropped. None: it has no events."""
+        ...
+
+    async def read_events(self, response_id: str, owner: str | None, start: int) -> EventPage | None:
+        """Waits for events from this number on. None: there is no such response, or it has no events."""
+        ...
+
+    async def cancel(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+        """Ends one that runs in the background. RequestError: it does not."""
+        ...
+
+    async def delete(self, response_id: str, owner: str | None) -> bool:
+        """False: there is none."""
+        ...
+
+
+class OwnResponses:
+    """The responses of this process."""
+
+    def __init__(self, store: ResponseStore, forget: Forget) -> None:
+        """`forget` frees the memory of a response that can't be continued any more."""
+        self.store = store
+        self._forget = forget
+        self._forgetting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no reference
+
+    def add(self, response: StoredResponse) -> None:
+        self.forget(self.store.add(response))
+
+    async def add_background(self, response: StoredResponse) -> None:
+        self.add(response)
+
+    def settle(self, response: StoredResponse) -> None:
+        self.forget(self.store.settle(response))
+
+    def open_log(self, response: StoredResponse) -> None:
+        response.log = EventLog()
+
+    def log_events(self, response: StoredResponse, events: list[bytes], num_tokens: int) -> None:
+        assert response.log is not None
+        response.log.append(events)
+        response.num_logged_tokens = num_tokens
+        self.settle(response)
+
+    def end_log(self, response: StoredResponse) -> None:
+        if response.log is not None:
+            response.log.end()
+
+    async def find(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        return self.store.find(response_id, owner)
+
+    async def find_ended(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        found = await self.find(response_id, owner)
+        if found is not None:
+            await found.ended.wait()
+        return found
+
+    async def find_items(self, ids: Iterable[str], owner: str | None) -> dict[str, FoundItem]:
+        ids = list(ids)
+        if not ids:
+            return {}
+        find = self.store.finder(owner)
+        return await asyncio.to_thread(find, ids)
+
+    async def answer(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+        found = await self.find(response_id, owner)
+        return None if found is None else await self._answer_of(found)
+
+    @staticmethod
+    async def _answer_of(found: StoredResponse) -> msgspec.Raw:
+        if found.runner is not None and found.is_running:
+            try:
+                return await found.runner.answer(found)
+            except EngineError:
+                pass  # its front end has just died
+        return found.answer()
+
+    async def turn(self, response_id: str, owner: str | None) -> Turn | None:
+        found = await self.find(response_id, owner)
+        return None if found is None else found.turn
+
+    async def num_dropped_events(self, response_id: str, owner: str | None) -> int | None:
+        found = await self.find(response_id, owner)
+        return None if found is None or found.log is None else found.log.num_dropped
+
+    async def read_events(self, response_id: str, owner: str | None, start: int) -> EventPage | None:
+        found = await self.find(response_id, owner)
+        return None if found is None or found.log is None else await found.log.page(start)
+
+    async def cancel(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+        found = await self.find(response_id, owner)
+        if found is None:
+            return None
+        if not found.is_background:
+            problem = "the response does not run in the background"
+            raise RequestError("response_id", problem, "close its connection instead")
+        await self._cancel(found)
+        return found.answer()
+
+    async def delete(self, response_id: str, owner: str | None) -> bool:
+        found = await self.find(response_id, owner)
+        if found is None:
+            return False
+        await self._cancel(found)
+        if self.store.find(response_id, owner) is found:  # not deleted meanwhile
+            self.store.remove(found)
+            self.forget([found])
+        return True
+
+    @staticmethod
+    async def _cancel(response: StoredResponse) -> None:
+        """Cancels a response, without effect on one that has ended. One that a client waits for ends with its
+        connection."""
+        if response.is_background and response.is_running:
+            if response.runner is not None:
+                response.runner.cancel(response)
+            elif response.work is not None:
+                response.work.cancel()
+            else:
+                return
+            await response.ended.wait()
+
+    def forget(self, responses: Iterable[StoredResponse]) -> None:
+        """Frees the memory of responses that can't be continued any more."""
+        for response in responses:
+            task = asyncio.ensure_future(self._forget(response))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+
+async def follow_events(
+    responses: ResponseDirectory, response_id: str, owner: str | None, start: int
+) -> AsyncGenerator[bytes, None]:
+    """Yields events from the one with this number on, to the last one. ApiError if the reader is too slow to get them
+    all."""
+    while True:
+        page = await responses.read_events(response_id, owner, start)
+        if page is None:
+            return  # deleted meanwhile
+        page.check(start)
+        if page.num_events:
+            start += page.num_events
+            yield page.events
+        elif page.is_end:
+            return
+
+
+def check_events(num_dropped: int | None, start: int) -> None:
+    """Raises ApiError if there are no events (None), or some of those from this number on were dropped."""
+    if num_dropped is None:
+        raise refused("stream", "the response was not created with background and stream", "leave it out")
+    EventPage(b"", 0, num_dropped).check(start)
