@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from ratoon.core.health import EngineState, Health
 from ratoon.core.outputs import RequestMetrics
 from ratoon.core.stats import SchedulerStats
@@ -95,6 +97,32 @@ class GrowingCount:
         self._last = count
 
 
+class EngineCounts(msgspec.Struct, array_like=True):
+    """What one engine reported, as it travels between processes."""
+
+    newest: SchedulerStats
+    sums: dict[str, int]
+
+
+class MetricsFigures(msgspec.Struct):
+    """All that an EngineMetrics has counted, to be added to another's."""
+
+    counts: dict[str, int]
+    by_label: dict[str, dict[str, int]]
+    http: list[tuple[str, int, int]]  # route, status, count
+    histograms: dict[str, tuple[list[int], float]]  # counts by bucket, and the sum
+    engines: dict[int, EngineCounts] = {}
+
+
+COUNTS = ("num_prompt_tokens", "num_generation_tokens", "num_extraction_rows")
+LABELLED = ("finished", "continuations", "extractions")
+HISTOGRAMS = (
+    "time_to_first_token", "inter_token_latency", "time_per_output_token", "e2e_request_latency", "request_queue_time",
+    "request_prefill_time", "request_decode_time", "request_inference_time", "request_prompt_tokens",
+    "request_generation_tokens", "extraction_time",
+)  # fmt: skip
+
+
 class EngineFigures:
     """What one engine reported: its newest snapshot, and sums that outlive its process."""
 
@@ -116,8 +144,10 @@ class EngineMetrics:
     The `record_…` methods are called for what happens, and cost well under a microsecond each.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, pid: int | None = None) -> None:
+        """`pid`: the process whose memory and time the page shows; None: this one."""
         self.model_name = model_name
+        self._pid = pid
         self.engines: dict[int, EngineFigures] = {}
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -221,6 +251,39 @@ class EngineMetrics:
         """Called for the engines' health whenever the page is read."""
         self._health = health
 
+    # ---- figures of several processes ----
+
+    def figures(self) -> MetricsFigures:
+        """Returns what was counted so far."""
+        return MetricsFigures(
+            counts={name: getattr(self, name) for name in COUNTS},
+            by_label={name: dict(getattr(self, name)) for name in LABELLED},
+            http=[(route, status, count) for (route, status), count in self.http_requests.items()],
+            histograms={name: (list(one.counts), one.total) for name in HISTOGRAMS for one in [getattr(self, name)]},
+            engines={
+                index: EngineCounts(one.newest, {name: count.total for name, count in one.sums.items()})
+                for index, one in self.engines.items()
+            },
+        )
+
+    def add(self, figures: MetricsFigures) -> None:
+        """Adds what another process has counted."""
+        for name, count in figures.counts.items():
+            setattr(self, name, getattr(self, name) + count)
+        for name, labels in figures.by_label.items():
+            getattr(self, name).update(labels)
+        for route, status, count in figures.http:
+            self.http_requests[route, status] += count
+        for name, (counts, total) in figures.histograms.items():
+            histogram: Histogram = getattr(self, name)
+            histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
+            histogram.total += total
+        for index, reported in figures.engines.items():
+            engine = self.engines.setdefault(index, EngineFigures())
+            engine.newest = reported.newest
+            for name, count in reported.sums.items():
+                engine.sums[name].total += count
+
     # ---- the page ----
 
     @property
@@ -230,7 +293,7 @@ class EngineMetrics:
 
             self._registry = CollectorRegistry()
             self._registry.register(self)
-            ProcessCollector(registry=self._registry)
+            ProcessCollector(pid=lambda: "self" if self._pid is None else self._pid, registry=self._registry)
         return self._registry
 
     def render(self) -> tuple[bytes, str]:

@@ -31,6 +31,7 @@ DEFAULTS = {"max_total_hidden_states_bytes": 2**30}  # clients may not read what
 EVERYDAY = {
     "host": "address to listen on; default 127.0.0.1",
     "port": "default 8000; 0: any free port",
+    "api_servers": "processes that serve HTTP; default 1",
     "served_model_name": "the model's names in requests; default: its own",
     "chat_template": "use this template instead of the model's own",
     "tool_parser": "how the model writes tool calls; default auto",
@@ -57,8 +58,9 @@ def add_parser(subparsers: Subparsers) -> None:
     leave_out(limits)
     add_log_options(parser)
     add_engine_options(parser, without=("served_model_name",))
-    engines = ("num_replicas", "data_parallel_external_lb", "seed")
-    add_setting_options(parser.add_argument_group("engines"), [FRONT_END[name] for name in engines])
+    engines = parser.add_argument_group("engines")
+    add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "seed")])
+    leave_out(add_setting_option(engines, FRONT_END["data_parallel_external_lb"]))
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -94,34 +96,48 @@ def run(args: argparse.Namespace) -> int:
     from ratoon.api.server.runner import configure_server_logging
     from ratoon.engine.async_llm import AsyncLLM
     from ratoon.observe.metrics import EngineMetrics
+    from ratoon.observe.startup import StartupTimer
 
     settings = server_settings(args)
     configure_server_logging(args.log_level, args.log_file, args.access_log)
     names = settings.served_names
-    llm = AsyncLLM(
-        args.model,
-        metrics=EngineMetrics(names[0] if names else args.model),
-        **DEFAULTS | given_settings(args, FRONT_END) | engine_settings(args),
-    )
+    llm_settings = DEFAULTS | given_settings(args, FRONT_END) | engine_settings(args)
+    # In the process that serves HTTP; where there are several, only to check the settings.
+    llm = AsyncLLM(args.model, metrics=EngineMetrics(names[0] if names else args.model), **llm_settings)
     bound = bind(settings)
     if not settings.api_keys and not is_local(bound):
         print(f"warning: {address(bound)} can be reached from other machines, and no API key is set", file=sys.stderr)
     loading = ExitStack()
 
-    def on_ready() -> None:
+    def tell_ready(model_name: str, timer: StartupTimer) -> None:
         loading.close()
-        if llm.tracer is not None and names:
-            llm.tracer.model_name = names[0]
         if args.startup_times:
-            print(llm.startup_timer.table(), file=sys.stderr)
+            print(timer.table(), file=sys.stderr)
         where = address(bound)
         docs = "" if settings.uds is not None else f"; {where}/docs describes how to ask it"
-        print(f"{where} serves {(names or (llm.source.name,))[0]}{docs}", flush=True)
+        print(f"{where} serves {(names or (model_name,))[0]}{docs}", flush=True)
+
+    def on_ready() -> None:
+        if llm.tracer is not None and names:
+            llm.tracer.model_name = names[0]
+        tell_ready(llm.source.name, llm.startup_timer)
+
+    def on_drain(num_prompts: int) -> None:
+        say_what_is_waited_for(num_prompts, settings)
 
     with loading:
         loading.enter_context(status(f"loading {args.model}"))
-        return run_server(
-            llm, settings, bound, on_ready, lambda num_prompts: say_what_is_waited_for(num_prompts, settings)
+        if settings.num_api_servers == 1:
+            return run_server(llm, settings, bound, on_ready, on_drain)
+        from ratoon.api.server.service import run_service
+
+        return run_service(
+            args.model,
+            llm_settings,
+            settings,
+            bound,
+            lambda service: tell_ready(service.model_name, service.startup_timer),
+            on_drain,
         )
 
 

@@ -105,6 +105,7 @@ def _remove_stale_socket(path: str) -> None:
 
 BACKLOG = 2048
 MOST_AT_ONCE = 256  # then other tasks run
+FEW_AT_ONCE = 4  # where several processes accept from one socket: else the first would take all that are pending
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SECONDS_UNTIL_LATER = 0.5  # until then connections wait in the system's queue
 
@@ -112,7 +113,10 @@ logger = get_logger(__name__)
 
 
 class Acceptor:
-    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, listening: socket.socket, make_protocol: Callable[[], asyncio.Protocol], at_once: int = MOST_AT_ONCE
+    ) -> None:
+        self._at_once = at_once
         self._socket = listening
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
@@ -130,7 +134,7 @@ class Acceptor:
             self._later.cancel()
 
     def _accept_all(self) -> None:
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(self._at_once):
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -395,6 +399,7 @@ class HttpServer(uvicorn.Server):
 
     _acceptor: Acceptor | None = None
     write_timeout: float | None = None  # seconds
+    shares_socket = False  # with other processes
     connection_limit: ConnectionLimit | None = None
 
     @contextmanager
@@ -404,7 +409,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         assert sockets is not None
-        self._acceptor = Acceptor(sockets[0], self._make_protocol)
+        at_once = FEW_AT_ONCE if self.shares_socket else MOST_AT_ONCE
+        self._acceptor = Acceptor(sockets[0], self._make_protocol, at_once)
         self._acceptor.start()
 
     def _make_protocol(self) -> asyncio.Protocol:

@@ -25,6 +25,7 @@ from ratoon.api.server.connections import BoundedHttpProtocol, HttpServer, is_lo
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
+from ratoon.api.server.state import ServiceState
 from ratoon.core.errors import ConfigError
 from ratoon.core.health import EngineState
 from ratoon.observe.logging import FILE_VARIABLE, LEVELS, ROOT, VARIABLE, configure_logging, get_logger
@@ -55,11 +56,11 @@ def run_server(
 ) -> int:
     """Serves until the end, on a new event loop; returns the exit code. Errors at the engine's start are raised.
     `on_drain` is called with the number of unfinished prompts when shutdown begins."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(ServerRunner(llm, settings, bound, on_drain).run(on_ready))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
@@ -84,17 +85,30 @@ class ServerRunner:
         settings: ServerSettings,
         bound: socket.socket,
         on_drain: Callable[[int], None] = lambda num_prompts: None,
+        state: ServiceState | None = None,
     ) -> None:
+        """`state`: that of a service with several front ends, one of which this is. Then it is told when to end, and
+        the socket is not its own."""
         self._llm = llm
         self._on_drain = on_drain
-        self._context = ServerContext(llm, settings, allowed_hosts=allowed_hosts(bound, settings))
+        self._is_one_of_several = state is not None
+        self._context = ServerContext(llm, settings, allowed_hosts=allowed_hosts(bound, settings), given_state=state)
         self._bound = bound
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
         self._signalled_again = asyncio.Event()
 
+    @property
+    def context(self) -> ServerContext:
+        return self._context
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Begins to shut down, as for a signal. A second call ends it immediately."""
+        self._signals.append(number)
+        (self._signalled_again if self._signalled.is_set() else self._signalled).set()
+
     async def run(self, on_ready: Callable[[], None]) -> int:
-        with self._listening_to_signals():
+        with self._listening_to_signals() if not self._is_one_of_several else contextlib.nullcontext():
             try:
                 if not await self._unless(self._signalled, self._llm.start()):
                     return 128 + self._signals[0]
@@ -102,11 +116,13 @@ class ServerRunner:
                 return await self._serve(on_ready)
             finally:
                 await self._llm.shutdown()
-                release(self._bound, self._context.settings)
+                if not self._is_one_of_several:
+                    release(self._bound, self._context.settings)
 
     async def _serve(self, on_ready: Callable[[], None]) -> int:
         server = HttpServer(self._http_config())
         server.write_timeout = self._context.settings.write_timeout
+        server.shares_socket = self._is_one_of_several
         server.connection_limit = self._connection_limit()
         serving = asyncio.create_task(server.serve([self._bound]))
         dead = asyncio.create_task(self._engine_dead())
@@ -192,19 +208,21 @@ class ServerRunner:
 
     @contextlib.contextmanager
     def _listening_to_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-
-        def note(number: int) -> None:
-            self._signals.append(number)
-            (self._signalled_again if self._signalled.is_set() else self._signalled).set()
-
-        for number in SIGNALS:
-            loop.add_signal_handler(number, note, number)
-        try:
+        with listening_to_signals(self.end):
             yield
-        finally:
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def listening_to_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """`note` is called with the number of each signal that asks for the end."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, note, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratoon.api.answer_parts.parser import check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
@@ -29,6 +29,13 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on; the default is this machine only", metavar="ADDRESS")
     port: int = setting(8000, "0: any free port", whole_between(0, 65535))
+    num_api_servers: int = setting(
+        1,
+        "processes that serve HTTP on this address: one has enough to do with some hundreds of streams",
+        whole_between(1, 64),
+        name="api_servers",
+        options=("--api-server-count",),
+    )
     uds: str | None = setting(None, "listen on a Unix socket instead", metavar="PATH")
 
     served_names: tuple[str, ...] = setting(
@@ -125,9 +132,22 @@ class ServerSettings:
 
     def _verify_total_body(self) -> None:
         largest = max(self.max_body, self.max_audio)
-        if self.max_total_body < least_limit(largest):
+        least = least_limit(largest) * self.num_api_servers
+        if self.max_total_body < least:
             problem = f"{self.max_total_body} bytes have no room for a body of {largest} (max_body, max_audio)"
-            raise ConfigError("max_total_body", problem, f"{least_limit(largest)} or more")
+            if self.num_api_servers > 1:
+                problem += f" in each of {self.num_api_servers} front ends (api_servers), which divide it"
+            raise ConfigError("max_total_body", problem, f"{least} or more")
+
+    def of_front_end(self) -> ServerSettings:
+        """The settings of one of several front ends: it has its part of what is a process's own."""
+        count = self.num_api_servers
+        return replace(
+            self,
+            max_total_body=self.max_total_body // count,
+            max_connections=-(-self.max_connections // count),
+            num_api_servers=1,
+        )
 
     @property
     def unknown_fields(self) -> UnknownFields:

@@ -1,0 +1,323 @@
+"""Several front ends of one service: what one began, any other continues; limits and metrics are the service's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.servers import Server, serving
+from tests.faults.processes import is_running
+from tests.unit.api.server.harness import write_tiny_model
+from tests.waiting import PATIENCE, wait_until
+
+MODEL = "tiny"
+KEYS = ("first-key", "second-key")
+
+
+class FrontEnd:
+    """A connection that stays with one front end."""
+
+    def __init__(self, server: Server, key: str | None = KEYS[0]) -> None:
+        host, port = server.url.removeprefix("http://").split(":")
+        self.connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
+        self.headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self.headers["Authorization"] = f"Bearer {key}"
+        self.pid: int = self.get("/health")["pid"]
+
+    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
+        headers = {**self.headers, **({} if key is None else {"Authorization": f"Bearer {key}"})}
+        self.connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = self.connection.getresponse()
+        data = answer.read()
+        is_json = "json" in (answer.getheader("Content-Type") or "")
+        return answer.status, json.loads(data) if is_json else data.decode()
+
+    def get(self, path: str) -> Any:
+        status, answer = self.ask("GET", path)
+        assert status == 200, answer
+        return answer
+
+    def post(self, path: str, **body: Any) -> Any:
+        status, answer = self.ask("POST", path, {"model": MODEL, **body})
+        assert status == 200, answer
+        return answer
+
+    def begin(self, path: str, **body: Any) -> http.client.HTTPResponse:
+        """An answer that is read piece by piece."""
+        self.connection.request("POST", path, json.dumps({"model": MODEL, **body}), self.headers)
+        return self.connection.getresponse()
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+@contextmanager
+def each_front_end(server: Server, count: int = 2, key: str | None = KEYS[0]) -> Iterator[list[FrontEnd]]:
+    found: dict[int, FrontEnd] = {}
+    opened: list[FrontEnd] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {list(found)} answer"
+        opened.append(FrontEnd(server, key))
+        found.setdefault(opened[-1].pid, opened[-1])
+    try:
+        yield list(found.values())
+    finally:
+        for one in opened:
+            one.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    with serving(folder, "--api-servers", "2", "--data-parallel-size", "2", "--max-queue", "8", *keys) as started:
+        yield started
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def text_of(answer: Any) -> str:
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def sums(page: str) -> dict[str, float]:
+    lines = [line for line in page.splitlines() if line and not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_a_continuation_goes_on_through_another_front_end(server):
+    with each_front_end(server) as (first, second):
+        whole = first.post("/v1/completions", prompt="Once upon", **{**GREEDY, "max_tokens": 16})
+        begun = first.post("/v1/completions", prompt="Once upon", request_id="begun", retain_kv=60, **GREEDY)
+        for name in (begun["id"], "begun"):
+            rest = second.post("/v1/completions", continuation_of=name, **GREEDY)
+            assert text_of(begun) + text_of(rest) == text_of(whole)
+            assert rest["continuation"]["source"] == "lease" and rest["continuation"]["parent"] == begun["id"]
+        assert begun["id"] in [one["id"] for one in second.get("/v1/requests")["data"]]
+        status, _ = second.ask("POST", "/v1/completions", {"model": MODEL, "continuation_of": "begun"}, KEYS[1])
+        assert status == 404, "another key's"
+        states = second.post("/v1/hidden_states", original_request_id="begun", positions=[-1])
+        assert states["data"]
+        assert second.ask("DELETE", "/v1/requests/begun")[0] == 200
+        status, _ = first.ask("POST", "/v1/completions", {"model": MODEL, "continuation_of": "begun"})
+        assert status == 404
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+KINDS = {
+    "choices": ("/v1/completions", {"prompt": "Hello", "n": 3, "seed": 5, "temperature": 1, "max_tokens": 12}),
+    "logprobs": ("/v1/completions", {"prompt": [1, 2, 3], "logprobs": 2, "echo": True, **GREEDY}),
+    "several": ("/v1/completions", {"prompt": ["a", "bc", "def"], **GREEDY}),
+    "beams": ("/v1/completions", {"prompt": "Hello", "use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 6}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}),
+    "schema": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "response_format": SCHEMA, "max_tokens": 30, "seed": 1},
+    ),
+    "vectors": ("/v1/embeddings", {"input": ["Hello", "World"]}),
+    "states": ("/v1/hidden_states", {"prompt": "Hello", "positions": [0, -1]}),
+    "with states": ("/v1/completions", {"prompt": "Hello", "return_hidden_states": {"positions": [-1]}, **GREEDY}),
+}
+
+
+def without_names(answer: Any) -> Any:
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+def test_every_kind_of_request_has_the_answer_of_a_single_front_end(server, folder):
+    with serving(folder) as single, each_front_end(single, 1, None) as (alone,):
+        expected = {name: without_names(alone.post(path, **body)) for name, (path, body) in KINDS.items()}
+    with each_front_end(server) as front_ends:
+        for one in front_ends:
+            for name, (path, body) in KINDS.items():
+                found = without_names(one.post(path, **body))
+                found.get("usage", {}).pop("prompt_tokens_details", None)
+                expected[name].get("usage", {}).pop("prompt_tokens_details", None)
+                assert found == expected[name], name
+
+
+def test_a_request_that_runs_is_waited_for_or_forked_through_another_front_end(server):
+    long = {**GREEDY, "max_tokens": 150}
+    with each_front_end(server) as (first, second):
+        whole = text_of(first.post("/v1/completions", prompt="There was", **{**long, "max_tokens": 158}))
+        stream = first.begin("/v1/completions", prompt="There was", request_id="long", stream=True, **long)
+        stream.read(1)
+        status, answer = second.ask(
+            "POST", "/v1/completions", {"model": MODEL, "prompt": "x", "request_id": "long", **GREEDY}
+        )
+        assert status == 400 and "in use" in answer["error"]["message"], "an id is the service's"
+        now = second.post("/v1/completions", continuation_of="long", continuation_wait=False, **GREEDY)
+        assert text_of(now) in whole
+        waited = second.post("/v1/completions", continuation_of="long", **GREEDY)
+        assert whole.endswith(text_of(waited))
+        stream.read()
+
+
+def test_responses_are_those_of_the_service(server):
+    with each_front_end(server) as (first, second):
+        made = first.post("/v1/responses", input="Hello", max_output_tokens=6)
+        assert second.get(f"/v1/responses/{made['id']}") == made
+        following = second.post("/v1/responses", input="And?", previous_response_id=made["id"], max_output_tokens=6)
+        assert following["continuation"]["parent"] == made["id"]
+        items = first.get(f"/v1/responses/{following['id']}/input_items?order=asc")["data"]
+        assert [item["role"] for item in items] == ["user", "assistant", "user"]
+        item = {"type": "item_reference", "id": made["output"][0]["id"]}
+        assert first.post("/v1/responses", input=[item, {"role": "user", "content": "x"}], max_output_tokens=2)
+        assert first.ask("GET", f"/v1/responses/{made['id']}", key=KEYS[1])[0] == 404
+        assert second.ask("DELETE", f"/v1/responses/{made['id']}")[0] == 200
+        assert first.ask("GET", f"/v1/responses/{made['id']}")[0] == 404
+
+
+def read_events(data: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
+
+
+def test_a_response_in_the_background_is_followed_and_cancelled_through_another_front_end(server):
+    with each_front_end(server) as (first, second):
+        made = first.post("/v1/responses", input="Hello", max_output_tokens=300, background=True)
+        found = second.get(f"/v1/responses/{made['id']}")
+        assert found["status"] in ("queued", "in_progress", "completed", "incomplete")
+        status, ended = second.ask("POST", f"/v1/responses/{made['id']}/cancel")
+        assert status == 200 and ended["status"] in ("cancelled", "completed", "incomplete")
+        whole = first.begin("/v1/responses", input="Hello", max_output_tokens=40, background=True, stream=True)
+        events = read_events(whole.read().decode())
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        response_id = events[0]["response"]["id"]
+        again = second.get(f"/v1/responses/{response_id}?stream=true&starting_after=4")
+        assert read_events(again) == events[5:]
+
+
+def test_keys_share_one_queue(server):
+    """With 8 places, one key that holds all of them through one front end leaves none for itself in the other."""
+    held = {"prompt": ["a"] * 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with each_front_end(server) as (first, second):
+        stream = first.begin("/v1/completions", **held)
+        stream.read(1)
+        status, answer = second.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "b", **GREEDY})
+        assert status == 429 and "8 prompts are unfinished" in answer["error"]["message"]
+        body = {"model": MODEL, "prompt": "b", **GREEDY}
+        assert second.ask("POST", "/v1/completions", body, KEYS[1])[0] == 200, "another key has its share"
+        first.close()
+        wait_until("the places are free", lambda: second.ask("POST", "/v1/completions", body)[0] == 200)
+
+
+def test_metrics_are_one_sum(server):
+    with each_front_end(server) as (first, second):
+        before = sums(first.get("/metrics"))
+        first.post("/v1/completions", prompt="x", **GREEDY)
+        second.post("/v1/completions", prompt="y", **GREEDY)
+        pages = [sums(one.get("/metrics")) for one in (first, second)]
+        for name in ("ratoon_generation_tokens_total", 'ratoon_requests_finished_total{reason="length"}'):
+            step = 16 if "tokens" in name else 2
+            assert [page[name] - before[name] for page in pages] == [step, step]
+        assert pages[0]['ratoon_engine_up{engine="1"}'] == 1
+
+
+# ---- processes that die ----
+
+
+def test_a_front_end_that_dies_loses_its_connections_only(folder):
+    with serving(folder, "--api-servers", "2", "--admin", "--admin-key", "root") as server:
+        with each_front_end(server, key=None) as (victim, other):
+            made = victim.post("/v1/responses", input="Hello", max_output_tokens=6)
+            root = victim.post("/v1/completions", prompt="Once", request_id="once", **GREEDY)
+            body = {"input": "Tell me more", "max_output_tokens": 400, "ignore_eos": True, "temperature": 0}
+            slow = victim.begin("/v1/responses", background=True, stream=True, **body)
+            streamed = FrontEnd(server, None)
+            while streamed.pid != victim.pid:
+                streamed = FrontEnd(server, None)
+            lost = streamed.begin("/v1/completions", prompt="x", stream=True, **{**GREEDY, "max_tokens": 480})
+            lost.read(1)
+            seen = b""
+            while seen.count(b"\n\n") < 12:
+                seen += slow.readline()
+            begun = read_events(seen.decode())
+            response_id = begun[0]["response"]["id"]
+            assert other.ask("POST", "/admin/pause", key="root")[0] == 200
+            os.kill(victim.pid, signal.SIGKILL)
+            assert other.get(f"/v1/responses/{response_id}")["status"] == "in_progress"
+            assert other.ask("POST", "/admin/resume", key="root")[0] == 200
+            rest = read_events(
+                other.get(f"/v1/responses/{response_id}?stream=true&starting_after={begun[-1]['sequence_number']}")
+            )
+            assert rest[0]["sequence_number"] == begun[-1]["sequence_number"] + 1
+            events = begun + rest
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            ended = other.get(f"/v1/responses/{response_id}")
+            assert ended["status"] == "incomplete" and ended["usage"]["output_tokens"] == 400
+            text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+            assert text == ended["output"][0]["content"][0]["text"]
+            assert text == other.post("/v1/responses", **body)["output"][0]["content"][0]["text"], "as without a death"
+            assert {event["item_id"] for event in events if "item_id" in event} == {ended["output"][0]["id"]}
+            assert other.get(f"/v1/responses/{made['id']}") == made
+            rest_of_root = other.post("/v1/completions", continuation_of="once", **GREEDY)
+            assert rest_of_root["continuation"]["parent"] == root["id"]
+
+            def is_idle() -> bool:
+                stats = other.ask("GET", "/admin/stats", key="root")[1]
+                return stats["num_unfinished_requests"] == 0 and stats["engines"][0]["num_running"] == 0
+
+            wait_until("what the lost connection asked for is aborted", is_idle)
+        with each_front_end(server, key=None) as front_ends:
+            assert victim.pid not in [one.pid for one in front_ends], "another has taken its place"
+        server.stop()
+        assert server.wait() == 0
+
+
+def test_the_service_takes_everything_with_it(folder):
+    with serving(folder, "--api-servers", "2") as server:
+        with each_front_end(server, key=None) as front_ends:
+            pids = [one.pid for one in front_ends]
+            pids += [engine["pid"] for engine in front_ends[0].get("/health")["engines"]]
+        server.stop(signal.SIGKILL)
+        server.wait()
+        wait_until("all processes end", lambda: not any(map(is_running, pids)))
+
+
+def test_running_requests_have_time_at_shutdown(folder):
+    with serving(folder, "--api-servers", "2") as server:
+        with each_front_end(server, key=None) as (first, second):
+            answers: list[Any] = []
+            body = {"prompt": "x", "ignore_eos": True, "max_tokens": 300}
+            asking = threading.Thread(target=lambda: answers.append(first.post("/v1/completions", **body)))
+            asking.start()
+
+            def runs() -> bool:
+                return any(engine["num_running"] for engine in second.get("/health")["engines"])
+
+            wait_until("it runs", runs)
+            server.stop()
+            asking.join()
+            assert answers[0]["usage"]["completion_tokens"] == 300
+        assert server.wait() == 0
+
+
+def test_a_model_that_can_not_be_read_is_one_error(tmp_path):
+    with pytest.raises(AssertionError, match="error: "), serving(tmp_path / "none", "--api-servers", "2"):
+        pass
+
+
+def test_bodies_need_room_in_each_front_end(folder):
+    with (
+        pytest.raises(AssertionError, match="front ends"),
+        serving(folder, "--api-servers", "2", "--max-total-body", "100MiB"),
+    ):
+        pass
