@@ -136,6 +136,17 @@ def test_the_cost_of_a_streamed_token_is_measured_in_every_process(tmp_path: Pat
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
+def test_streams_over_two_front_ends_are_measured_against_one(tmp_path: Path) -> None:
+    sizes = ("--streams", "8", "--rounds", "1", "--output-len", "20", "--step-ms", "1", "--generators", "2")
+    shown = run_program("front_ends.py", *sizes, "--front-ends", "1,2", "--json", str(tmp_path / "out.json"))
+    assert "ratio to the first" in shown
+    rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]
+    assert rounds["2"][0]["service"] > 0 and rounds["1"][0]["service"] == 0
+
+
+@needs_embedded_model
+@pytest.mark.slow
 def test_the_share_of_the_engine_is_measured_with_one_and_two_steps_in_flight() -> None:
     shown = run_program("engine_share.py", "--branches", "8", "--tokens", "16", "--rounds", "3", "--step-ms", "5")
     *_, row = shown.strip().splitlines()
