@@ -234,6 +234,15 @@ def test_metrics_are_one_sum(server):
 # ---- processes that die ----
 
 
+def beside(other: FrontEnd, server: Server) -> FrontEnd:
+    """Another connection to the same front end."""
+    while True:
+        found = FrontEnd(server, None)
+        if found.pid == other.pid:
+            return found
+        found.close()
+
+
 def test_a_front_end_that_dies_loses_its_connections_only(folder):
     with serving(folder, "--api-servers", "2", "--admin", "--admin-key", "root") as server:
         with each_front_end(server, key=None) as (victim, other):
@@ -241,9 +250,10 @@ def test_a_front_end_that_dies_loses_its_connections_only(folder):
             root = victim.post("/v1/completions", prompt="Once", request_id="once", **GREEDY)
             body = {"input": "Tell me more", "max_output_tokens": 400, "ignore_eos": True, "temperature": 0}
             slow = victim.begin("/v1/responses", background=True, stream=True, **body)
-            streamed = FrontEnd(server, None)
-            while streamed.pid != victim.pid:
-                streamed = FrontEnd(server, None)
+            streamed = beside(victim, server)
+            quiet = streamed.post("/v1/responses", background=True, **body)["id"]
+            logprobs = {"include": ["message.output_text.logprobs"]}
+            with_logprobs = streamed.post("/v1/responses", background=True, **body, **logprobs)["id"]
             lost = streamed.begin("/v1/completions", prompt="x", stream=True, **{**GREEDY, "max_tokens": 480})
             lost.read(1)
             seen = b""
@@ -263,6 +273,10 @@ def test_a_front_end_that_dies_loses_its_connections_only(folder):
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             ended = other.get(f"/v1/responses/{response_id}")
             assert ended["status"] == "incomplete" and ended["usage"]["output_tokens"] == 400
+            wait_until("the other ends", lambda: other.get(f"/v1/responses/{quiet}")["status"] == "incomplete")
+            assert other.get(f"/v1/responses/{quiet}")["output"][0]["content"] == ended["output"][0]["content"]
+            failed = other.get(f"/v1/responses/{with_logprobs}")
+            assert failed["status"] == "failed" and "has died" in failed["error"]["message"]
             text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
             assert text == ended["output"][0]["content"][0]["text"]
             assert text == other.post("/v1/responses", **body)["output"][0]["content"][0]["text"], "as without a death"
