@@ -234,6 +234,19 @@ def test_metrics_are_one_sum(server):
 # ---- processes that die ----
 
 
+def test_requests_of_an_engine_that_dies_are_replayed(server):
+    long = {**GREEDY, "max_tokens": 300}
+    with each_front_end(server) as (first, second):
+        expected = text_of(first.post("/v1/completions", prompt="There was", **long))
+        stream = first.begin("/v1/completions", prompt="There was", stream=True, data_parallel_rank=1, **long)
+        begun = stream.readline()
+        os.kill(second.get("/health")["engines"][1]["pid"], signal.SIGKILL)
+        chunks = read_events((begun + stream.read()).decode())
+        assert "".join(text_of(chunk) for chunk in chunks if chunk["choices"]) == expected
+        restarted = 'ratoon_engine_restarts{engine="1"}'
+        assert sums(second.get("/metrics"))[restarted] == 1
+
+
 def beside(other: FrontEnd, server: Server) -> FrontEnd:
     """Another connection to the same front end."""
     while True:
@@ -322,6 +335,19 @@ def test_running_requests_have_time_at_shutdown(folder):
             asking.join()
             assert answers[0]["usage"]["completion_tokens"] == 300
         assert server.wait() == 0
+
+
+def test_a_second_signal_ends_everything_at_once(folder):
+    with serving(folder, "--api-servers", "2") as server, each_front_end(server, key=None) as (first, second):
+        stream = first.begin("/v1/completions", prompt="x", stream=True, **{**GREEDY, "max_tokens": 490})
+        stream.read(1)
+        assert second.ask("GET", "/health")[0] == 200
+        os.kill(second.get("/health")["engines"][0]["pid"], signal.SIGSTOP)  # so that the stream does not end
+        server.stop()
+        wait_until("it drains", lambda: second.ask("GET", "/health")[1]["status"] == "shutting down")
+        server.stop(signal.SIGINT)
+        assert server.wait() == 128 + signal.SIGINT
+        wait_until("the front ends end", lambda: not is_running(first.pid) and not is_running(second.pid))
 
 
 def test_a_model_that_can_not_be_read_is_one_error(tmp_path):

@@ -26,6 +26,7 @@ from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError, U
 from ratoon.core.faults import fault_of
 from ratoon.core.health import Health
 from ratoon.core.params import BeamSearchParams
+from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.output.roots import Root, RootTable
 from ratoon.engine.processes.async_client import AsyncMPClient
@@ -40,7 +41,7 @@ SECONDS_OF_SILENCE = 1.0  # after which a front end that takes nothing is not wa
 MAX_UNSENT_BYTES = 256 * 2**20  # for a front end that takes nothing,
 SECONDS_WITH_MUCH_UNSENT = 10.0  # after which it is ended
 HEALTH_INTERVAL = 0.25  # seconds between looks at the engines
-STATES_SUFFIX = ".states"  # of the ids of readings (core/readings.py)
+STATES_SUFFIX = reading_id("")
 
 
 @dataclass(eq=False, slots=True)
@@ -172,10 +173,6 @@ class EngineHub:
         self._abort(aborted)
         self._progress.set()
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     # ---- requests ----
 
     def _add(self, index: int, request: EngineCoreRequest) -> None:
@@ -276,11 +273,6 @@ class EngineHub:
 
     def is_running(self, owner: str | None, external_id: str) -> bool:
         return (owner, external_id) in self._by_key
-
-    async def wait_for_end(self, owner: str | None, external_id: str) -> None:
-        running = self._by_key.get((owner, external_id))
-        if running is not None:
-            await running.ended.wait()
 
     def knows(self, owner: str | None, external_id: str) -> bool:
         """Whether there is a request, running or ended, with this id."""

@@ -50,7 +50,6 @@ class Methods:
     """The table of the calls that one side answers, with what decodes them."""
 
     def __init__(self, table: Mapping[str, Method]) -> None:
-        self.table = dict(table)
         self._arguments: dict[str, Decoder[tuple[Any, ...]]] = {
             name: Decoder(cast(type, GenericAlias(tuple, method.arguments))) for name, method in table.items()
         }
