@@ -32,6 +32,7 @@ NAVIGATION = {
         "Speak Anthropic's protocol": "docs/messages",
         "Run it on a CPU": "docs/cpu",
         "Run it on a GPU": "docs/gpu",
+        "Run it on several devices": "docs/parallel",
         "Deploy it": "docs/deployment",
         "Watch it": "docs/metrics",
         "Security": "SECURITY",

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ratoon.distributed.collectives import GroupCollective, join_group, leave_group
+from ratoon.distributed.collectives import GroupCollective, leave_group, share_memory
 from ratoon.distributed.shared_memory import SharedMemoryCollective
 from ratoon.layers.native import library
 
@@ -57,10 +58,11 @@ def run_rank(rank: int, world_size: int, rendezvous: str, threads: int, rounds: 
         sys.exit("sums in shared memory need the CPU kernels")
     torch.set_num_threads(threads)
     kernels.ratoon_set_threads(threads)
-    shared = join_group(rank, world_size, rendezvous, "cpu").shard.collective
-    assert isinstance(shared, SharedMemoryCollective)
-    group = torch.distributed.group.WORLD
+    dist.init_process_group("gloo", store=dist.FileStore(rendezvous, world_size), rank=rank, world_size=world_size)
+    group = dist.group.WORLD
     assert group is not None
+    shared = share_memory(group)
+    assert shared is not None, "the ranks are on one host"
     gloo = GroupCollective(group, on_cuda=False)
     sums: dict[str, dict[str, list[float]]] = {}
     for name, size in SIZES.items():

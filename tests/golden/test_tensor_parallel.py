@@ -97,8 +97,7 @@ def expected() -> Answers:
 @pytest.mark.slow
 def test_ranks_answer_as_one_worker(world_size: int, settings: dict[str, Any]) -> None:
     with open_engine(grammar_folder(FAMILY), tensor_parallel_size=world_size, **settings) as llm:
-        executor = llm._client.core.executor
-        assert isinstance(executor, MultiprocExecutor) and executor.world_size == world_size
+        assert isinstance(llm._client.core.executor, MultiprocExecutor)
         found = ask_everything(llm)
         llm.sleep(2)
         llm.wake_up()

@@ -33,12 +33,15 @@ VOCABULARY = 1003  # which no number of ranks divides
 RANK = """
 import hashlib, json, os, secrets, sys, time
 import torch
+import torch.distributed as dist
 from ratoon.distributed import collectives
 from tests.unit.distributed.test_collectives import SIZES, VOCABULARY, tensor_of, vocabulary_of
 rank, world_size, repeats = map(int, sys.argv[1:4])
 if sys.argv[4] == "apart":
     collectives.identity_of_host = lambda: secrets.token_bytes(32)
-collective = collectives.join_group(rank, world_size, sys.argv[5], "cpu").shard.collective
+store = dist.FileStore(sys.argv[5], world_size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+collective = collectives.open_collective(dist.group.WORLD, on_cuda=False)
 print(type(collective).__name__, flush=True)
 for _ in range(repeats):
     digest = hashlib.sha256()
