@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from ratoon.core.plan import CachedRequestData, SchedulerOutput
+from ratoon.core.plan import SchedulerOutput
 from ratoon.core.wire import Buffer, Decoder, encode
 
 SEPARATOR = "\x1f"  # "unit separator", which no id is expected to have
@@ -46,8 +47,8 @@ def pack(plan: SchedulerOutput) -> PackedPlan:
     known = plan.scheduled_cached_reqs
     if known.req_ids == ids and known.new_block_ids.count(None) == len(ids):
         packed.are_known, packed.num_computed_tokens = True, known.num_computed_tokens
-        changes["scheduled_cached_reqs"] = CachedRequestData()
-    packed.plan = msgspec.structs.replace(plan, **changes)
+        changes["scheduled_cached_reqs"] = replace(known, req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    packed.plan = replace(plan, **changes)
     return packed
 
 
@@ -60,7 +61,9 @@ def unpack(packed: PackedPlan) -> SchedulerOutput:
     if packed.are_sampled:
         plan.sampled_req_ids = ids
     if packed.are_known:
-        plan.scheduled_cached_reqs = CachedRequestData(list(ids), packed.num_computed_tokens, [None] * len(ids))
+        known = plan.scheduled_cached_reqs
+        known.req_ids, known.num_computed_tokens = list(ids), packed.num_computed_tokens
+        known.new_block_ids = [None] * len(ids)
     return plan
 
 
