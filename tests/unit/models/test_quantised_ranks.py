@@ -107,9 +107,8 @@ def compare_ranks(world_size: int, logits: Callable[[Shard], tuple[Tensor, list[
 @torch.inference_mode()
 def test_ranks_quantise_their_part_as_one_rank_does_all(bits: int) -> None:
     """A block is encoded by itself: the codes are the same."""
-    config = replace(
-        LLAMA, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_heads=HEADS, num_kv_heads=1, head_dim=HEAD_DIM
-    )
+    config = replace(LLAMA, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, max_position=VOCABULARY)
+    config = replace(config, num_heads=HEADS, num_kv_heads=1, head_dim=HEAD_DIM)
     shapes = collect_shapes(config)
     compare_ranks(2, lambda shard: logits_of_source(config, DummySource(shapes, seed=1), NativeOps(bits=bits), shard))
 
