@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ratoon.api.options import SHORT_OPTIONS, option_of, shown_default
+from ratoon.api.options import option_of, shown_default
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.setting import Setting, settings_of
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
@@ -52,10 +52,7 @@ def page() -> str:
     theirs |= SPECIAL
     theirs |= {name: rule.expected for name, rule in RULES.items()}
     theirs |= dict.fromkeys(NO_EFFECT, "changes nothing")
-    rows = (
-        f"| `{name}` | {names([option_of(name), *SHORT_OPTIONS.get(name, ())])} | {cell(meaning)} |\n"
-        for name, meaning in theirs.items()
-    )
+    rows = (f"| `{name}` | {names([option_of(name)])} | {cell(meaning)} |\n" for name, meaning in theirs.items())
     return f"{text}{VLLM}{''.join(rows)}"
 
 

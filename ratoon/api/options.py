@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 Subparsers = Any  # argparse has no public name for what add_subparsers returns
 
 KINDS: dict[type, tuple[type, str]] = {int: (int, "N"), float: (float, "X"), dict: (str, "JSON")}
-SHORT_OPTIONS = {"pipeline_parallel_size": ("-pp",)}
 # Front-end settings of every command that starts an engine; the others are for `serve`.
 OBSERVED_SETTINGS = tuple(
     setting
@@ -116,7 +115,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = (
     no_effect = {name: (kind, "no effect") for name, kind in NO_EFFECT.items()}
     for name, (kind, help) in {**rules, **no_effect}.items():
         if name not in without:
-            setting = Setting(name, name, help, None, kind, options=SHORT_OPTIONS.get(name, ()), metavar="VALUE")
+            setting = Setting(name, name, help, None, kind, metavar="VALUE")
             add_setting_option(group, setting)
 
 

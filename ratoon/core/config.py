@@ -191,6 +191,7 @@ class CacheConfig:
 
 
 TOKEN_BUDGET = 2048  # of a step, unless another is set
+STEPS_IN_FLIGHT = 2  # unless another number is set, or there are more stages
 LARGE_GPU_BYTES, LARGE_GPU_TOKEN_BUDGET = 60 * 2**30, 8192
 
 
@@ -205,8 +206,8 @@ class SchedulerConfig:
     )
     max_steps_in_flight: int | None = setting(
         None,
-        "steps that are planned before the result of the first is known; 1: the device waits for plans; default: 2, "
-        "and 3 on a GPU while its steps are short",
+        "steps that are planned before the result of the first is known; 1: the device waits for plans; default: 2, or "
+        "the stages of a pipeline if these are more, and on a GPU one more while its steps are short",
         at_least(1),
     )
     max_num_encoder_tokens: int = setting(
@@ -221,15 +222,24 @@ class SchedulerConfig:
         "requests with much such text; with --no-jump-forward a CPU gives the same answers",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
+    # Steps in flight of which each needs the token that the one before it samples for the same branch. With 1, a branch
+    # waits for its token, which its next plan then carries. None: as many as are in flight; workers feed tokens back.
+    max_steps_of_branch: int | None = None
+    num_rounds: int = 1  # steps that run at the same time, each in another stage: branches are spread over them
 
     @property
     def num_in_flight(self) -> int:
         """The steps that may be in flight, as far as the settings say."""
-        return 2 if self.max_steps_in_flight is None else self.max_steps_in_flight
+        return self.max_steps_in_flight or max(STEPS_IN_FLIGHT, self.num_rounds)
 
     @property
     def token_budget(self) -> int:
         return self.max_num_batched_tokens or TOKEN_BUDGET
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a branch can be planned before its last token is known."""
+        return min(self.num_in_flight, self.max_steps_of_branch or self.num_in_flight) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +292,12 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "ranks among which every layer's weights are divided", at_least(1), options=("-tp",)
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages among which the layers are divided; ranks are as many as tensor_parallel_size times these",
+        at_least(1),
+        options=("-pp",),
+    )
     data_parallel_lockstep: bool = setting(
         False,
         "while one of several engines has work, the others run empty steps beside it: for models whose engines "
@@ -289,6 +305,10 @@ class EngineConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def with_(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)
@@ -344,6 +364,14 @@ def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return replace(config, scheduler=scheduler, cache=replace(config.cache, enable_prefix_caching=False))
 
 
+def fit_to_stages(config: EngineConfig) -> EngineConfig:
+    """Override settings that stages rule out: only the last one knows the tokens."""
+    if config.pipeline_parallel_size == 1:
+        return config
+    scheduler = replace(config.scheduler, max_steps_of_branch=1, num_rounds=config.pipeline_parallel_size)
+    return replace(config, scheduler=scheduler)
+
+
 def resolve_max_model_len(asked: int | None, model: ModelConfig) -> int:
     """The longest sequence: `asked`, if the model supports it; None means the model's limit."""
     if asked is None:
@@ -391,6 +419,9 @@ def verify_engine_config(config: EngineConfig) -> None:
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
     _verify_connector(config.cache)
+    if config.cache.kv_connector is not None and config.num_ranks > 1:
+        problem = f"{config.cache.kv_connector!r} keeps blocks of whole models, and {config.num_ranks} ranks have parts"
+        raise ConfigError("kv_connector", problem, "one rank, or no connector")
 
 
 def _verify_connector(cache: CacheConfig) -> None:

@@ -94,6 +94,11 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
     spec: KVCacheSpec
     layers: tuple[int, ...]  # attention-layer indices
 
+    def cut(self, layers: range) -> KVCacheGroup:
+        """The group on a worker that has these layers alone, which it counts from 0. It may have none: block tables
+        have the same groups on all workers."""
+        return KVCacheGroup(self.spec, tuple(layer - layers.start for layer in self.layers if layer in layers))
+
 
 class PageLayout(msgspec.Struct, frozen=True):
     """The memory behind one block id: a row in each of several tensors, divided among the layers of every group."""

@@ -85,6 +85,9 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     req_ids: list[str] = []
     num_computed_tokens: list[int] = []
     new_block_ids: list[BlockIds | None] = []  # appended to the branch's tables; None: nothing new
+    # Tokens behind the prompt that the step computes, where workers do not feed them back themselves: those of an early
+    # stage of a pipeline do not know what the last one has sampled. Empty: they do.
+    new_token_ids: list[list[int]] = []
 
 
 class BlockCopy(msgspec.Struct, array_like=True, gc=False):

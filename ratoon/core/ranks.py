@@ -20,6 +20,15 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     world_size: int
     engine: int  # the process whose executor it belongs to
 
+    @property
+    def has_results(self) -> bool:
+        return self.rank == output_rank(self.config)
+
+
+def output_rank(config: EngineConfig) -> int:
+    """The rank whose results are read: the first of the last stage, all of whose ranks have the same."""
+    return config.num_ranks - config.tensor_parallel_size
+
 
 class ToWorker(enum.Enum):
     """The first frame of a message to all workers."""

@@ -39,7 +39,6 @@ RENAMED = {
 }
 NEGATED = {"enforce_eager": "cuda_graphs"}  # switches that mean the opposite
 RULES = {
-    "pipeline_parallel_size": PARALLEL,
     "tokenizer_mode": Rule(lambda value: value in (None, "auto", "hf", "fast"), "auto"),
     "tokenizer_revision": HF_REVISION,
     "revision": HF_REVISION,

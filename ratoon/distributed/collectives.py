@@ -1,6 +1,6 @@
-"""Sums and concatenations over the ranks of one replica: through shared memory between CPU ranks of one host, otherwise
-by torch.distributed, which is gloo between CPUs and NCCL between GPUs. Ranks find each other by torch.distributed
-alone.
+"""Sums and concatenations over the ranks of a stage: through shared memory between CPU ranks of one host, otherwise
+by torch.distributed, which is gloo between CPUs and NCCL between GPUs. It also takes rows to the next stage, and by it
+alone ranks find each other.
 
 NCCL's kernels run on the current stream, so they are a part of CUDA graphs like any other. torch's symmetric memory,
 which is faster than NCCL for the small sums of a decode, is not used: it needs several GPUs that reach each other's
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ratoon.distributed.shared_memory import MemoryHandover, SharedMemoryCollective, identity_of_host, new_memory
 from ratoon.layers.native import library
-from ratoon.layers.shard import Collective, ModelPart, Shard
+from ratoon.layers.shard import Collective, ModelPart, Shard, Stage, StageLink
 
 Tensor = torch.Tensor
 
@@ -48,8 +48,28 @@ class GroupCollective(Collective):
         return parts.view(-1, *x.shape).transpose(0, 1).reshape(len(x), -1)[:, :size]
 
 
-def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> ModelPart:
-    """Meets the other ranks through a file that all can write to. Returns what this rank has of the model."""
+class GroupLink(StageLink):
+    """The neighbours of a rank in the stages before and behind its own."""
+
+    def __init__(self, before: int, behind: int) -> None:
+        self._before, self._behind = before, behind  # ranks
+        self._sending: tuple[dist.Work, Tensor] | None = None
+
+    def send(self, rows: Tensor) -> None:
+        if self._sending is not None:
+            self._sending[0].wait()
+        work = dist.isend(rows.contiguous(), self._behind)
+        assert work is not None
+        self._sending = work, rows  # whose memory is read until then
+
+    def receive(self, rows: Tensor) -> None:
+        dist.recv(rows, self._before)
+
+
+def join_group(rank: int, num_shards: int, num_stages: int, rendezvous: str, device: str) -> ModelPart:
+    """Meets the other ranks through a file that all can write to. Returns what this rank has of the model: ranks are
+    counted stage by stage."""
+    world_size = num_shards * num_stages
     if world_size == 1:
         return ModelPart()
     on_cuda = device.startswith("cuda")
@@ -64,9 +84,12 @@ def join_group(rank: int, world_size: int, rendezvous: str, device: str) -> Mode
         timeout=timedelta(seconds=SECONDS_TO_MEET),
         device_id=torch.device(device) if on_cuda else None,
     )
-    group = dist.group.WORLD
-    assert group is not None
-    return ModelPart(Shard(rank, world_size, open_collective(group, on_cuda)))
+    index, number = divmod(rank, num_shards)
+    # Every rank makes the groups of all stages, in the same order, as torch asks for.
+    groups = [dist.new_group(range(first, first + num_shards)) for first in range(0, world_size, num_shards)]
+    link = GroupLink(rank - num_shards, rank + num_shards) if num_stages > 1 else None
+    shard = Shard(number, num_shards, open_collective(groups[index], on_cuda)) if num_shards > 1 else Shard()
+    return ModelPart(shard, Stage(index, num_stages, link))
 
 
 def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:

@@ -68,10 +68,11 @@ def executor_class(config: EngineConfig) -> ExecutorClass:
     """The class that a config names, by a name of ours or as "module:Class"."""
     name = config.executor
     if name == "auto":
-        name = "uniproc" if config.tensor_parallel_size == 1 else "mp"
-    if name == "uniproc" and config.tensor_parallel_size > 1:
-        problem = f"uniproc has one worker, and tensor_parallel_size is {config.tensor_parallel_size}"
-        raise ConfigError("executor", problem, "auto or mp")
+        name = "uniproc" if config.num_ranks == 1 else "mp"
+    if name == "uniproc" and config.num_ranks > 1:
+        sizes = {size: getattr(config, size) for size in ("tensor_parallel_size", "pipeline_parallel_size")}
+        problem = " and ".join(f"{size} is {count}" for size, count in sizes.items() if count > 1)
+        raise ConfigError("executor", f"uniproc has one worker, and {problem}", "auto or mp")
     if name == "mp" and sys.platform != "linux":
         raise ConfigError("executor", f"mp needs Linux, and this is {sys.platform}", "uniproc")
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")

@@ -1,9 +1,9 @@
 """The executor whose workers are processes of this host, one for each rank.
 
 Plans and calls are broadcast through a ring in shared memory; results come back through a socket from each worker. A
-step's output is that of rank 0: all ranks choose the same tokens, from logits that all of them have. A worker that
-dies, or fails in a step which the others go through with, ends the executor: the engine is started again, and its
-requests are replayed.
+step's output is that of the first rank of the last stage: all ranks of a stage choose the same tokens, from logits that
+all of them have. A worker that dies, or fails in a step which the others go through with, ends the executor: the engine
+is started again, and its requests are replayed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.core.errors import DeviceLostError, EngineError, StepSkippedError
+from ratoon.core.errors import ConfigError, DeviceLostError, EngineError, StepSkippedError
 from ratoon.core.faults import error_of
 from ratoon.core.machine import usable_cores
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.processes import start_process
-from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch
+from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch, output_rank
 from ratoon.core.wire import Buffer, Decoder
 from ratoon.core.worker import WorkerFacts, WorkerStats, decode_result, encode_call
 from ratoon.distributed.broadcast import RingTimeoutError, RingWriter
@@ -88,13 +88,15 @@ class PendingCall:
 
 
 class MultiprocExecutor:
-    """One process for each of `tensor_parallel_size` ranks."""
+    """One process for each of `tensor_parallel_size` × `pipeline_parallel_size` ranks."""
 
     facts: WorkerFacts
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
         self.when_failed: Callable[[str], None] = lambda problem: None
-        self._world_size = config.tensor_parallel_size
+        verify_stages(config, model)
+        self._world_size = config.num_ranks
+        self._output_rank = output_rank(config)
         self._stats = WorkerStats()
         self._lock = threading.Lock()  # of what follows
         self._steps: dict[int, Future[StepResult]] = {}
@@ -168,7 +170,7 @@ class MultiprocExecutor:
 
     def take_step(self, rank: int, result: StepResult) -> None:
         """Of a worker's thread: the result of a step."""
-        if rank != 0 or (result.fault is not None and self._world_size > 1 and not result.was_skipped):
+        if rank != self._output_rank or (result.fault is not None and self._world_size > 1 and not result.was_skipped):
             assert result.fault is not None
             # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.
             ended = self._wait_for_death()
@@ -302,12 +304,18 @@ class Rank:
         self._results.close()
 
 
+def verify_stages(config: EngineConfig, model: ModelConfig) -> None:
+    if config.pipeline_parallel_size > model.num_layers:
+        problem = f"{config.pipeline_parallel_size} stages can't be made of {model.num_layers} layers"
+        raise ConfigError("pipeline_parallel_size", problem, f"at most {model.num_layers}")
+
+
 def place_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """The settings of a rank: given values are kept, defaults are divided among the ranks."""
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return config
     if config.num_threads is None:
-        config = config.with_(num_threads=max(1, usable_cores() // config.tensor_parallel_size))
+        config = config.with_(num_threads=max(1, usable_cores() // config.num_ranks))
     if config.device in ("auto", "cuda"):
         import torch
 

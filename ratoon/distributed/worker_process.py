@@ -108,7 +108,8 @@ class WorkerProcess:
 
         launch = self._launch
         config = launch.config
-        part = join_group(launch.rank, launch.world_size, f"/proc/self/fd/{self._meeting}", config.device)
+        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+        part = join_group(launch.rank, *sizes, f"/proc/self/fd/{self._meeting}", config.device)
         source = resolve_model(config.model, config.hf_overrides)
         return Worker(config, source.config, open_tensors(config, source), StartupTimer(), part)
 
@@ -136,7 +137,7 @@ class WorkerProcess:
             except Exception as error:
                 logger.debug("step %d failed", number, exc_info=True)
                 result.fault, result.was_skipped = fault_of(error), isinstance(error, StepSkippedError)
-            if self._launch.rank == 0 or result.fault is not None:
+            if self._launch.has_results or result.fault is not None:
                 assert self._thread is not None
                 result.stats = self._thread.stats
                 self._send(FromWorker.STEP, encode(result))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ratoon.attention.early_kernels import expected_launches
-from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model
+from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model, fit_to_stages
 from ratoon.engine.core import EngineCore
 from ratoon.engine.processes.garbage import no_garbage_collection
 from ratoon.engine.processes.torch_parts import without_unused_parts
@@ -36,7 +36,7 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     for package in ("ratoon", "torch"):
         note_missing_bytecode(sys.modules[package])
     tensors = open_tensors(config, source)
-    config = fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config)
+    config = fit_to_stages(fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config))
     try:
         with no_garbage_collection():
             executor = executor_class(config)(config, source.config, tensors, timer)

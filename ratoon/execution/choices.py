@@ -62,6 +62,7 @@ class WorkerParts:
     kernels: KernelChoices  # of products with quantised weights, on a CPU
     kv_dtype: torch.dtype | None  # None: `dtype`
     declaration: LanguageModel  # without weights
+    whole: LanguageModel  # the same with the layers of all stages
     geometry: Geometry
     part: ModelPart  # of the model, which this worker has
 
@@ -94,7 +95,7 @@ class WorkerParts:
 
     def geometry_anew(self) -> Geometry:
         """With other backends: these keep memory between steps."""
-        return choose_geometry(self.config, self.declaration, self.device, self.dtype, self.kv_dtype)
+        return choose_geometry(self.config, self.declaration, self.whole, self.device, self.dtype, self.kv_dtype)
 
     def probe_for(self, plan: SchedulerOutput) -> KVCacheConfig:
         """A pool that is just large enough for the plan."""
@@ -145,7 +146,9 @@ class WorkerParts:
             encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
             inputs_on_device=device.type != "cpu",
             capture=capture,
-            record=self.ops.name == "native" and may_repeat(model, "can_be_recorded"),
+            record=self.ops.name == "native"
+            and self.part.stage.count == 1  # a stage begins with rows that another one sends
+            and may_repeat(model, "can_be_recorded"),
             grammars=grammars,
             jump_forward=device.type == "cpu" if scheduler.jump_forward is None else scheduler.jump_forward,
         )
@@ -168,8 +171,11 @@ def choose_parts(
     kernels = open_kernel_choices(config.measure_kernels, threads)
     ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels, kind)
     declaration = declare_model(model_config, max_model_len, part)
+    whole = declaration
+    if part.stage.count > 1:
+        whole = declare_model(model_config, max_model_len, ModelPart(part.shard))
     kv_dtype = choose_kv_dtype(config, ops, tensors)
-    geometry = choose_geometry(config, declaration, device, dtype, kv_dtype)
+    geometry = choose_geometry(config, declaration, whole, device, dtype, kv_dtype)
     for choice in geometry.all_choices:
         is_fast = isinstance(choice.backend, CpuAttentionBackend)
         is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
@@ -186,6 +192,7 @@ def choose_parts(
         kernels,
         kv_dtype,
         declaration,
+        whole,
         geometry,
         part,
     )
@@ -212,6 +219,7 @@ def _has_few_bits(ops: NativeOps, tensors: TensorSource) -> bool:
 def choose_geometry(
     config: EngineConfig,
     declaration: LanguageModel,
+    whole: LanguageModel,
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
@@ -225,6 +233,7 @@ def choose_geometry(
         kv_dtype,
         config.batch_invariant,
         encoder_may_round=config.quantization in BITS_OF_FLOATS,
+        whole=whole,
     )
 
 
@@ -274,6 +283,9 @@ def choose_capture(parts: WorkerParts, model: LanguageModel) -> Capture | None:
     """What makes CUDA graphs of small steps. None: every step is launched kernel by kernel."""
     geometry = parts.geometry
     if parts.device.type != "cuda" or not parts.config.cuda_graphs:
+        return None
+    if parts.part.stage.count > 1:
+        logger.warning("steps are not captured as CUDA graphs: a stage waits in them for rows of another")
         return None
     if not may_repeat(model, "can_be_captured"):
         logger.warning("steps are not captured as CUDA graphs: the collective of the ranks can't be")

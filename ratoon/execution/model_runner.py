@@ -15,7 +15,7 @@ from ratoon.attention.interface import AttentionBackend
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
-from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
+from ratoon.core.plan import MAX_CAPTURE_SPANS, NewRequestData, SchedulerOutput
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
 from ratoon.execution.inputs.embeddings import EmbeddingTable
@@ -130,14 +130,17 @@ class ModelRunner:
 
             self.recorded = RecordedPasses(self.kv) if RecordedPasses.can_serve(self.kv) else None
         self._drivers.append(Calls(self.program, self.inputs, device, self.recorded, masks))
-        jumps = jump_forward and grammars is not None
-        self._sources: list[ReaderSource] = [
-            SampledReaders(self.input_batch, Sampler(self.sampling_rows), self._resident, jumps),
-            BeamReaders(self.beam_rows, device, model.config.vocab_size),
-            PromptLogprobsReaders(self.input_batch, self.program),
-            self.pooling,
-            CaptureReaders(len(model.layers)),
-        ]
+        # Of a pipeline, the last stage has the results; earlier ones copy rows of their layers for it.
+        self._has_results = model.stage.is_last
+        self._sources: list[ReaderSource] = [CaptureReaders(model.config.num_layers)]
+        if self._has_results:
+            jumps = jump_forward and grammars is not None
+            self._sources[:0] = [
+                SampledReaders(self.input_batch, Sampler(self.sampling_rows), self._resident, jumps),
+                BeamReaders(self.beam_rows, device, model.config.vocab_size),
+                PromptLogprobsReaders(self.input_batch, self.program),
+                self.pooling,
+            ]
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._output = ModelRunnerOutput()  # what the first phase leaves for the second:
         self._executed: list[ExecutedPass] = []
@@ -178,7 +181,7 @@ class ModelRunner:
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:
-                return ExecutedPass(readers, results)
+                return ExecutedPass(readers if self._has_results else (), results)
         raise AssertionError("the last driver runs any step")
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
@@ -199,13 +202,8 @@ class ModelRunner:
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.input_batch.add(new)
-            if isinstance(new.params, PoolingParams):
-                self.pooling.add(new)
-            else:
-                prompt, output = new.token_ids, new.token_ids[new.num_prompt_tokens :]
-                if output:
-                    prompt = prompt[: new.num_prompt_tokens]
-                self.sampling_rows.add(row, new.params, new.seed, prompt, output, new.encoder_token_ids)
+            if self._has_results:
+                self._begin_results(new, row)
             new_ids.add(new.req_id)
         new_ids.update(step.req_id for step in plan.beam_steps if step.num_tokens)
         new_ids.update(capture.req_id for capture in plan.captures)
@@ -220,6 +218,10 @@ class ModelRunner:
             self.input_batch.num_computed[row] = computed
             if blocks is not None:
                 self.input_batch.append_blocks(row, blocks)
+        for req_id, computed, tokens in zip(cached.req_ids, cached.num_computed_tokens, cached.new_token_ids):
+            if tokens:
+                row = self.input_batch.row_of[req_id]
+                self.input_batch.tell_tokens(row, max(computed, int(self.input_batch.num_prompt[row])), tokens)
         for row, tokens in self.sampling_rows.append_told():
             self.input_batch.append_run(row, tokens)
         for req_id, tokens in plan.scheduled_spec_decode_tokens.items():
@@ -227,6 +229,15 @@ class ModelRunner:
         for step in plan.beam_steps:
             if step.num_tokens:
                 self.beam_rows.apply(step)
+
+    def _begin_results(self, new: NewRequestData, row: int) -> None:
+        if isinstance(new.params, PoolingParams):
+            self.pooling.add(new)
+            return
+        prompt, output = new.token_ids, new.token_ids[new.num_prompt_tokens :]
+        if output:
+            prompt = prompt[: new.num_prompt_tokens]
+        self.sampling_rows.add(row, new.params, new.seed, prompt, output, new.encoder_token_ids)
 
     def _move_blocks(self, plan: SchedulerOutput) -> None:
         """Copies on a device wait for the step's numbers, if nothing but the step follows."""

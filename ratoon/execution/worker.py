@@ -210,7 +210,12 @@ class Worker:
         return WorkerStats(self.runner.num_computed_tokens, None if graphs is None else graphs.stats)
 
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
-        """Compile the grammar of a request in another thread. The future raises RequestError if it can't be."""
+        """Compile the grammar of a request in another thread. The future raises RequestError if it can't be. Of a
+        pipeline, only the last stage needs it."""
+        if not self._part.stage.is_last:
+            nothing: Future[Any] = Future()
+            nothing.set_result(None)
+            return nothing
         return self.grammars.prepare(asked, owner)
 
     def close(self) -> None:
@@ -226,7 +231,11 @@ class Worker:
 
     @property
     def has_idle_work(self) -> bool:
-        return self._has_graphs_to_prepare or self.grammars.can_open_ahead
+        return self._has_graphs_to_prepare or self._can_open_grammars
+
+    @property
+    def _can_open_grammars(self) -> bool:
+        return self._part.stage.is_last and self.grammars.can_open_ahead
 
     @property
     def _has_graphs_to_prepare(self) -> bool:
@@ -254,7 +263,7 @@ class Worker:
             return False
         graphs = self.runner.graphs
         if graphs is None or not self._has_graphs_to_prepare:
-            if not self.grammars.can_open_ahead:
+            if not self._can_open_grammars:
                 return False
             self.grammars.open_ahead()
             return True

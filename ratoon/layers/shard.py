@@ -81,12 +81,25 @@ class Shard:
         return range(self.rank * count, min((self.rank + 1) * count, size))
 
 
+class StageLink(Protocol):
+    """The way of a stage's rows to the next stage. Both sides know from the step plan how many there are."""
+
+    def send(self, rows: Tensor) -> None:
+        """Sends rows [R, H] to the next stage. Does not wait for it; the tensor must not be changed afterwards."""
+        ...
+
+    def receive(self, rows: Tensor) -> None:
+        """Waits for the rows [R, H] of the stage before, and writes them to `rows`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of a pipeline; by default the only one, which has all layers."""
 
     index: int = 0
     count: int = 1
+    link: StageLink | None = None  # None: this stage runs no step, or is the only one
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:

@@ -19,7 +19,7 @@ from ratoon.layers.adapters import AdapterRows, AdapterTarget
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
-from ratoon.layers.shard import Shard
+from ratoon.layers.shard import Shard, Stage
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -88,7 +88,10 @@ class LanguageModel:
     """
 
     config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
     shard: Shard
+    stage: Stage
     layer_range: range  # those of the config's layers that this stage has: all, unless it is one of several stages
     attention_layers: Sequence[AttentionLayer]
     cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder with an encoder: one per layer
@@ -103,6 +106,8 @@ class LanguageModel:
         self.config = config
         self.adapter_targets = weights.adapter_targets
         self.shard = weights.shard
+        self.stage = weights.stage
+        self.device, self.dtype = weights.device, weights.dtype
         self.layer_range = weights.stage.cut(config.num_layers)
         heads, kv_heads = map(len, weights.shard.cut_heads(config.num_heads, config.num_kv_heads))  # this rank's
         head_dim = config.head_dim
@@ -166,7 +171,7 @@ class LanguageModel:
         for index, layer in enumerate(self.layers):
             for observer in observers:
                 observer.observe(first + index, stream, update)
-            if first + index == num_layers:
+            if num_layers is not None and first + index >= num_layers:
                 return FinalStates(stream[:0], stream[:0])
             if index < len(self.layers) - 1:
                 update = layer(stream, update, positions, step)
@@ -178,15 +183,30 @@ class LanguageModel:
         positions: Tensor,
         step: StepContext,
         observers: Sequence[StreamObserver] = (),
+        num_layers: int | None = None,
     ) -> StreamStates:
         """Runs the layers of a stage that is not the last, over all rows. The stream is added to in place; that of the
-        first stage is `embed_tokens`."""
+        first stage is `embed_tokens`. `num_layers` counts those of the whole model, as in `forward`."""
         stream, update = states.stream, states.update
         for index, layer in zip(self.layer_range, self.layers, strict=True):
             for observer in observers:
                 observer.observe(index, stream, update)
+            if num_layers is not None and index >= num_layers:
+                break
             update = layer(stream, update, positions, step)
         return StreamStates(stream, update)
+
+    def send_rows(self, rows: Tensor) -> None:
+        """Sends rows [R, H] to the next stage."""
+        assert self.stage.link is not None, "the stage is linked to no other"
+        self.stage.link.send(rows)
+
+    def receive_rows(self, num_rows: int) -> Tensor:
+        """Waits for the rows [R, H] of the stage before."""
+        assert self.stage.link is not None, "the stage is linked to no other"
+        rows = torch.empty((num_rows, self.config.hidden_size), dtype=self.dtype, device=self.device)
+        self.stage.link.receive(rows)
+        return rows
 
     def _finish(
         self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext, rows: Tensor | None

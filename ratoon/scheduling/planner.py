@@ -30,12 +30,16 @@ class StepPlanner:
         self._beginnings = beginnings
         self._preemption = preemption
         self._turns = Turns(state.pace, state.config.token_budget)
+        self._writes_tokens = state.config.max_steps_of_branch is not None
 
     def plan(self) -> SchedulerOutput:
         """Running branches first, then waiting ones, then the plan."""
+        was_drained = self._state.wants_drain
         if self._state.may_take_memory:
             self._state.wants_drain = False
         step = StepDraft(self._state.config.token_budget, self._state.config.max_num_encoder_tokens)
+        if self._state.config.num_rounds > 1 and not was_drained:
+            step.max_decodes = -(-len(self._state.running) // self._state.config.num_rounds)
         if self._state.resting:
             self._state.end_rests(early=bool(self._state.quarantined) or self._all_rest())
         if self._state.quarantined:
@@ -98,7 +102,8 @@ class StepPlanner:
         state = self._state
         if self._turns.begin_anew(shares):
             for branch in state.running:
-                runs = _gap_of(branch) == 1 and step.may_run(branch) and self._decode_if_fits(step, branch)
+                may_run = _gap_of(branch) == 1 and step.may_decode and step.may_run(branch)
+                runs = may_run and self._decode_if_fits(step, branch)
                 if runs and state.shares.contended:
                     state.shares.charge(branch.request.owner, 1)
         self._turns.close(shares)
@@ -156,7 +161,7 @@ class StepPlanner:
         long_gaps: list[Branch] = []
         for branch in self._state.running.copy():
             gap = _gap_of(branch)
-            if gap == 1:
+            if gap == 1 and step.may_decode:
                 self._decode(step, branch)
             elif gap > 1:
                 long_gaps.append(branch)
@@ -168,19 +173,21 @@ class StepPlanner:
         # attribute reads here; everything else is in _schedule_with_memory.
         take_in_place = step.in_place.append
         long_gaps: list[Branch] = []
-        budget = step.budget
+        budget, num_left = step.budget, step.max_decodes
         for branch in self._state.running.copy():  # preemption changes the list
             if budget <= 0:
                 break
             num_tokens = branch.num_tokens + branch.num_pending
             gap = num_tokens - branch.num_computed_tokens
-            if gap == 1 and num_tokens <= branch.write_limit:
+            if gap == 1 and num_tokens <= branch.write_limit and num_left:
                 take_in_place(branch)
                 budget -= 1
-            elif gap == 1:
+                num_left -= 1
+            elif gap == 1 and num_left:
                 step.budget = budget
                 self._schedule_with_memory(step, branch, gap)
                 budget = step.budget
+                num_left -= 1
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget
@@ -398,6 +405,7 @@ class StepPlanner:
             [branch.branch_id for branch in in_place],
             [branch.num_computed_tokens for branch in in_place],
             [None] * len(in_place),
+            [_tokens_behind_prompt(branch, 1) for branch in in_place] if self._writes_tokens else [],
         )
         plan = SchedulerOutput(
             self._state.next_step,
@@ -448,6 +456,8 @@ class StepPlanner:
             known.req_ids.append(branch_id)
             known.num_computed_tokens.append(branch.num_computed_tokens)
             known.new_block_ids.append(appended if any(appended) else None)
+            if self._writes_tokens:
+                known.new_token_ids.append(_tokens_behind_prompt(branch, num_new_tokens))
         else:
             plan.scheduled_new_reqs.append(branch.as_new_request(self._state.kv_cache.block_ids(branch)))
             branch.known_to_runner = True
@@ -476,6 +486,12 @@ class StepPlanner:
         last."""
         if branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
             branch.num_pending += 1
+
+
+def _tokens_behind_prompt(branch: Branch, count: int) -> list[int]:
+    """Those of its next tokens that are known and that a worker has not got with the prompt."""
+    start = branch.num_computed_tokens
+    return branch.token_ids[max(start, branch.num_prompt_tokens) : start + count]
 
 
 def _gap_of(branch: Branch) -> int:

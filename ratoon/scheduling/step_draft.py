@@ -9,6 +9,8 @@ from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.turns import StepShares
 
+NO_LIMIT = 1 << 62
+
 
 class PlannedRows(Protocol):
     """Rows of a step other than the tokens of branches, written to the plan by the kind of request that planned
@@ -37,6 +39,7 @@ class StepDraft:
         "encoder_budget",
         "encoder_lengths",
         "in_place",
+        "max_decodes",
         "preempted",
         "preempted_for_share",
         "rows",
@@ -49,6 +52,7 @@ class StepDraft:
         self.encoder_lengths: list[int] = []  # positions of the encoder inputs that run
         self.in_place: list[Branch] = []  # one token each, in allocated memory
         self.allocated: list[tuple[Branch, int, BlockIds]] = []  # tokens, and blocks appended to the tables
+        self.max_decodes = NO_LIMIT  # branches with one token each; the others are left to the next step
         self.rows: list[PlannedRows] = []  # of kinds that plan rows
         self.preempted = False
         self.preempted_for_share: set[Branch] = set()  # for another owner; not resumed in this step
@@ -71,6 +75,11 @@ class StepDraft:
         self.budget -= num_tokens
         if self.shares is not None:
             self.shares.hold(owner, num_tokens)
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether the step takes a further branch with one token."""
+        return len(self.in_place) + len(self.allocated) < self.max_decodes
 
     def may_run(self, branch: Branch) -> bool:
         """Whether it is the turn of a branch that runs one token of each row, or its rows all or none."""

@@ -250,7 +250,7 @@ class Drive:
 
     def plan_steps(self) -> None:
         """As many as may be in flight."""
-        while len(self.in_flight) < self.load.scheduler.max_steps_in_flight and self.scheduler.can_plan:
+        while len(self.in_flight) < self.load.scheduler.num_in_flight and self.scheduler.can_plan:
             quarantined = bool(self.scheduler.state.quarantined)  # then others are preempted for it
             self.swaps.before_plan()
             if self.load.num_guesses:

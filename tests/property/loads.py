@@ -248,6 +248,8 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
             max_num_encoder_tokens=draw(among(3, 8, 14, 1000)),
             policy=draw(POLICY),
             enable_chunked_prefill=draw(among(True, True, False)),
+            max_steps_of_branch=draw(among(None, None, 1)),
+            num_rounds=draw(among(1, 1, 2, 3)),
         ),
         draw(kv_configs(max_model_len, shares, has_encoder, host_shares)),
         caching=draw(among(True, True, True, False)),

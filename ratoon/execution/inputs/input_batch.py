@@ -233,6 +233,13 @@ class InputBatch:
         self.write_drafts(row, tokens)
         self.num_tokens[row] += len(tokens)
 
+    def tell_tokens(self, row: int, start: int, tokens: list[int]) -> None:
+        """Tokens of a row from `start` on, which another worker has chosen, or this one."""
+        end = start + len(tokens)
+        self.token_ids[row, start:end] = tokens
+        self.note_tokens(row, start, len(tokens))
+        self.num_tokens[row] = max(int(self.num_tokens[row]), end)
+
     def write_drafts(self, row: int, tokens: list[int]) -> None:
         """Write tokens behind those of a row, for the next step alone."""
         start = int(self.num_tokens[row])

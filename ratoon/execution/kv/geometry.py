@@ -41,10 +41,13 @@ def geometry_of(
     kv_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     encoder_may_round: bool = False,
+    whole: LanguageModel | None = None,
 ) -> Geometry:
     """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
-    `encoder_may_round`: the attention of an encoder may round to bf16. Raises ConfigError if no backend supports some
-    layers of the model."""
+    `encoder_may_round`: the attention of an encoder may round to bf16. `whole`: the model with the layers of all
+    stages, from which the groups of each stage are cut; None: `model` has all. Raises ConfigError if no backend
+    supports some layers of the model."""
+    whole = whole or model
 
     def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
         return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
@@ -54,16 +57,17 @@ def geometry_of(
         needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round)
         return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
 
-    groups = groups_of(model.attention_layers)
-    cross = _only(groups_of(model.cross_layers))
+    groups = groups_of(whole.attention_layers)
+    cross = _only(groups_of(whole.cross_layers))
     encoder = _only(groups_of(model.encoder_attention_layers, dtype))  # a scratch cache: nothing is kept
-    choices = [choose("layers", model.attention_layers, group) for group in groups]
+    choices = [choose("layers", whole.attention_layers, group) for group in groups]
     if cross is not None:
-        choices.append(choose("cross-attention of layers", model.cross_layers, cross))
+        choices.append(choose("cross-attention of layers", whole.cross_layers, cross))
+        cross = cross.cut(model.layer_range)
     own = None
     if encoder is not None:
         own = choose("encoder layers", model.encoder_attention_layers, encoder, encoder_may_round)
-    return Geometry(groups, cross, choices, own)
+    return Geometry(tuple(group.cut(model.layer_range) for group in groups), cross, choices, own)
 
 
 def _only(groups: tuple[KVCacheGroup, ...]) -> KVCacheGroup | None:

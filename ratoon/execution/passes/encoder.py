@@ -44,27 +44,49 @@ class EncoderRunner:
         self._scratch: LayerCache | None = None  # keys and values of one encoder layer, overwritten by the next
 
     def run(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> list[ExecutedPass]:
-        """Encode, and store what decoders read. Returns the states to read out."""
+        """Encode, and store what decoders read. Returns the states to read out. Of a pipeline, the first stage encodes,
+        and what it has found travels to all others."""
         most = MAX_CPU_POSITIONS if self._device.type == "cpu" else None
         return [self._run_pass(model, together) for together in _passes(steps, most)]
 
     def _run_pass(self, model: EncoderDecoderLM, steps: list[EncoderStep]) -> ExecutedPass:
         lengths = np.array([step.encoder_input.num_positions for step in steps])
-        metadata = self._backend.build_metadata(self._own_inputs(lengths))
+        stage, is_stored = model.stage, any(step.block_ids for step in steps)
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
-        context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
-        readers = self._readers(steps, lengths, len(model.encoder.layers))
+        readers = self._readers(steps, lengths, model.encoder_config.num_layers)
+        if stage.is_first:
+            metadata = self._backend.build_metadata(self._own_inputs(lengths))
+            context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
+            states, results = self._encode(model, self._batch(steps, lengths), context, readers)
+        else:
+            context = EncoderPass(self._backend, self._kv, (), None, stored)
+            states, results = self._receive(model, int(lengths.sum()), readers)
+        if not stage.is_last:
+            model.send_rows(torch.cat([states, *(result.flatten(0, 1) for result in results)]))
+        if is_stored:
+            model.store_cross(states, context)
+        self.num_runs += len(steps)
+        return ExecutedPass(readers, results) if stage.is_last else ExecutedPass((), ())
+
+    def _encode(
+        self, model: EncoderDecoderLM, batch: EncoderBatch, context: EncoderPass, readers: list[CaptureReader]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The final states [E, H], and what each reader reads: [layers, N, H]."""
         rows = [indices_on(self._device, reader.wanted.rows.tolist()) for reader in readers]
         observer = LayerRows([(reader.wanted.end.inner_layers, of_reader) for reader, of_reader in zip(readers, rows)])
-        states = model.encode(self._batch(steps, lengths), context, [observer] if readers else [])
-        if any(step.block_ids for step in steps):
-            model.store_cross(states.normed, context)
-        self.num_runs += len(steps)
-        results = [
+        states = model.encode(batch, context, [observer] if readers else [])
+        return states.normed, [
             reader.wanted.end.run(ProgramRows(states.select(of_reader), None, found, HOST_COLUMNS))
             for reader, of_reader, found in zip(readers, rows, observer.found)
         ]
-        return ExecutedPass(readers, results)
+
+    @staticmethod
+    def _receive(model: EncoderDecoderLM, num_states: int, readers: list[CaptureReader]) -> tuple[Tensor, list[Tensor]]:
+        """The same, of the stage before."""
+        shapes = [(len(reader.end.layers), len(reader.wanted.rows)) for reader in readers]
+        sizes = [num_states, *(num_layers * num_rows for num_layers, num_rows in shapes)]
+        states, *others = model.receive_rows(sum(sizes)).split(sizes)
+        return states, [found.unflatten(0, shape) for found, shape in zip(others, shapes, strict=True)]
 
     def release(self) -> None:
         self._scratch = None

@@ -205,6 +205,16 @@ class LayerRows(StreamObserver):
         self._wanted = wanted
         self.found: list[dict[int, Tensor]] = [{} for _ in wanted]  # of each end, by layer [N, H]
 
+    def seen_before(self, layer: int) -> list[tuple[dict[int, Tensor], int, int]]:
+        """What is copied before this layer, in the same order on every stage: where it is kept, under which layer, and
+        how many rows it has."""
+        return [
+            (found, each, len(rows))
+            for (layers, rows), found in zip(self._wanted, self.found)
+            for each in sorted(set(layers))
+            if each < layer
+        ]
+
     def observe(self, layer: int, stream: Tensor, update: Tensor | None) -> None:
         for (layers, rows), found in zip(self._wanted, self.found):
             if layer in layers:

@@ -25,6 +25,7 @@ from ratoon.execution.passes.ends import (
     ProgramRows,
     RowColumns,
 )
+from ratoon.execution.passes.stages import run_stage
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers import sampling
@@ -115,24 +116,16 @@ class StepProgram:
         read: ReadRows | None = None,
     ) -> list[Any]:
         """`rows`: those that are read, of all ends; None: all rows of the step, for one end. `columns`: of each end.
-        `num_layers`: the program ends after so many, if no row has a final state. Returns what each end computes."""
+        `num_layers`: the program ends after so many, if no row has a final state. Returns what each end computes;
+        nothing on a stage that hands its rows on: the last one has the ends."""
         kv = self.kv
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
         step = PagedStep(kv, metadata, cross, read)
         observer = self._observer(ends, rows, inputs)
         with_states = None if rows is None else rows[: ends.num_with_states]
-        states = self.model.forward(
-            inputs.input_ids,
-            inputs.positions,
-            step,
-            with_states,
-            [] if observer is None else [observer],
-            num_layers,
-            inputs.rope_positions,
-            inputs.embeddings,
-        )
-        return self.finish(states, ends, columns, observer)
+        states = run_stage(self.model, inputs, step, with_states, observer, num_layers)
+        return [] if states is None else self.finish(states, ends, columns, observer)
 
     def finish(
         self, states: FinalStates, ends: ProgramEnds, columns: Sequence[RowColumns], observer: LayerRows | None = None

@@ -96,6 +96,7 @@ class CaptureReader:
     """Reads extractions of the same layers in the same dtype: they travel to the host together."""
 
     def __init__(self, captured: list[CapturedRows], end: Layers, dtype: str) -> None:
+        self.end = end
         self._captured = captured
         self._dtype = dtype
         self.wanted = EndRows(end, np.array([row for one in captured for row in one.rows], np.int64))

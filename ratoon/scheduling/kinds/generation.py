@@ -158,7 +158,7 @@ class GenerationKind(RequestKind):
         if request.resumed is not None:
             task.resume(request.resumed)
         for branch in opened.branches:
-            branch.plans_ahead = self._state.config.num_in_flight > 1
+            branch.plans_ahead = self._state.config.plans_ahead
         return opened
 
     # ---- results ----

@@ -72,5 +72,7 @@ def test_the_command_line_of_vllm_serve_means_the_same(capsys):
         "gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "max_model_len": 64, "swap_space": 1.0,
         "enforce_eager": True, "enable_prefix_caching": False,
     }  # fmt: skip
-    assert main(["generate", "fake", "hi", "--pipeline-parallel-size", "2"]) == 2
-    assert "--pipeline-parallel-size: 2 is not supported" in capsys.readouterr().err
+    args = parse_arguments(["serve", "fake", "-pp", "2"])
+    assert engine_settings(args)["pipeline_parallel_size"] == 2
+    assert main(["generate", "fake", "hi", "--cpu-offload-gb", "2"]) == 2
+    assert "--cpu-offload-gb: 2.0 is not supported" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.setting import at_least, setting, settings_of, verify_settings
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure, engine_config
 
-NOT_SET_BY_PEOPLE = {"model", "cache", "scheduler", "whole_prompts"}
+NOT_SET_BY_PEOPLE = {"model", "cache", "scheduler", "whole_prompts", "max_steps_of_branch", "num_rounds"}
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
     "dtype": "float16",

@@ -164,6 +164,7 @@ def test_a_worker_of_a_part_declares_the_memory_of_its_heads_and_layers() -> Non
     declared = declare_model(config, 8, part)
     assert [layer.index for layer in declared.attention_layers] == [0, 1], "an index into this stage's memory"
     chosen = choose_parts(EngineConfig("x", device="cpu"), config, DummySource(collect_shapes(config)), part)
-    (group,) = chosen.geometry.groups
+    without_window, group = chosen.geometry.groups
+    assert without_window.layers == (), "tables have the groups of all stages"
     assert (group.layers, group.spec.num_kv_heads, group.spec.window) == ((0, 1), 1, 3)  # type: ignore[attr-defined]
     assert chosen.num_weights < 0.2 * sum(torch.Size(shape).numel() for shape in collect_shapes(config).values())
