@@ -9,7 +9,7 @@ from typing import Any
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
-from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings
+from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings, whole_between
 
 MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
 
@@ -298,6 +298,17 @@ class EngineConfig:
         at_least(1),
         options=("-pp",),
     )
+    nnodes: int = setting(
+        1, "hosts of one engine, each with equally many stages; the others are started with --node-rank", at_least(1)
+    )
+    node_rank: int = setting(
+        0, "this host among them; 0 has the engine, `ratoon serve` of another one runs its ranks alone", at_least(0)
+    )
+    master_addr: str = setting("127.0.0.1", "the name or address of node 0, where it listens for the others")
+    master_port: int = setting(29501, "the port of node 0 for the other hosts", whole_between(1, 65535))
+    cluster_secret_file: str | None = setting(
+        None, "a file with the secret of the hosts; default: the variable RATOON_CLUSTER_SECRET", metavar="FILE"
+    )
     data_parallel_lockstep: bool = setting(
         False,
         "while one of several engines has work, the others run empty steps beside it: for models whose engines "
@@ -422,6 +433,19 @@ def verify_engine_config(config: EngineConfig) -> None:
     if config.cache.kv_connector is not None and config.num_ranks > 1:
         problem = f"{config.cache.kv_connector!r} keeps blocks of whole models, and {config.num_ranks} ranks have parts"
         raise ConfigError("kv_connector", problem, "one rank, or no connector")
+    _verify_nodes(config)
+
+
+def _verify_nodes(config: EngineConfig) -> None:
+    if config.node_rank >= config.nnodes:
+        problem = f"{config.node_rank} is none of {config.nnodes} nodes"
+        raise ConfigError("node_rank", problem, f"0 to {config.nnodes - 1}, or a larger nnodes")
+    if config.node_rank == 0 and config.pipeline_parallel_size % config.nnodes:
+        problem = f"{config.nnodes} hosts can't have equally many of {config.pipeline_parallel_size} stages"
+        expected = f"pipeline_parallel_size as a multiple of {config.nnodes}: the ranks of a stage are on one host"
+        raise ConfigError("nnodes", problem, expected)
+    if config.nnodes > 1 and config.executor not in ("auto", "mp"):
+        raise ConfigError("executor", f"{config.executor!r} has no ranks on other hosts", "auto or mp")
 
 
 def _verify_connector(cache: CacheConfig) -> None:

@@ -40,6 +40,18 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     return config
 
 
+def values_of(config: EngineConfig) -> dict[str, Any]:
+    """All settings of an engine by their names."""
+    kinds: dict[type, Any] = {EngineConfig: config, CacheConfig: config.cache, SchedulerConfig: config.scheduler}
+    return {one.name: getattr(part, one.field) for kind, part in kinds.items() for one in settings_of(kind)}
+
+
+def changed_values(config: EngineConfig) -> dict[str, Any]:
+    """Those that are not at their defaults."""
+    usual = values_of(EngineConfig(config.model))
+    return {name: value for name, value in values_of(config).items() if value != usual[name]}
+
+
 def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, EngineConfig]:
     """The checked configs of LLM and AsyncLLM: settings of the front end; all others are the engine's."""
     left = dict(settings)
@@ -52,6 +64,7 @@ def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, 
     front_end = FrontEndConfig(**_values(FrontEndConfig, own))
     verify_settings(front_end)
     engine = engine_config(model, **left)
+    _verify_host(front_end, engine)
     total = front_end.max_total_hidden_states_bytes
     if total is None or total >= engine.max_hidden_states_bytes:
         return front_end, engine
@@ -63,6 +76,17 @@ def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, 
             "at least as many",
         )
     return front_end, engine.with_(max_hidden_states_bytes=total)
+
+
+def _verify_host(front_end: FrontEndConfig, engine: EngineConfig) -> None:
+    if engine.node_rank:
+        problem = f"node {engine.node_rank} has no engine: it runs ranks for that of node 0"
+        raise ConfigError(
+            "node_rank", problem, f"0 here; `ratoon serve MODEL --node-rank {engine.node_rank}` runs them"
+        )
+    if engine.nnodes > 1 and front_end.num_replicas > 1:
+        problem = f"{front_end.num_replicas} engines can't share the hosts of one"
+        raise ConfigError("num_replicas", problem, "1, or nnodes 1")
 
 
 def _values(config: type, given: Mapping[str, Any]) -> dict[str, Any]:

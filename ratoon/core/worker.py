@@ -29,6 +29,7 @@ class WorkerChoices(msgspec.Struct, frozen=True):
     ops: str
     attention: list[dict[str, Any]]  # for each KV group, and for an encoder: BackendChoice.facts
     num_threads: int
+    model: str = ""  # a digest of its config and tensors, where workers read files of their own host
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
@@ -98,6 +99,10 @@ def agree_on_choices(chosen: Sequence[WorkerChoices]) -> None:
         if len(values) > 1:
             problem = f"the workers have chosen {' and '.join(map(repr, values))}"
             raise ConfigError(field, problem, "set it, so that all have the same")
+    if len({one.model for one in chosen}) > 1:
+        ranks = [rank for rank, one in enumerate(chosen) if one.model != chosen[0].model]
+        problem = f"the files that rank {' and '.join(map(str, ranks))} reads are not those of rank 0"
+        raise ConfigError("model", problem, "the same files on all hosts")
 
 
 def agree_on_pool(measured: Sequence[Measurements]) -> PoolSize:
@@ -116,6 +121,10 @@ class WorkerMethod(NamedTuple):
 
 
 WORKER_METHODS = {
+    # Before the phases, where ranks are on several hosts: where each is reached by ranks of the stage before it, or
+    # nothing, if that stage is on the same host; then the answers of all ranks
+    "listen": WorkerMethod((), str),
+    "connect": WorkerMethod((list[str],)),
     # The phases, each called once and in this order
     "choose": WorkerMethod((), WorkerChoices),
     "load": WorkerMethod((), WeightFacts),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ratoon.core.ranks import WorkerLaunch
 from ratoon.distributed.shared_memory import MemoryHandover, SharedMemoryCollective, identity_of_host, new_memory
 from ratoon.layers.native import library
 from ratoon.layers.shard import Collective, ModelPart, Shard, Stage, StageLink
@@ -66,12 +67,29 @@ class GroupLink(StageLink):
         dist.recv(rows, self._before)
 
 
-def join_group(rank: int, num_shards: int, num_stages: int, rendezvous: str, device: str) -> ModelPart:
-    """Meets the other ranks through a file that all can write to. Returns what this rank has of the model: ranks are
-    counted stage by stage."""
-    world_size = num_shards * num_stages
+class JoinedLink(StageLink):
+    """A link whose sides go different ways: one to this host, one to another."""
+
+    def __init__(self, before: StageLink, behind: StageLink) -> None:
+        self._before, self._behind = before, behind
+
+    def send(self, rows: Tensor) -> None:
+        self._behind.send(rows)
+
+    def receive(self, rows: Tensor) -> None:
+        self._before.receive(rows)
+
+
+def join_group(launch: WorkerLaunch, rendezvous: str, links: StageLink | None) -> ModelPart:
+    """Meets the other ranks of this host, through a file that all can write to. `links`: the ways to ranks of other
+    hosts. Returns what this rank has of the model."""
+    config, num_shards = launch.config, launch.config.tensor_parallel_size
+    index, number = divmod(launch.rank, num_shards)
+    shard, stage = Shard(), Stage(index, config.pipeline_parallel_size, links)
+    world_size, own = launch.num_local_ranks, launch.rank - launch.first_rank
     if world_size == 1:
-        return ModelPart()
+        return ModelPart(shard, stage)
+    device = config.device
     on_cuda = device.startswith("cuda")
     if on_cuda:
         torch.cuda.set_device(torch.device(device))  # before anything of NCCL is made, which would be on the first one
@@ -79,17 +97,21 @@ def join_group(rank: int, num_shards: int, num_stages: int, rendezvous: str, dev
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
         store=store,
-        rank=rank,
+        rank=own,
         world_size=world_size,
         timeout=timedelta(seconds=SECONDS_TO_MEET),
         device_id=torch.device(device) if on_cuda else None,
     )
-    index, number = divmod(rank, num_shards)
     # Every rank makes the groups of all stages, in the same order, as torch asks for.
     groups = [dist.new_group(range(first, first + num_shards)) for first in range(0, world_size, num_shards)]
-    link = GroupLink(rank - num_shards, rank + num_shards) if num_stages > 1 else None
-    shard = Shard(number, num_shards, open_collective(groups[index], on_cuda)) if num_shards > 1 else Shard()
-    return ModelPart(shard, Stage(index, num_stages, link))
+    if num_shards > 1:
+        shard = Shard(number, num_shards, open_collective(groups[own // num_shards], on_cuda))
+    if config.pipeline_parallel_size > 1:
+        here = GroupLink(own - num_shards, own + num_shards)
+        before = here if own >= num_shards or links is None else links
+        behind = here if own + num_shards < world_size or links is None else links
+        stage = Stage(index, config.pipeline_parallel_size, JoinedLink(before, behind))
+    return ModelPart(shard, stage)
 
 
 def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:

@@ -1,38 +1,34 @@
-"""The executor whose workers are processes of this host, one for each rank.
+"""The executor whose workers are processes, one for each rank, of this host and perhaps of others.
 
-Plans and calls are broadcast through a ring in shared memory; results come back through a socket from each worker. A
-step's output is that of the first rank of the last stage: all ranks of a stage choose the same tokens, from logits that
-all of them have. A worker that dies, or fails in a step which the others go through with, ends the executor: the engine
-is started again, and its requests are replayed.
+Plans and calls reach all workers in the same order: through a ring in shared memory (local_ranks.py), and on other
+hosts through an encrypted connection (remote_ranks.py). A step's output is that of the first rank of the last stage:
+all ranks of a stage choose the same tokens, from logits that all of them have. A worker that dies, or fails in a step
+which the others go through with, ends the executor: the engine is started again, and its requests are replayed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, DeviceLostError, EngineError, StepSkippedError
 from ratoon.core.faults import error_of
-from ratoon.core.machine import usable_cores
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.core.processes import start_process
-from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch, output_rank
+from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, output_rank, ranks_of_node
 from ratoon.core.wire import Buffer, Decoder
 from ratoon.core.worker import WorkerFacts, WorkerStats, decode_result, encode_call
-from ratoon.distributed.broadcast import RingTimeoutError, RingWriter
+from ratoon.distributed.broadcast import RingTimeoutError
 from ratoon.distributed.executor import bring_up
-from ratoon.distributed.frames import receive_frames
+from ratoon.distributed.local_ranks import LocalRanks
 from ratoon.distributed.plan_frames import encode_plan
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.logging import get_logger
@@ -42,8 +38,24 @@ logger = get_logger(__name__)
 
 SECONDS_OF_A_CALL = 600.0  # in which every worker must answer; loading weights is the longest
 SECONDS_TO_TAKE_A_PLAN = 60.0
-SECONDS_TO_END = 10.0
 SECONDS_TO_NOTICE_A_DEATH = 1.0
+
+
+class RankGroup(Protocol):
+    """The workers of this host, or those of all others."""
+
+    @property
+    def end(self) -> str | None:
+        """How one of them has ended; None: all run."""
+        ...
+
+    def send(self, frames: list[Buffer], seconds: float) -> None:
+        """To all of them. Raises RingTimeoutError if one takes nothing for so long."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StepInFlight:
@@ -104,20 +116,33 @@ class MultiprocExecutor:
         self._num_calls = 0
         self._failure: str | None = None
         self._is_closing = False
-        # A file without a name, through which ranks find each other: nothing is left of it, however processes end
-        self._meeting = os.memfd_create("ratoon-meeting")
-        self._ring = RingWriter(self._world_size)
-        self._workers: list[Rank] = []
+        self._sending = threading.Lock()  # all hosts get messages in the same order
+        self._groups: list[RankGroup] = []  # of this host, then of the others
+        self._inboxes = {rank: Inbox(self, rank) for rank in range(self._world_size)}
         try:
-            for rank in range(self._world_size):
-                self._workers.append(Rank(self, rank, place_rank(config, rank)))
-            self._ring.close_sides()
+            self._start_workers(config, timer)
             with timer.phase("bring up workers"):
+                if config.nnodes > 1:
+                    self._call_and_wait("connect", self._call_and_wait("listen"))
                 facts = bring_up(self._call_and_wait)
         except BaseException:
             self.close()
             raise
         self.facts = combine(facts)
+
+    def _start_workers(self, config: EngineConfig, timer: StartupTimer) -> None:
+        address, keys = "", None
+        if config.nnodes > 1:
+            from ratoon.distributed.remote_ranks import RemoteRanks
+
+            remote = RemoteRanks(config, self, os.getpid())
+            self._groups.append(remote)
+            with timer.phase("wait for other hosts"):
+                remote.wait_for_nodes()
+            address, keys = remote.address, remote.keys
+        local = LocalRanks(config, ranks_of_node(config, 0), self, os.getpid(), address, keys)
+        self._groups.insert(0, local)
+        self._workers = local.workers
 
     @property
     def stats(self) -> WorkerStats:
@@ -145,13 +170,12 @@ class MultiprocExecutor:
 
     def close(self) -> None:
         self._is_closing = True
-        with contextlib.suppress(EngineError):
-            self._ring.write([ToWorker.CLOSE.value], 1.0)
-        deadline = time.monotonic() + SECONDS_TO_END
-        for worker in self._workers:
-            worker.close(max(0.0, deadline - time.monotonic()))
-        self._ring.close()
-        os.close(self._meeting)
+        with self._sending:
+            for group in self._groups:
+                with contextlib.suppress(EngineError):
+                    group.send([ToWorker.CLOSE.value], 1.0)
+        for group in self._groups:
+            group.close()
 
     # ---- messages ----
 
@@ -163,10 +187,15 @@ class MultiprocExecutor:
 
     def _broadcast(self, frames: list[Buffer]) -> None:
         try:
-            self._ring.write(frames, SECONDS_TO_TAKE_A_PLAN)
+            with self._sending:
+                for group in self._groups:
+                    group.send(frames, SECONDS_TO_TAKE_A_PLAN)
         except RingTimeoutError as error:
-            self.fail(str(error))
+            self.lost(str(error))
             raise DeviceLostError(str(error)) from None
+
+    def take(self, rank: int, message: list[Buffer]) -> None:
+        self._inboxes[rank].take(message)
 
     def take_step(self, rank: int, result: StepResult) -> None:
         """Of a worker's thread: the result of a step."""
@@ -174,7 +203,7 @@ class MultiprocExecutor:
             assert result.fault is not None
             # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.
             ended = self._wait_for_death()
-            self.fail(ended or f"worker {rank} failed in step {result.step}: {result.fault.problem}")
+            self.lost(ended or f"worker {rank} failed in step {result.step}: {result.fault.problem}")
             return
         with self._lock:
             future = self._steps.pop(result.step, None)
@@ -198,7 +227,7 @@ class MultiprocExecutor:
             call = self._calls.get(number)
             return None if call is None else call.name
 
-    def fail(self, problem: str) -> None:
+    def lost(self, problem: str) -> None:
         """No step can be executed any more."""
         if self._is_closing:
             return
@@ -209,8 +238,8 @@ class MultiprocExecutor:
             steps, self._steps = list(self._steps.values()), {}
             calls, self._calls = list(self._calls.values()), {}
         logger.error("%s", problem)
-        for worker in self._workers:  # first: the engine's process may end as soon as a step has failed
-            worker.kill()
+        for group in self._groups:  # first: the engine's process may end as soon as a step has failed
+            group.kill()
         futures: list[Future[Any]] = [*steps, *(call.future for call in calls)]
         for future in futures:
             with contextlib.suppress(InvalidStateError):  # cancelled
@@ -221,7 +250,7 @@ class MultiprocExecutor:
         """Which worker has ended, if one does so soon."""
         deadline = time.monotonic() + SECONDS_TO_NOTICE_A_DEATH
         while True:
-            ended = next((worker.end for worker in self._workers if worker.end is not None), None)
+            ended = next((group.end for group in self._groups if group.end is not None), None)
             if ended is not None or time.monotonic() > deadline:
                 return ended
             time.sleep(0.01)
@@ -230,101 +259,31 @@ class MultiprocExecutor:
         if self._failure is not None:
             raise DeviceLostError(self._failure)
 
-    @property
-    def ring(self) -> RingWriter:
-        return self._ring
 
-    @property
-    def meeting(self) -> int:
-        """The descriptor of the file through which ranks find each other."""
-        return self._meeting
+class Inbox:
+    """Decodes the messages of one rank, on the thread that reads them."""
 
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-
-class Rank:
-    """A worker process, and the thread that reads its messages."""
-
-    def __init__(self, executor: MultiprocExecutor, rank: int, config: EngineConfig) -> None:
+    def __init__(self, executor: MultiprocExecutor, rank: int) -> None:
         self._executor = executor
         self._rank = rank
-        self._results, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ring = executor.ring
-        descriptors = [ring.fileno, ring.sides[rank].fileno(), theirs.fileno(), executor.meeting]
-        launch = WorkerLaunch(config, rank, executor.world_size, os.getpid())
-        with theirs:
-            self._process = start_process(
-                "ratoon.distributed.worker_process", [str(each) for each in descriptors], descriptors, launch
-            )
-        self._thread = threading.Thread(target=self._read, name=f"worker-{rank}", daemon=True)
-        self._thread.start()
+        self._steps, self._answers = Decoder(StepResult), Decoder(CallResult)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def _read(self) -> None:
-        steps, answers = Decoder(StepResult), Decoder(CallResult)
-        while (message := receive_frames(self._results)) is not None:
-            kind, *frames = message
-            if bytes(kind) == FromWorker.STEP.value:
-                self._executor.take_step(self._rank, steps.decode(frames))
-                continue
-            answer = answers.decode(frames)
-            name = self._executor.name_of_call(answer.number)
-            if name is None:
-                continue
+    def take(self, message: list[Buffer]) -> None:
+        kind, *frames = message
+        if bytes(kind) == FromWorker.STEP.value:
+            self._executor.take_step(self._rank, self._steps.decode(frames))
+            return
+        answer = self._answers.decode(frames)
+        name = self._executor.name_of_call(answer.number)
+        if name is not None:
             result = decode_result(name, frames[1:]) if answer.fault is None else error_of(answer.fault)
             self._executor.take_answer(self._rank, answer.number, result)
-        self._executor.fail(self.end or f"worker {self._rank} has closed its socket")
-
-    @property
-    def end(self) -> str | None:
-        """How it has ended; None: it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        return f"worker {self._rank} has ended ({f'signal {-code}' if code < 0 else f'exit status {code}'})"
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self, seconds: float) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.wait(seconds)
-        except TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._thread.join()
-        self._results.close()
 
 
 def verify_stages(config: EngineConfig, model: ModelConfig) -> None:
     if config.pipeline_parallel_size > model.num_layers:
         problem = f"{config.pipeline_parallel_size} stages can't be made of {model.num_layers} layers"
         raise ConfigError("pipeline_parallel_size", problem, f"at most {model.num_layers}")
-
-
-def place_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """The settings of a rank: given values are kept, defaults are divided among the ranks."""
-    if config.num_ranks == 1:
-        return config
-    if config.num_threads is None:
-        config = config.with_(num_threads=max(1, usable_cores() // config.num_ranks))
-    if config.device in ("auto", "cuda"):
-        import torch
-
-        count = torch.cuda.device_count()
-        if count:
-            config = config.with_(device=f"cuda:{rank % count}")
-        elif config.device == "auto":
-            config = config.with_(device="cpu")
-    return config
 
 
 def combine(facts: list[WorkerFacts]) -> WorkerFacts:

@@ -31,6 +31,7 @@ from ratoon.distributed.broadcast import RingReader, RingTimeoutError
 from ratoon.distributed.collectives import join_group, leave_group
 from ratoon.distributed.executor import StepHandle
 from ratoon.distributed.frames import send_frames
+from ratoon.distributed.host_links import HostLinks
 from ratoon.distributed.plan_frames import PlanDecoder
 from ratoon.distributed.uniproc import WorkerThread
 from ratoon.execution.worker import Worker
@@ -40,6 +41,7 @@ from ratoon.observe.startup import StartupTimer
 logger = get_logger(__name__)
 
 PHASES = ("choose", "load", "measure", "allocate", "warm_up")
+MEETING = ("listen", "connect")  # before them, where ranks are on several hosts
 SECONDS_BETWEEN_LOOKS = 3600.0  # without a message: the lifeline ends a process whose parent is gone
 
 
@@ -53,6 +55,7 @@ class WorkerProcess:
         self._steps: queue.SimpleQueue[tuple[int, StepHandle] | None] = queue.SimpleQueue()
         self._worker: Worker | None = None
         self._thread: WorkerThread | None = None
+        self._links = None if launch.keys is None else HostLinks(launch, launch.keys)
 
     def run(self) -> None:
         results = threading.Thread(target=self._send_results, name="results", daemon=True)
@@ -77,12 +80,18 @@ class WorkerProcess:
         results.join()
         if self._thread is not None:
             self._thread.close()
+        if self._links is not None:
+            self._links.close()
 
     # ---- calls ----
 
     def _call(self, number: int, frames: Sequence[Buffer]) -> None:
         try:
             name, arguments = decode_call(frames)
+            if name in MEETING:
+                assert self._links is not None, "all ranks are on this host"
+                self._answer(number, getattr(self._links, name)(*arguments))
+                return
             if name in PHASES:
                 self._answer(number, self._run_phase(name, arguments))
                 return
@@ -108,8 +117,7 @@ class WorkerProcess:
 
         launch = self._launch
         config = launch.config
-        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-        part = join_group(launch.rank, *sizes, f"/proc/self/fd/{self._meeting}", config.device)
+        part = join_group(launch, f"/proc/self/fd/{self._meeting}", self._links)
         source = resolve_model(config.model, config.hf_overrides)
         return Worker(config, source.config, open_tensors(config, source), StartupTimer(), part)
 
@@ -164,7 +172,8 @@ def main() -> int:
     launch = read_launch(sys.stdin.buffer, WorkerLaunch)
     name_process(f"rank{launch.rank}@{launch.engine}")
     threading.Thread(target=hold_lifeline, name="lifeline", daemon=True).start()
-    reader = RingReader(ring, launch.rank, launch.world_size, socket.socket(fileno=side))
+    number = launch.rank - launch.first_rank
+    reader = RingReader(ring, number, launch.num_local_ranks, socket.socket(fileno=side))
     WorkerProcess(launch, reader, socket.socket(fileno=results), meeting).run()
     leave_group()
     return 0

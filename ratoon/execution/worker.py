@@ -47,6 +47,7 @@ from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.weights import TensorSource
 from ratoon.models.base import LanguageModel
 from ratoon.models.build import shorten
+from ratoon.models.digest import digest_of_model
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Worker:
             ops=choices.name_of_ops,
             attention=[choice.facts() for choice in choices.geometry.all_choices],
             num_threads=choices.num_threads,
+            model=digest_of_model(self._model_config, self._tensors) if self._config.nnodes > 1 else "",
         )
         return self._chosen
 
@@ -144,7 +146,7 @@ class Worker:
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
             kv_config=kv_config,
-            **asdict(self._chosen),
+            **{name: value for name, value in asdict(self._chosen).items() if name != "model"},
             weight_bytes=sum(one["num_bytes"] for one in formats),
             weight_formats=formats,
             kernel_choices=choices.kernels.facts(),

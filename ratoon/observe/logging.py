@@ -92,3 +92,15 @@ def configure_logging(level: str | None = None) -> None:
         logger.addHandler(FileLog(file))
     if asked not in LEVELS:
         logger.warning("%s=%s is unknown; one of %s", VARIABLE, asked, ", ".join(LEVELS))
+
+
+def set_up_logging(level: str | None, file: str | None) -> None:
+    """As options of a command say. Processes that are started here inherit the environment, and with it the level and
+    the file. Raises ConfigError."""
+    if level is not None and level not in LEVELS:
+        raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
+    if level is not None:
+        os.environ[VARIABLE] = level
+    if file is not None:
+        os.environ[FILE_VARIABLE] = os.path.abspath(file)
+    configure_logging()

@@ -46,7 +46,8 @@ DESCRIPTION = f"""Serve a model over HTTP, in OpenAI's protocol.
 The server listens on 127.0.0.1 unless --host is given. API keys come from --api-key, --api-key-file and
 the variable {KEY_VARIABLE} (several with commas); without any, every client that can reach the server may use it.
 --admin serves /admin/…, which needs an admin key: --admin-key, --admin-key-file or {ADMIN_KEY_VARIABLE}.
-SIGTERM or Ctrl-C ends it when running requests have finished; a second one ends it immediately."""
+SIGTERM or Ctrl-C ends it when running requests have finished; a second one ends it immediately.
+With --nnodes and a --node-rank above 0, it serves nothing: it runs ranks for the server of node 0."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -88,6 +89,8 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.node_rank:
+        return run_ranks(args)
     try:
         from ratoon.api.server.runner import run_server
     except ImportError as error:
@@ -139,6 +142,19 @@ def run(args: argparse.Namespace) -> int:
             lambda service: tell_ready(service.model_name, service.startup_timer),
             on_drain,
         )
+
+
+def run_ranks(args: argparse.Namespace) -> int:
+    """Another host than node 0: it serves no HTTP, and runs its ranks for node 0's engine until it gets a signal."""
+    from ratoon.core.settings import engine_config
+    from ratoon.distributed.node import run_node
+    from ratoon.observe.logging import set_up_logging
+
+    set_up_logging(args.log_level, args.log_file)
+    config = engine_config(args.model, **engine_settings(args))
+    print(f"node {config.node_rank} joins {config.master_addr}:{config.master_port}", flush=True)
+    run_node(config)
+    return 0
 
 
 def say_what_is_waited_for(num_prompts: int, settings: ServerSettings) -> None:

@@ -26,9 +26,8 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import ServiceState
-from ratoon.core.errors import ConfigError
 from ratoon.core.health import EngineState
-from ratoon.observe.logging import FILE_VARIABLE, LEVELS, ROOT, VARIABLE, configure_logging, get_logger
+from ratoon.observe.logging import ROOT, VARIABLE, get_logger, set_up_logging
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
@@ -226,14 +225,7 @@ def listening_to_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 
 def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
-    if level is not None and level not in LEVELS:
-        raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
-    # Engine processes inherit the environment, and with it the log's file and level.
-    if level is not None:
-        os.environ[VARIABLE] = level
-    if file is not None:
-        os.environ[FILE_VARIABLE] = os.path.abspath(file)
-    configure_logging()
+    set_up_logging(level, file)
     if VARIABLE not in os.environ:  # no level was given: the throughput is logged nevertheless
         logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
     for name in (HTTP_LOGGER, TRACE_LOGGER):

@@ -34,6 +34,8 @@ SPECIAL = {
 # Settings without which another is refused
 NEEDED_WITH: dict[str, dict[str, Any]] = {
     "kv_connector": {"swap_memory": "1GiB"},
+    "nnodes": {"pipeline_parallel_size": 7},
+    "node_rank": {"nnodes": 8, "pipeline_parallel_size": 8},
     "kv_connector_options": {"swap_memory": "1GiB", "kv_connector": "name"},
 }
 

@@ -42,6 +42,7 @@ def plan_with(**fields: Any) -> SchedulerOutput:
         plan_with(num_scheduled_tokens={"": 1, **dict.fromkeys(IDS, 1)}),
         plan_with(scheduled_cached_reqs=CachedRequestData(list(IDS), [1, 2, 3], [None, ([5], [6]), None])),
         plan_with(scheduled_cached_reqs=CachedRequestData(IDS[:1], [1], [None]), scheduled_new_reqs=[NEW]),
+        plan_with(scheduled_cached_reqs=CachedRequestData(list(IDS), [1, 2, 3], [None] * 3, [[7], [], [8, 9]])),
         plan_with(block_copies=[BlockCopy("b", 0, 1, 2, 3)], fanout={"b": [("c", 3)]}, step=1 << 40),
         plan_with(new_embeddings={"k": WireTensor("float32", (1, 2), b"12345678")}),
     ],

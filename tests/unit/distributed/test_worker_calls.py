@@ -30,6 +30,7 @@ from ratoon.core.worker import (
     encode_result,
 )
 from ratoon.distributed.executor import bring_up
+from ratoon.distributed.host_links import HostLinks
 from ratoon.distributed.uniproc import ThreadedExecutor, UniProcExecutor
 from ratoon.execution.worker import Worker
 
@@ -42,6 +43,7 @@ FACTS = WorkerFacts(
     KVCacheConfig(9, 4, GROUPS, None, 3), 64, "cpu", "float32", "native", [], 2, 10, 20, swap_costs=SwapCosts(0.1, 0.2)
 )
 ARGUMENTS: dict[str, list[Any]] = {
+    "connect": [["", "tcp://127.0.0.1:5"]],
     "allocate": [PoolSize(7, 2)],
     "prepare_grammar": [StructuredOutput(regex="a+"), "owner"],
     "sleep": [2],
@@ -49,6 +51,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "stop_profile": ["/a/file"],
 }
 RESULTS: dict[str, Any] = {
+    "listen": "tcp://127.0.0.1:5",
     "choose": CHOICES,
     "load": WeightFacts(12),
     "measure": Measurements(PoolSize(9, 3), 5, 0.25),
@@ -70,7 +73,7 @@ def test_every_call_and_its_result_cross_a_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKER_METHODS)
 def test_every_name_of_the_table_is_a_method_with_as_many_arguments(name: str) -> None:
-    owner: Any = UniProcExecutor if hasattr(UniProcExecutor, name) else Worker
+    owner: Any = next(kind for kind in (UniProcExecutor, Worker, HostLinks) if hasattr(kind, name))
     assert len(signature(getattr(owner, name)).parameters) == 1 + len(WORKER_METHODS[name].arguments)
 
 

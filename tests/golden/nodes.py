@@ -1,0 +1,109 @@
+"""Hosts of one engine under test: each a thread of this process with worker processes of its own, on loopback, with a
+relay between it and node 0 that can be cut."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon.core.errors import RatoonError
+from ratoon.core.settings import engine_config
+from ratoon.distributed import node as node_module
+from ratoon.distributed import remote_ranks
+from ratoon.distributed.cluster import SECRET_VARIABLE
+from ratoon.distributed.node import Node
+
+SECRET = "a secret of more than sixteen characters"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def beat_fast(monkeypatch: pytest.MonkeyPatch, silence: float = 3.0) -> None:
+    """Hosts of this process notice a silence sooner, which a busy machine must not bring about."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    for module in (node_module, remote_ranks):
+        monkeypatch.setattr(module, "SECONDS_BETWEEN_BEATS", 0.1)
+        monkeypatch.setattr(module, "SECONDS_OF_SILENCE", silence)
+
+
+class RunningNode:
+    def __init__(self, folder: Path, port: int, **settings: Any) -> None:
+        common = {"nnodes": 2, "node_rank": 1, "num_threads": 1, "device": "cpu"}
+        self.node = Node(engine_config(str(folder), master_port=port, **(common | settings)))
+        self.error: RatoonError | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.node.work()
+        except RatoonError as error:
+            self.error = error
+
+    @property
+    def pids(self) -> list[int]:
+        ranks = self.node._ranks
+        return [] if ranks is None else [worker.pid for worker in ranks.workers]
+
+    def close(self) -> None:
+        self.node.stop()
+        self._thread.join()
+        self.node.close()
+
+
+@contextmanager
+def running_node(folder: Path, port: int, **settings: Any) -> Iterator[RunningNode]:
+    node = RunningNode(folder, port, **settings)
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+class Relay:
+    """Passes bytes between a port of its own and another one, and keeps them. Cut, it passes nothing and closes
+    nothing, as a network that loses packets."""
+
+    def __init__(self, target: int) -> None:
+        self.seen = bytearray()
+        self.is_cut = threading.Event()
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ours, _ = self._listener.accept()
+                try:
+                    theirs = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # node 0 is not there yet
+                    ours.close()
+                    continue
+                self._sockets += [ours, theirs]
+                for source, target in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                if not self.is_cut.is_set():
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for each in (self._listener, *self._sockets):
+            each.close()
