@@ -148,6 +148,10 @@ class MultiprocExecutor:
     def stats(self) -> WorkerStats:
         return self._stats
 
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
     # ---- the interface of executors ----
 
     def submit(self, plan: SchedulerOutput) -> StepInFlight:
