@@ -100,6 +100,7 @@ class EncryptedContext:
         made = self._context.socket(kind)
         made.ipv6 = ":" in address
         made.linger = LINGER_MILLISECONDS
+        made.sndhwm = made.rcvhwm = 0  # nothing is dropped: steps in flight bound what is queued
         made.curve_publickey = self._keys.public.encode()
         made.curve_secretkey = self._keys.secret.encode()
         return made

@@ -150,8 +150,13 @@ class Node:
         config = config.with_(num_threads=own.num_threads or launch.config.num_threads)
         ranks = ranks_of_node(config, own.node_rank)
         logger.info("node %d runs ranks %d to %d", own.node_rank, ranks.start, ranks.stop - 1)
-        self._run = run
-        self._ranks = LocalRanks(config, ranks, self, launch.engine, self.address, launch.keys)
+        self._run, self._last_heard = run, time.monotonic()
+        try:
+            self._ranks = LocalRanks(config, ranks, self, launch.engine, self.address, launch.keys)
+        except OSError as error:
+            logger.exception("the ranks of this host can't be started")
+            self._send([FromNode.LOST.value, run, f"node {own.node_rank} can't start its ranks: {error}".encode()])
+            self._run = NO_RUN
 
     def _end_run(self, reason: str, softly: bool = False) -> None:
         ranks, self._ranks, self._run = self._ranks, None, NO_RUN

@@ -104,6 +104,13 @@ class RemoteRanks:
     # ---- the thread that has the socket ----
 
     def _work(self) -> None:
+        try:
+            self._pass_messages()
+        except Exception as error:
+            logger.exception("messages of other hosts can't be passed")
+            self._lose(f"messages of other hosts can't be passed: {error}")
+
+    def _pass_messages(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._mailbox.fileno, zmq.POLLIN)
@@ -142,7 +149,9 @@ class RemoteRanks:
             self._send(connection, [ToNode.END.value, run])  # an earlier run's: it may join this one
             return
         node = next((node for node, its in self._nodes.items() if its == connection), None)
-        if node is None:
+        if node is None:  # a connection that was made again: messages may be lost
+            self._send(connection, [ToNode.END.value, run])
+            self._lose("the connection to another host was interrupted")
             return
         self._last_heard[node] = time.monotonic()
         if kind == FromNode.MESSAGE.value:
