@@ -22,15 +22,10 @@ class Rule(NamedTuple):
     kind: type = str
 
 
-def _one(value: Any) -> bool:
-    return value is None or (value == 1 and not isinstance(value, bool))
-
-
 def _nothing(value: Any) -> bool:
     return not value
 
 
-PARALLEL = Rule(_one, "1: a model runs on one device here; `ratoon serve --replicas N` runs several of them", int)
 HF_REVISION = Rule(_nothing, "leave it out: the newest one is used, or name the folder of another")
 RENAMED = {
     "kv_cache_memory_bytes": "kv_memory",

@@ -46,7 +46,7 @@ def test_what_changes_no_answer_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size: 2 is not supported; 1: a model runs on one device"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size: 0 is out of range"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size: True"),
         ({"pipeline_parallel_size": 1.5}, "pipeline_parallel_size: 1.5 is out of range"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2'"),
