@@ -199,10 +199,13 @@ class AsyncMPClient:
 
     def _dispatch(self) -> None:
         """Send waiting requests for which an engine is ready."""
+        waiting = self._ledger.ready_to_go()
+        if not waiting:  # as after most messages; with many engines, looking at each would take longer than the message
+            return
         candidates = [replica.index for replica in self.replicas if replica.can_serve]
         if not candidates or (self.coordinator.lockstep and len(candidates) < len(self.replicas)):
             return  # engines that step together can't without one of them
-        for entry in self._ledger.ready_to_go():
+        for entry in waiting:
             wanted = entry.request.data_parallel_rank
             if wanted is not None and wanted not in candidates:
                 continue  # it waits for the engine that it named
@@ -380,10 +383,10 @@ class DPLBAsyncMPClient(AsyncMPClient):
         self.balancer.ended(request_id)
 
     def _entry_ended(self, entry: Entry) -> None:
-        super()._entry_ended(entry)
         if entry.engine is not None:  # the next turn of a conversation begins with this answer
             answered = entry.request.prompt_token_ids + entry.choices[0].token_ids
             self.balancer.learn(entry.engine, entry.request, answered)
+        super()._entry_ended(entry)
 
     def _engine_lost(self, engine: int) -> None:
         self.balancer.forget(engine)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
-from ratoon.engine.processes.balancer import MAX_REMEMBERED, LoadBalancer
+from ratoon.engine.processes.balancer import ENTRIES_BY_ENGINE, LEAST_MARKS, MARKS_BY_ENGINE, MAX_HOMES, LoadBalancer
 
 PIECE = 4
 
@@ -91,11 +93,64 @@ def test_the_books_are_empty_when_all_has_ended():
     assert [(load.num_requests, load.num_tokens) for load in two.loads] == [(0, 0), (0, 0)]
 
 
-def test_memory_is_bounded():
+def test_memory_is_bounded_by_the_number_of_engines():
+    for num_engines in (2, 32):
+        several = balancer(num_engines)
+        most = max(LEAST_MARKS, MARKS_BY_ENGINE * num_engines)
+        for i in range(most // 16 + 1):
+            several.learn(0, request("x", []), list(range(i * 1000, i * 1000 + 16 * PIECE)))
+        assert len(several._homes) == most
+
+
+def test_a_long_conversation_is_remembered_at_few_places():
     two = balancer()
-    for i in range(40):
-        two.learn(0, request("x", []), list(range(i * 20_000, i * 20_000 + 8_000)))
-    assert len(two._homes) == MAX_REMEMBERED
+    two.learn(0, request("x", []), list(range(64_000 * PIECE)))
+    assert len(two._homes) < 16 + 8 * 12
+    two.learn(1, request("y", []), list(range(9_000 * PIECE)))
+    known = two._known_tokens(two._marks_behind((0, hash((None, None))), list(range(10_000 * PIECE))))
+    assert 10_000 * PIECE * 7 / 8 < known[0] <= 10_000 * PIECE
+    assert 9_000 * PIECE * 7 / 8 < known[1] <= 9_000 * PIECE
+
+
+def test_a_conversation_is_found_behind_a_prompt_that_many_engines_have():
+    many = balancer(3 * MAX_HOMES)
+    everyone = list(range(3 * MAX_HOMES))
+    system_prompt = list(range(100))
+    mine = [*system_prompt, *range(1000, 1400)]
+    many.learn(5, request("mine", []), mine)
+    for engine in everyone:
+        many.learn(engine, request("other", []), system_prompt)
+    assert many.choose(request("next", [*mine, 1, 2]), everyone) == 5
+
+
+def test_the_choice_is_the_one_that_a_look_at_all_engines_gives():
+    draw = random.Random(1)
+    many = balancer(20)
+    documents = [[1000 * i + j for j in range(draw.randrange(4, 300))] for i in range(12)]
+    running: list[str] = []
+    for number in range(600):
+        candidates = sorted(draw.sample(range(20), draw.randint(1, 20)))
+        tokens = [*draw.choice(documents)[: draw.randrange(4, 300)], *(draw.randrange(10**6) for _ in range(20))]
+        asked = request(str(number), tokens)
+        known = many._known_tokens(many._marks_behind((0, hash((None, None))), tokens))
+        costs = {i: (many.loads[i].num_tokens - known.get(i, 0), many.loads[i].num_chosen) for i in candidates}
+        chosen = many.choose(asked, candidates)
+        assert costs[chosen] == min(costs.values())
+        running.append(asked.request_id)
+        if draw.random() < 0.8:
+            many.started(draw.choice(running))
+            many.ended(running.pop(draw.randrange(len(running))))
+        if number % 100 == 99:
+            many.forget(draw.randrange(20))
+    assert len(many._by_load) <= ENTRIES_BY_ENGINE * 20
+
+
+def test_an_engine_that_is_added_gets_the_next_request():
+    two = balancer()
+    for i in range(4):
+        two.choose(request(str(i), [1000 * i + j for j in range(40)]), [0, 1])
+    assert two.add_engine() == 2
+    assert two.choose(request("next", list(range(7000, 7040))), [0, 1, 2]) == 2
 
 
 def test_what_generates_nothing_counts_with_the_rows_that_it_runs():
