@@ -72,6 +72,8 @@ class LLM(BaseLLM):
     ) -> None:
         super().__init__(model, {"seed": 0, "disable_log_stats": True, **settings}, metrics, startup_timer)
         own = self.front_end_config
+        if own.ray:
+            raise ConfigError("ray", "an LLM runs its engine itself", 'executor="ray", or an AsyncLLM')
         self._load_model(self.startup_timer, engine_follows=not process and own.num_replicas == 1)
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)

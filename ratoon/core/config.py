@@ -287,7 +287,7 @@ class EngineConfig:
     executor: str = setting(
         "auto",
         "auto: uniproc for one rank, mp for several; uniproc: one worker in the engine's process; mp: a process for "
-        'each rank; or "module:Class" with the same interface',
+        'each rank; ray: an actor of a Ray cluster for each rank; or "module:Class" with the same interface',
     )
     tensor_parallel_size: int = setting(
         1, "ranks among which every layer's weights are divided", at_least(1), options=("-tp",)
@@ -352,6 +352,7 @@ class FrontEndConfig:
         "the caller chooses the engine of a request (data_parallel_rank), or they take turns; default: a request goes "
         "to the engine with the least work for it",
     )
+    ray: bool = setting(False, "run the engines on the nodes of a Ray cluster (AsyncLLM and serve)")
 
 
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:

@@ -11,6 +11,8 @@ class EngineState(enum.StrEnum):
     OK = "ok"
     STALLED = "stalled"  # the process is alive but sends no heartbeats, or a step takes very long
     RESTARTING = "restarting"  # it died; requests in flight resume once it has restarted
+    DRAINING = "draining"  # it gets no further request, and ends with those that it has
+    DRAINED = "drained"  # it has ended because it was asked to
     DEAD = "dead"  # it could not be restarted
 
 

@@ -37,6 +37,15 @@ class EngineMessageType(enum.Enum):
     DP_WAVE_REPORT = b"\x05"
 
 
+class SocketKeys(msgspec.Struct, frozen=True, gc=False):
+    """Keys (CURVE) for the sockets of an engine that connects from another host: what is sent is encrypted, and each
+    side knows the other by its key. New ones are made for every run."""
+
+    server: bytes  # the client's public key
+    public: bytes  # the engine's own
+    secret: bytes
+
+
 class EngineLaunch(msgspec.Struct, gc=False):
     """The parameters of an engine process, read from its standard input at start."""
 
@@ -48,6 +57,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
     input_address: str
     output_address: str
     heartbeat_interval: float = 1.0
+    keys: SocketKeys | None = None  # None: the sockets are files of this host
 
 
 class EngineReady(msgspec.Struct, array_like=True, gc=False):

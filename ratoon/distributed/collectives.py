@@ -23,6 +23,7 @@ from ratoon.layers.shard import Collective, ModelPart, Shard, Stage, StageLink
 
 Tensor = torch.Tensor
 
+TCP = "tcp://"
 SECONDS_TO_MEET = 120.0  # for all ranks of a group to have come up, or to a sum
 
 
@@ -81,7 +82,7 @@ class JoinedLink(StageLink):
 
 
 def join_group(launch: WorkerLaunch, rendezvous: str, links: StageLink | None) -> ModelPart:
-    """Meets the other ranks of this host, through a file that all can write to. `links`: the ways to ranks of other
+    """Meets the other ranks of this host, or of a cluster, at `rendezvous`. `links`: the ways to ranks of other
     hosts. Returns what this rank has of the model."""
     config, num_shards = launch.config, launch.config.tensor_parallel_size
     index, number = divmod(launch.rank, num_shards)
@@ -93,7 +94,7 @@ def join_group(launch: WorkerLaunch, rendezvous: str, links: StageLink | None) -
     on_cuda = device.startswith("cuda")
     if on_cuda:
         torch.cuda.set_device(torch.device(device))  # before anything of NCCL is made, which would be on the first one
-    store = dist.FileStore(rendezvous, world_size)
+    store = open_store(rendezvous, own, world_size)
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
         store=store,
@@ -148,6 +149,15 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemoryCollective | None:
     finally:
         if listener is not None:
             listener.close()
+
+
+def open_store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
+    """Where the ranks find each other: a file, or "tcp://HOST:PORT", an address of the first rank's host."""
+    if not rendezvous.startswith(TCP):
+        return dist.FileStore(rendezvous, world_size)
+    host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
+    timeout = timedelta(seconds=SECONDS_TO_MEET)
+    return dist.TCPStore(host.strip("[]"), int(port), world_size, is_master=rank == 0, timeout=timeout)
 
 
 def leave_group() -> None:

@@ -80,7 +80,7 @@ def executor_class(config: EngineConfig) -> ExecutorClass:
         found: ExecutorClass = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            "executor", f"{name!r} can't be loaded ({error})", 'auto, uniproc, mp, or "module:Class"'
+            "executor", f"{name!r} can't be loaded ({error})", 'auto, uniproc, mp, ray, or "module:Class"'
         ) from None
     return found
 
@@ -88,6 +88,7 @@ def executor_class(config: EngineConfig) -> ExecutorClass:
 BUILT_IN = {
     "uniproc": "ratoon.distributed.uniproc:UniProcExecutor",
     "mp": "ratoon.distributed.multiproc:MultiprocExecutor",
+    "ray": "ratoon.distributed.ray_executor:RayExecutor",
 }
 
 

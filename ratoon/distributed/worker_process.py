@@ -17,9 +17,11 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
 
 from ratoon.core.errors import StepSkippedError
 from ratoon.core.faults import fault_of
@@ -45,12 +47,28 @@ MEETING = ("listen", "connect")  # before them, where ranks are on several hosts
 SECONDS_BETWEEN_LOOKS = 3600.0  # without a message: the lifeline ends a process whose parent is gone
 
 
+class MessageReader(Protocol):
+    """Where the messages of the executor arrive: a RingReader, or the like."""
+
+    def read(self, timeout: float) -> AbstractContextManager[list[Buffer]]:
+        """The next message; its frames are valid within. RingTimeoutError: there was none for so long."""
+        ...
+
+
 class WorkerProcess:
-    def __init__(self, launch: WorkerLaunch, ring: RingReader, results: socket.socket, meeting: int) -> None:
+    def __init__(
+        self,
+        launch: WorkerLaunch,
+        ring: MessageReader,
+        deliver: Callable[[Sequence[Buffer]], None],
+        rendezvous: str,
+    ) -> None:
+        """`deliver` sends a message to the executor, from one thread at a time. OSError: the executor is gone. By
+        `rendezvous` the ranks find each other (open_store in collectives.py)."""
         self._launch = launch
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._ring = ring
-        self._results = results
+        self._deliver = deliver
         self._sending = threading.Lock()
         self._steps: queue.SimpleQueue[tuple[int, StepHandle] | None] = queue.SimpleQueue()
         self._worker: Worker | None = None
@@ -117,7 +135,7 @@ class WorkerProcess:
 
         launch = self._launch
         config = launch.config
-        part = join_group(launch, f"/proc/self/fd/{self._meeting}", self._links)
+        part = join_group(launch, self._rendezvous, self._links)
         source = resolve_model(config.model, config.hf_overrides)
         return Worker(config, source.config, open_tensors(config, source), StartupTimer(), part)
 
@@ -152,7 +170,7 @@ class WorkerProcess:
 
     def _send(self, kind: FromWorker, frames: Sequence[Buffer]) -> None:
         with self._sending, contextlib.suppress(OSError):  # the parent is gone, which the lifeline notices
-            send_frames(self._results, [kind.value, *frames])
+            self._deliver([kind.value, *frames])
 
 
 def hold_lifeline() -> None:
@@ -174,7 +192,8 @@ def main() -> int:
     threading.Thread(target=hold_lifeline, name="lifeline", daemon=True).start()
     number = launch.rank - launch.first_rank
     reader = RingReader(ring, number, launch.num_local_ranks, socket.socket(fileno=side))
-    WorkerProcess(launch, reader, socket.socket(fileno=results), meeting).run()
+    deliver = partial(send_frames, socket.socket(fileno=results))
+    WorkerProcess(launch, reader, deliver, f"/proc/self/fd/{meeting}").run()
     leave_group()
     return 0
 

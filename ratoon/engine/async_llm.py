@@ -87,7 +87,7 @@ class AsyncLLM(BaseLLM):
 
             own = self.front_end_config
             balanced = not own.data_parallel_external_lb
-            self._client = make_async_client(self.config, own.num_replicas, self.startup_timer, balanced)
+            self._client = make_async_client(self.config, own.num_replicas, self.startup_timer, balanced, own.ray)
         client: AsyncEngineClient = self._client
         starting = asyncio.create_task(client.start())
         try:
@@ -124,6 +124,21 @@ class AsyncLLM(BaseLLM):
 
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
+
+    # ---- replicas ----
+
+    async def add_replica(self) -> int:
+        """Start another engine beside the others and wait until it is ready. Returns its index. RequestError: the
+        service was started with one engine alone; ConfigError, EngineError: the engine did not start."""
+        engine = self._running()
+        index: int = await engine.client.add_replica()
+        engine.num_engines = index + 1
+        return index
+
+    async def drain_replica(self, index: int, seconds: float = math.inf) -> None:
+        """End an engine without loss: it gets no further request and ends when it has answered those that it has. After
+        `seconds` the others continue what is left. RequestError: there is no such engine, or no other one."""
+        await self._running().client.drain_replica(index, seconds)
 
     # ---- requests ----
 

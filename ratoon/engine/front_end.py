@@ -89,7 +89,7 @@ class FrontEnd:
         self.default_search = default_search
         self._taker = client
         self._policy = policy
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._budget = HiddenStatesBudget() if budget is None else budget
         self._metrics = metrics
         self._tracer = tracer
@@ -176,8 +176,8 @@ class FrontEnd:
                 'start the engine with policy="priority" (--policy priority)',
             )
         is_number = isinstance(rank, int) and not isinstance(rank, bool)
-        if rank is not None and not (is_number and 0 <= rank < self._num_engines):
-            raise RequestError("data_parallel_rank", f"{rank!r} is no engine", f"from 0 to {self._num_engines - 1}")
+        if rank is not None and not (is_number and 0 <= rank < self.num_engines):
+            raise RequestError("data_parallel_rank", f"{rank!r} is no engine", f"from 0 to {self.num_engines - 1}")
 
     def get_default_params(self) -> GenerationParams:
         return (self.default_params if self.default_search is None else self.default_search).clone()

@@ -60,7 +60,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_log_options(parser)
     add_engine_options(parser, without=("served_model_name",))
     engines = parser.add_argument_group("engines")
-    add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "seed")])
+    add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
     leave_out(add_setting_option(engines, FRONT_END["data_parallel_external_lb"]))
     add_common_options(parser)
     parser.set_defaults(run=run)

@@ -8,18 +8,20 @@ another engine if there is one, otherwise after the restart.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from ratoon.core.config import EngineConfig, verify_engine_config
-from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError
+from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, RequestError
 from ratoon.core.faults import error_of
 from ratoon.core.health import Health
 from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, UtilityCall, UtilityResult
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
 from ratoon.engine.processes.coordinator import DPCoordinator
 from ratoon.engine.processes.launch import EngineProcess
@@ -33,20 +35,45 @@ from ratoon.observe.startup import StartupTimer
 logger = get_logger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS_AT_THE_LAST = 0.05  # requests of an engine that leaves
 SECONDS_BETWEEN_GREETINGS = 0.02  # polls of the socket of an engine that is ready and has not connected
 SECONDS_TO_END = 5.0
 MESSAGES_AT_ONCE = 256  # then other tasks run
 
 
+class Elsewhere(Protocol):
+    """Runs engines on other hosts."""
+
+    def connect(self) -> None:
+        """May take seconds, and is called before anything else."""
+        ...
+
+    def run_engine(self, *arguments: Any) -> EngineProcess:
+        """Begins a run of an engine, with the arguments of EngineProcess."""
+        ...
+
+    def close(self) -> None:
+        """Is called when all engines have ended."""
+        ...
+
+
 class AsyncMPClient:
     """The engine, or engines, of one front end. All methods belong to one event loop."""
 
-    def __init__(self, config: EngineConfig, timer: StartupTimer, num_engines: int = 1) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        timer: StartupTimer,
+        num_engines: int = 1,
+        elsewhere: Elsewhere | None = None,  # None: engines are processes of this host
+    ) -> None:
         verify_engine_config(config)
         self._timer = timer
         self._context = SocketContext()
         self._directory = SocketDirectory()
-        self.replicas = [Replica(config, i, num_engines, self._context, self._directory) for i in range(num_engines)]
+        self._config = config
+        self._elsewhere = elsewhere
+        self.replicas = [self._make_replica(index, num_engines) for index in range(num_engines)]
         self.coordinator = DPCoordinator(num_engines, config.data_parallel_lockstep)
         self._ledger = Ledger()
         # With the process that sent them: it waits until they are taken. None: there will be no more.
@@ -58,10 +85,16 @@ class AsyncMPClient:
         self._paused = False  # requested states of the engines; repeated to an engine that is restarted
         self._dead: EngineDeadError | None = None
 
+    def _make_replica(self, index: int, num_engines: int) -> Replica:
+        run_engine = EngineProcess if self._elsewhere is None else self._elsewhere.run_engine
+        return Replica(self._config, index, num_engines, self._context, self._directory, run_engine=run_engine)
+
     # ---- life ----
 
     async def start(self) -> None:
         """Start the engine processes and wait until all are ready. Raises the error of one that failed."""
+        if self._elsewhere is not None:
+            await asyncio.to_thread(self._elsewhere.connect)
         with self._timer.phase("start the engine processes"):
             first_starts = []
             for replica in self.replicas:
@@ -91,8 +124,42 @@ class AsyncMPClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._give_up(EngineDeadError("the engine was shut down"))
         await asyncio.gather(*(asyncio.to_thread(replica.end, SECONDS_TO_END) for replica in self.replicas))
+        if self._elsewhere is not None:
+            await asyncio.to_thread(self._elsewhere.close)
         self._context.term()
         self._directory.remove()
+
+    async def add_replica(self) -> int:
+        """Starts another engine and waits until it is ready. Returns its index. Raises why it did not start."""
+        problem = "the requests of this service are not divided among engines"
+        raise RequestError("replicas", problem, "start it with --replicas 2 or more, or with --ray")
+
+    async def drain_replica(self, index: int, seconds: float = math.inf) -> None:
+        """Gives this engine no further request, waits until it has none left, at most so long, and ends it. What it has
+        left then is continued by the others."""
+        replica = self.replicas[index] if 0 <= index < len(self.replicas) else None
+        if replica is None or not replica.has_process or replica.is_leaving:
+            there = [one.index for one in self.replicas if one.has_process and not one.is_leaving]
+            raise RequestError("replica", f"there is no engine {index} that runs", f"one of {there}")
+        if not any(other.can_serve for other in self.replicas if other is not replica):
+            raise RequestError("replica", f"no other engine than {index} can take requests", "add one first")
+        self._verify_independent()
+        replica.begin_to_leave()
+        deadline = time.monotonic() + seconds
+        while self._ledger.num_in(index) and time.monotonic() < deadline:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS_AT_THE_LAST)
+        deadline = time.monotonic() + SECONDS_TO_END
+        while replica.has_process:
+            replica.process.ask_to_end()
+            if time.monotonic() > deadline:
+                replica.process.kill()
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS_AT_THE_LAST)
+
+    def _verify_independent(self) -> None:
+        if self.coordinator.lockstep:
+            raise RequestError(
+                "replicas", "engines that step together are as many as they were at the start", "a restart"
+            )
 
     def health(self) -> Health:
         figures = self.coordinator.figures
@@ -232,9 +299,12 @@ class AsyncMPClient:
             replica.on_exit()
             delay = await asyncio.to_thread(replica.cleanup)
             if not started.done():
+                replica.give_up()
                 started.set_exception(replica.failure())
                 return
             self._handle_death(replica)
+            if replica.is_leaving:
+                return
             if delay is None:
                 if not any(other.can_serve or other.is_coming_back for other in self.replicas):
                     self._give_up(EngineDeadError(f"the engine could not be restarted: {replica.failure()}"))
@@ -327,7 +397,11 @@ class AsyncMPClient:
                     future.set_exception(EngineAwayError("the engine process died before it answered"))
         self.coordinator.engine_lost(replica.index)
         self._engine_lost(replica.index)
-        failed = self._ledger.engine_died(replica.index)
+        failed: list[EngineCoreOutput] = []
+        if replica.is_leaving:
+            self._ledger.engine_left(replica.index)
+        else:
+            failed = self._ledger.engine_died(replica.index)
         if failed:
             for output in failed:
                 self._request_ended(output.request_id)
@@ -370,6 +444,19 @@ class DPLBAsyncMPClient(AsyncMPClient):
         await super().start()
         self.balancer = LoadBalancer(len(self.replicas), self.ready.block_size)
 
+    async def add_replica(self) -> int:
+        if self._dead is not None:
+            raise self._dead
+        self._verify_independent()
+        index = self.balancer.add_engine()
+        self.coordinator.add_engine()
+        replica = self._make_replica(index, index + 1)
+        self.replicas.append(replica)
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks.append(asyncio.create_task(self._keep_alive(replica, started)))
+        await asyncio.shield(started)  # a caller that no longer waits does not end it
+        return index
+
     def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
         self.balancer.ended(entry.request.request_id)  # where it was before
         return self.balancer.choose(entry.request, candidates)
@@ -398,8 +485,15 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 def make_async_client(
-    config: EngineConfig, num_replicas: int, timer: StartupTimer, balanced: bool = True
+    config: EngineConfig, num_replicas: int, timer: StartupTimer, balanced: bool = True, on_ray: bool = False
 ) -> AsyncMPClient:
+    if on_ray:
+        if config.data_parallel_lockstep:
+            problem = "engines that step together (data_parallel_lockstep) are processes of one host"
+            raise ConfigError("ray", problem, "one of the two")
+        from ratoon.engine.processes.ray_engines import RayEngines
+
+        return DPLBAsyncMPClient(config, timer, num_replicas, RayEngines(config, num_replicas))
     if num_replicas == 1:
         return AsyncMPClient(config, timer)
     kind = DPLBAsyncMPClient if balanced else DPAsyncMPClient

@@ -35,6 +35,10 @@ class DPCoordinator:
         self._waited_for: set[int] = set()  # engines that have not reported the end of the round
         self._has_work = False  # of those that have, or a request came meanwhile
 
+    def add_engine(self) -> None:
+        """Takes note of another engine, which steps by itself."""
+        self.figures.append(QueueFigures())
+
     @property
     def wave_is_on(self) -> bool:
         return self._is_on

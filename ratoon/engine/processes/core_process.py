@@ -67,6 +67,7 @@ from ratoon.observe.startup import StartupTimer
 logger = get_logger(__name__)
 
 STEPS_IN_ROUND = 32  # of a wave: at its end the engines that step together ask whether one of them has work
+IPC = "ipc://"  # addresses that are files of this host
 MAX_STEPS_AHEAD = 4  # messages with outputs that the client has not taken; the loop waits then
 SECONDS_TO_TIDY_UP = 2.0
 SECONDS_TO_END = 5.0  # once the parent is gone; a step that hangs is not waited for
@@ -227,7 +228,7 @@ class EngineCoreProcess:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, self._launch.identity)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(self._launch.input_address)
+        self._connect(socket, self._launch.input_address)
         socket.send(self._launch.secret)  # tells the client that the connection works
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
@@ -251,6 +252,14 @@ class EngineCoreProcess:
                 self._num_bad_messages += 1
                 logger.warning("a message was ignored: %s", error)
 
+    def _connect(self, socket: zmq.Socket[bytes], address: str) -> None:
+        keys = self._launch.keys
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.connect(address)
+
     def _note_abort(self, message: Any) -> None:
         """An abort is told to the step under way as well. It keeps its place among the messages, because the request
         that it is about may still be waiting there."""
@@ -264,7 +273,7 @@ class EngineCoreProcess:
         with self._output_lock:
             if self._output_socket is None:
                 self._output_socket = self._context.socket(zmq.PUSH)
-                self._output_socket.connect(self._launch.output_address)
+                self._connect(self._output_socket, self._launch.output_address)
             self._output_socket.send_multipart(frames, flags)
 
     def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
@@ -299,12 +308,14 @@ class EngineCoreProcess:
     def _remove_sockets(self) -> None:
         """Remove the sockets: a parent that was killed can't, and one that runs does not need them."""
         for address in (self._launch.input_address, self._launch.output_address):
-            path = Path(address.removeprefix("ipc://"))
-            path.unlink(missing_ok=True)
+            if address.startswith(IPC):
+                Path(address.removeprefix(IPC)).unlink(missing_ok=True)
 
     def _remove_directory(self) -> None:
         """Remove the directory of a parent that was killed. The system may release its lock with a delay."""
-        directory = Path(self._launch.input_address.removeprefix("ipc://")).parent
+        if not self._launch.input_address.startswith(IPC):
+            return
+        directory = Path(self._launch.input_address.removeprefix(IPC)).parent
         deadline = time.monotonic() + SECONDS_TO_TIDY_UP
         while self._is_orphan and directory.exists() and time.monotonic() < deadline:
             remove_if_abandoned(directory)

@@ -40,7 +40,11 @@ LONGEST_GREETING = 1024  # bytes
 
 
 class EngineProcess:
-    """One run of an engine process. Its sockets are its own: nothing of an earlier run can be mistaken for it."""
+    """One run of an engine process on this host; ray_engines.py has those of other hosts. Its sockets are its own:
+    nothing of an earlier run can be mistaken for it."""
+
+    is_placed = True  # whether it could begin to run; a cluster may have to wait for room
+    lost = ""  # how it was lost, if its exit code does not tell
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class EngineProcess:
         self.closed = False
         self._num_outputs_taken = 0
         self.connected = False  # sent messages arrive
+        self._paths: list[Path] = []  # of its sockets
         self._secret = secrets.token_bytes(16)
         self._identity = engine_identity(index, secrets.token_hex(8))
         self._decoders: dict[bytes, Decoder[Any]] = {
@@ -82,16 +87,19 @@ class EngineProcess:
             input_address=directory.address(f"{index}-{run}-in"),
             output_address=directory.address(f"{index}-{run}-out"),
         )
-        self._paths = [
-            Path(address.removeprefix("ipc://")) for address in (launch.input_address, launch.output_address)
-        ]
         try:
-            self.inputs.bind(launch.input_address)
-            self.outputs.bind(launch.output_address)
+            self._bind(launch)
             self._spawn(launch)
         except BaseException:
             self._close_sockets()
             raise
+
+    def _bind(self, launch: EngineLaunch) -> None:
+        self._paths = [
+            Path(address.removeprefix("ipc://")) for address in (launch.input_address, launch.output_address)
+        ]
+        self.inputs.bind(launch.input_address)
+        self.outputs.bind(launch.output_address)
 
     def _spawn(self, launch: EngineLaunch) -> None:
         # Nothing is written to this pipe. The parent's end becomes readable when the process exits.
@@ -106,7 +114,7 @@ class EngineProcess:
             os.close(kept_open)
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
         return self._process.pid
 
     def send(self, kind: EngineCoreRequestType, message: Any) -> None:
@@ -166,14 +174,18 @@ class EngineProcess:
     def close(self, grace_seconds: float = 0.0) -> int:
         """End the process, if it still runs, and release its resources. Its exit code."""
         self.ask_to_end()
-        try:
-            code = self._process.wait(grace_seconds)
-        except TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        code = self._wait(grace_seconds)
         self._close_sockets()
         os.close(self.death_fd)
         return code
+
+    def _wait(self, grace_seconds: float) -> int:
+        """Waits so long for its end, then ends it. Its exit code."""
+        try:
+            return self._process.wait(grace_seconds)
+        except TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def _close_sockets(self) -> None:
         self.closed = True

@@ -243,20 +243,37 @@ class Ledger:
             entry.strikes += is_alone
             entry.suspicion = Suspicion.STRONG if is_alone or entry is tried else max(entry.suspicion, Suspicion.SOME)
         outputs = []
+        self._take_back(inside)
         for entry in inside:
-            entry.engine = None
-            entry.furthest = max(entry.furthest, entry.num_run)
-            entry.untold = dict.fromkeys(entry.untold, False)
             if entry.strikes >= MAX_STRIKES:
                 del self._entries[entry.request.request_id]
                 outputs += _failures(
                     entry, f"the engine process died {entry.strikes} times while only this request could be the cause"
                 )
-        # In the order of arrival, before requests that arrived later.
+        self._queue_again()
+        return outputs
+
+    def engine_left(self, engine: int) -> None:
+        """All its requests wait again: it has ended, for none of their faults."""
+        self._take_back([entry for entry in self._entries.values() if entry.engine == engine])
+        if self._tried is not None and self._tried.engine is None:
+            self._tried = None
+        self._queue_again()
+
+    def num_in(self, engine: int) -> int:
+        return sum(entry.engine == engine for entry in self._entries.values())
+
+    def _take_back(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            entry.engine = None
+            entry.furthest = max(entry.furthest, entry.num_run)
+            entry.untold = dict.fromkeys(entry.untold, False)
+
+    def _queue_again(self) -> None:
+        """In the order of arrival, before requests that arrived later."""
         self._waiting = {
             key: entry for key, entry in self._entries.items() if entry.engine is None and not entry.is_complete
         }
-        return outputs
 
     def fail_all(self, message: str) -> list[EngineCoreOutput]:
         """Returns the final outputs of all requests, because no engine is left."""

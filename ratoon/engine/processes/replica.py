@@ -42,8 +42,11 @@ class Replica:
         context: zmq.Context[Any],
         directory: SocketDirectory,
         clock: Callable[[], float] = time.monotonic,
+        run_engine: Callable[..., EngineProcess] = EngineProcess,
     ) -> None:
         self.index = index
+        self.is_leaving = False  # it is given no further request, and not started again
+        self._run_engine = run_engine
         self.state = EngineState.STARTING
         self.num_restarts = 0
         self.ready: EngineReady | None = None  # what it said when it was last ready
@@ -89,11 +92,14 @@ class Replica:
         self._ready_since = None
         self._num_runs += 1
         try:
-            self._process = EngineProcess(
+            self._process = self._run_engine(
                 self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory
             )
         except (OSError, zmq.ZMQError) as error:
             self.start_error = EngineError(f"its process can't be made: {error}")
+            return False
+        except RatoonError as error:
+            self.start_error = error
             return False
         return True
 
@@ -128,7 +134,7 @@ class Replica:
     def look_for_connection(self) -> None:
         """An engine that is ready can serve once it can be reached, which it has long been as a rule. Never waits."""
         self.process.read_input_socket()
-        if self.awaits_connection and self.process.connected:
+        if self.awaits_connection and self.process.connected and not self.is_leaving:
             self.state = EngineState.OK
             self._num_failed_starts = 0
             self._detail = ""
@@ -136,10 +142,15 @@ class Replica:
             self.start_error = EngineError("it is ready, but its socket can't be reached")
             self.process.kill()
 
+    def begin_to_leave(self) -> None:
+        """Gives it no further request. Those that it has go on."""
+        self.is_leaving = True
+        self.state = EngineState.DRAINING
+
     def on_exit(self) -> None:
         """The process is gone: nothing can be handed to it any more."""
         self._was_ready = self.can_serve
-        self.state = EngineState.RESTARTING
+        self.state = EngineState.DRAINED if self.is_leaving else EngineState.RESTARTING
 
     def cleanup(self) -> float | None:
         """Release the resources of the lost process, which may be slow. Seconds to wait before another start;
@@ -150,8 +161,12 @@ class Replica:
             code = self._process.close()
             self._num_bad_messages += self._process.num_bad_messages + self._heartbeat.num_bad_messages
             self._heartbeat = Heartbeat()
+            ending = self._process.lost or f"its process {_ending(code)}"
+            self._detail = ending + (f" ({self.start_error})" if self.start_error else "")
             self._process = None
-            self._detail = f"its process {_ending(code)}" + (f" ({self.start_error})" if self.start_error else "")
+        if self.is_leaving:
+            logger.info("engine %d has left", self.index)
+            return None
         first_start = self._num_runs == 1 and not was_ready  # reported to the caller
         logger.log(logging.DEBUG if first_start else logging.ERROR, "engine %d: %s", self.index, self._detail)
         if not was_ready:
@@ -164,6 +179,10 @@ class Replica:
             return 0.0
         return min(0.1 * 4 ** (self._num_failed_starts - 1), LONGEST_RESTART_DELAY)
 
+    def give_up(self) -> None:
+        """Its first start has failed, and it is not tried again."""
+        self.state = EngineState.DEAD
+
     def failure(self) -> RatoonError:
         """The error that says why the engine did not start, or died."""
         return self.start_error or EngineError(f"engine {self.index}: {self._detail}")
@@ -172,6 +191,8 @@ class Replica:
         """A process that has not answered for long is killed, because requests wait for it."""
         if self._process is None:
             return
+        if not self._process.is_placed:
+            self._last_heard = self._clock()
         silence = self._clock() - self._last_heard
         if silence > SILENCE_IS_DEATH or self._heartbeat.step_seconds > STEP_IS_DEATH:
             logger.error("engine %d does not answer and is killed", self.index)

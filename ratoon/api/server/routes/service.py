@@ -61,6 +61,11 @@ class AdminAnswer(BaseModel):
     ok: bool
 
 
+class AddedReplica(AnswerModel):
+    ok: bool
+    index: int
+
+
 class Stats(AnswerModel):
     health: HealthAnswer
     engines: list[dict[str, Any]]
@@ -194,6 +199,25 @@ async def start_profile(request: Request) -> Response:
 @admin_router.post("/profile/stop", summary="Stop profiling, and return the files' paths", **ADMIN_ANSWERS)
 async def stop_profile(request: Request) -> Response:
     return json_response(request, {"ok": True, "files": await context_of(request).llm.stop_profile()})
+
+
+@admin_router.post(
+    "/replicas", summary="Start another engine; answers when it is ready", responses=answers(AddedReplica, 400)
+)
+async def add_replica(request: Request) -> Response:
+    return json_response(request, {"ok": True, "index": await context_of(request).llm.add_replica()})
+
+
+@admin_router.post(
+    "/replicas/{index}/drain",
+    summary="End an engine when it has answered its requests; the others continue what is left after `seconds`",
+    **ADMIN_ANSWERS,
+)
+async def drain_replica(
+    request: Request, index: int, seconds: Annotated[float, Query(ge=0, le=86400)] = 3600.0
+) -> Response:
+    await context_of(request).llm.drain_replica(index, seconds)
+    return json_response(request, {"ok": True})
 
 
 @admin_router.get("/stats", summary="State and settings of the engines", responses=answers(Stats))

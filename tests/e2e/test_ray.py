@@ -1,0 +1,152 @@
+"""Ranks and replicas on a real Ray cluster, of several nodes in this machine. All of it is in one file: one cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'ratoon[ray]'", allow_module_level=True)
+
+import ray
+from ray.cluster_utils import Cluster
+
+from ratoon import AsyncLLM
+from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.health import EngineState
+from ratoon.core.params import HiddenStatesParams
+from ratoon.distributed import ray_cluster
+from tests.faults.processes import SETTINGS, is_running, model_name
+from tests.faults.test_engine_death import num_requests_in, read_stream
+from tests.golden.engines import model_folder
+from tests.golden.test_ranks import answers
+from tests.golden.test_worker_processes import FAMILY, PROMPTS, open_engine
+from tests.waiting import until, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}  # room for one rank, or for one replica
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of three nodes, which processes of this test find by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_health_check_period_ms", "500")  # a lost node is noticed sooner
+        made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        try:
+            for _ in range(2):
+                made.add_node(**NODE)
+            patch.setenv("RAY_ADDRESS", made.address)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+def actors_by_node(cluster: Cluster, name: str) -> dict[Any, list[int]]:
+    """The processes of actors of a class, by their nodes."""
+    by_raylet = {node.all_processes["raylet"][0].process.pid: node for node in cluster.list_all_nodes()}
+    found: dict[Any, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in by_raylet and (folder / "cmdline").read_text().startswith(f"ray::{name}"):
+                found.setdefault(by_raylet[parent], []).append(int(folder.name))
+    return found
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster) -> None:
+    states = HiddenStatesParams(positions="all", layers=[0, -1])
+    with open_engine(model_folder(FAMILY)) as llm:
+        expected, expected_states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], states).tensor
+    with open_engine(model_folder(FAMILY), executor="ray", tensor_parallel_size=2) as llm:
+        assert answers(llm, PROMPTS) == expected
+        assert llm.extract_hidden_states(PROMPTS[0], states).tensor == pytest.approx(expected_states, abs=1e-5)
+        assert [len(pids) for pids in actors_by_node(cluster, "RankActor").values()] == [1, 1]
+    wait_until("the room of the ranks is free again", lambda: free_cpus() == 3)
+
+
+def test_streams_survive_a_rank_that_is_killed(cluster: Cluster) -> None:
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS, executor="ray", tensor_parallel_size=2) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(4)}
+            streams = [asyncio.create_task(read_stream(llm, seed, 200)) for seed in range(4)]
+            await until("all have begun", lambda: has_progressed(llm, 4))
+            _, victim = [pid for pids in actors_by_node(cluster, "RankActor").values() for pid in pids]
+            os.kill(victim, signal.SIGKILL)
+            for seed, tokens in enumerate(await asyncio.gather(*streams)):
+                assert {choice: ids[:60] for choice, ids in tokens.items()} == right[seed]
+            assert llm.health().engines[0].num_restarts == 1
+
+    asyncio.run(run())
+    wait_until("the room of the ranks is free again", lambda: free_cpus() == 3)
+
+
+def has_progressed(llm: AsyncLLM, count: int) -> bool:
+    return sum(entry.progressed for entry in llm._client._ledger._entries.values()) == count
+
+
+def test_replicas_are_added_and_drained_and_a_lost_node_loses_no_request(cluster: Cluster) -> None:
+    seen: set[int] = set()
+
+    async def load(llm: AsyncLLM, right: dict[int, Any], num_streams: int) -> None:
+        found = await asyncio.gather(*(read_stream(llm, index % 4) for index in range(num_streams)))
+        assert found == [right[index % 4] for index in range(num_streams)]
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS, num_replicas=2, ray=True) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(4)}
+            seen.update(engine.pid or 0 for engine in llm.health().engines)
+            loaded = asyncio.create_task(load(llm, right, 24))
+            await until("both work", lambda: num_requests_in(llm, 0) > 3 and num_requests_in(llm, 1) > 3)
+            await asyncio.to_thread(lose_a_node_with_an_engine, cluster)
+            await loaded
+            await until("one was lost", lambda: sum(one.num_restarts for one in llm.health().engines) == 1)
+            await until("it is back, on another node", lambda: count(llm, EngineState.OK) == 2)
+            cluster.add_node(**NODE)  # in the main thread, as Ray asks for
+            assert await llm.add_replica() == 2
+            seen.update(engine.pid or 0 for engine in llm.health().engines)
+            loaded = asyncio.create_task(load(llm, right, 24))
+            await until("the new one works", lambda: num_requests_in(llm, 2) > 3)
+            await llm.drain_replica(0)
+            assert [engine.state for engine in llm.health().engines] == ["drained", "ok", "ok"]
+            await loaded
+            with pytest.raises(RequestError, match="there is no engine 0 that runs"):
+                await llm.drain_replica(0)
+            assert len(llm._client._ledger) == 0
+
+    asyncio.run(run())
+    wait_until("no engine process is left", lambda: not any(is_running(pid) for pid in seen - {0}))
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
+def count(llm: AsyncLLM, state: EngineState) -> int:
+    return sum(engine.state == state for engine in llm.health().engines)
+
+
+def lose_a_node_with_an_engine(cluster: Cluster) -> None:
+    """Ends a node other than the head: of two engines, each on a node of its own, at most one is there."""
+    node = next(node for node in actors_by_node(cluster, "EngineActor") if node is not cluster.head_node)
+    cluster.remove_node(node)
+
+
+def test_a_cluster_without_room_is_an_error_that_says_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "SECONDS_TO_PLACE", 1.0)
+    with pytest.raises(
+        ConfigError, match=r"executor: the Ray cluster has no room for 2 times 64 CPU; it has 3 CPU free"
+    ):
+        open_engine(model_folder(FAMILY), executor="ray", tensor_parallel_size=2, num_threads=64)
