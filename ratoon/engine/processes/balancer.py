@@ -172,7 +172,7 @@ class LoadBalancer:
     def _marks_behind(self, last: tuple[int, int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """The marks of a sequence behind one of them: the position, in pieces, and a hash chained over all tokens
         before it."""
-        marks = []
+        marks: list[tuple[int, int]] = []
         (position, key), piece = last, self._piece
         num_pieces = len(token_ids) // piece
         while True:

@@ -125,7 +125,8 @@ def test_an_engine_process_tells_the_step_under_way_of_an_abort() -> None:
                     process._read_messages()
 
         process._context = SimpleNamespace(socket=lambda kind: Socket())  # type: ignore[assignment]
-        process._launch = SimpleNamespace(index=0, identity=b"", input_address="", secret=b"")  # type: ignore[assignment]
+        launch = SimpleNamespace(index=0, identity=b"", input_address="", secret=b"", keys=None)
+        process._launch = launch  # type: ignore[assignment]
         core.add_request(request("a"))
         core.add_request(request("b", first=500))
         executor.before_sampling = input_thread
