@@ -25,7 +25,7 @@ from ratoon.api.batches import (
 )
 from ratoon.api.terminal import request_progress
 from ratoon.core.config import resolve_max_model_len
-from ratoon.core.errors import EngineAwayError
+from ratoon.core.errors import ConfigError, EngineAwayError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats

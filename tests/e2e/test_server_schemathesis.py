@@ -36,10 +36,11 @@ WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
+    ("post", "/admin/replicas/{index}/drain"),
     *(("get", "/v1/responses/{response_id}"), ("get", "/v1/responses/{response_id}/input_items")),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
-    *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache")),
+    *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache", "replicas")),
     *(("post", "/admin/profile/start"), ("post", "/admin/profile/stop"), ("get", "/admin/stats")),
     *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics")),
     ("delete", "/v1/requests/{request_id}"),

@@ -100,6 +100,13 @@ class FakeAsyncClient:
         self.calls.append((method, *arguments))
         return [self.results.get(method)]
 
+    async def add_replica(self) -> int:
+        self.calls.append(("add_replica",))
+        return 1
+
+    async def drain_replica(self, index: int, seconds: float) -> None:
+        self.calls.append(("drain_replica", index, seconds))
+
     def health(self) -> Health:
         return Health([EngineHealth(0, EngineState.DEAD if self._dead else EngineState.OK)])
 

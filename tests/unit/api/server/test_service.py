@@ -131,6 +131,18 @@ async def test_administration_exists_only_where_it_was_asked_for():
 
 
 @on_event_loop
+async def test_engines_are_added_and_drained_by_an_administrator():
+    async with scripted(admin=True, admin_keys=("admin",)) as client:
+        client.headers = {"authorization": "Bearer admin"}
+        assert (await client.post("/admin/replicas")).json() == {"ok": True, "index": 1}
+        assert (await client.post("/admin/replicas/0/drain")).json() == {"ok": True}
+        assert (await client.post("/admin/replicas/1/drain?seconds=2.5")).json() == {"ok": True}
+        assert client.engine.calls == [("add_replica",), ("drain_replica", 0, 3600.0), ("drain_replica", 1, 2.5)]
+        assert (await client.post("/admin/replicas/one/drain")).error["param"] == "index"
+        assert (await client.post("/admin/replicas/0/drain?seconds=-1")).error["param"] == "seconds"
+
+
+@on_event_loop
 async def test_paths_and_methods_that_do_not_exist():
     async with scripted() as client:
         assert (await client.get("/nothing")).status == 404
