@@ -33,6 +33,8 @@ NAVIGATION = {
         "Run it on a CPU": "docs/cpu",
         "Run it on a GPU": "docs/gpu",
         "Run it on several devices": "docs/parallel",
+        "Run it on several machines": "docs/ray",
+        "Scale it": "docs/scaling",
         "Deploy it": "docs/deployment",
         "Watch it": "docs/metrics",
         "Security": "SECURITY",
