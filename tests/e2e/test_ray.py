@@ -6,12 +6,14 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ratoon[ray]'", allow_module_level=True)
@@ -24,11 +26,13 @@ from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.health import EngineState
 from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed import ray_cluster
+from ratoon.distributed.ray_cluster import connect_to_ray
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_requests_in, read_stream
 from tests.golden.engines import model_folder
 from tests.golden.test_ranks import answers
 from tests.golden.test_worker_processes import FAMILY, PROMPTS, open_engine
+from tests.real_models import needs_embedded_model
 from tests.waiting import until, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -150,3 +154,29 @@ def test_a_cluster_without_room_is_an_error_that_says_so(cluster: Cluster, monke
         ConfigError, match=r"executor: the Ray cluster has no room for 2 times 64 CPU; it has 3 CPU free"
     ):
         open_engine(model_folder(FAMILY), executor="ray", tensor_parallel_size=2, num_threads=64)
+
+
+@needs_embedded_model
+def test_the_application_for_ray_serve_answers(cluster: Cluster) -> None:
+    serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'ray[serve]'")
+    connect_to_ray("ray")
+    from examples import ray_serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"port": port})
+    try:
+        serve.run(ray_serve.application)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        asked = {"prompt": "a", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        whole = requests.post(url, json=asked, timeout=120).json()
+        assert whole["usage"]["completion_tokens"] == 5
+        streamed = requests.post(url, json={**asked, "stream": True}, timeout=120, stream=True)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        *_, last = filter(None, streamed.iter_lines())
+        assert last == b"data: [DONE]"
+        refused = requests.post(url, json={**asked, "max_tokens": -1}, timeout=120)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    finally:
+        serve.shutdown()
