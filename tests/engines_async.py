@@ -71,6 +71,12 @@ class ThreadEngineClient:
             raise outputs
         return [outputs]
 
+    async def add_replica(self) -> int:
+        raise RequestError("replicas", "there is one engine", "a client of several")
+
+    async def drain_replica(self, index: int, seconds: float) -> None:
+        raise RequestError("replica", f"there is no other engine than {index}", "a client of several")
+
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
         answer: asyncio.Future[Any] = self._loop.create_future()
 
