@@ -127,7 +127,7 @@ class Service:
         self._llm_settings = self._settings_of_front_end(llm_settings, own.max_total_hidden_states_bytes)
         self.startup_timer = StartupTimer()
         self._client = make_async_client(
-            self._config, own.num_replicas, self.startup_timer, not own.data_parallel_external_lb
+            self._config, own.num_replicas, self.startup_timer, not own.data_parallel_external_lb, own.ray
         )
         self._hub = EngineHub(self._client, self._config.max_roots, self._kill, self._survives)
         self._hub.observe = self._observe

@@ -150,6 +150,8 @@ class EngineHub:
             "remove_root": self.remove_root,
             "list_roots": self.roots.list,
             "call_utility": lambda name, arguments: self.client.call_utility(name, *arguments),
+            "add_replica": self.client.add_replica,
+            "drain_replica": self.client.drain_replica,
             "take_over": lambda request_id, num_tokens: self._take_over(index, request_id, num_tokens),
         }
 

@@ -4,6 +4,7 @@ ends share."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ HUB_METHODS = {
     "remove_root": Method((str | None, str)),
     "list_roots": Method((str | None,), list[Root]),
     "call_utility": Method((str, list[Any]), list[Any]),
+    "add_replica": Method((), int),
+    "drain_replica": Method((int, float)),
     "take_over": Method((str, int | None)),
 }
 # Calls that a front end answers.
@@ -117,6 +120,13 @@ class HubClient:
     async def call_utility(self, method: str, *arguments: Any) -> list[Any]:
         results: list[Any] = await self.link.call("call_utility", method, list(arguments))
         return results
+
+    async def add_replica(self) -> int:
+        index: int = await self.link.call("add_replica")
+        return index
+
+    async def drain_replica(self, index: int, seconds: float = math.inf) -> None:
+        await self.link.call("drain_replica", index, seconds)
 
     def health(self) -> Health:
         return self._health
