@@ -15,11 +15,12 @@ import pytest
 
 from tests.e2e.servers import Server, serving
 from tests.e2e.test_api_servers import MODEL, FrontEnd, each_front_end
+from tests.faults.kills import number_of_kills
 from tests.unit.api.server.harness import write_tiny_model
 from tests.waiting import wait_until
 
 NUM_CLIENTS = 6
-NUM_KILLS = 4
+NUM_KILLS = number_of_kills(4)
 PROMPTS = ["Once upon", "a time", "there was", "x"]
 PARAMS = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 BROKEN = (ConnectionError, http.client.HTTPException, TimeoutError)

@@ -18,6 +18,7 @@ from ratoon import AsyncLLM
 from ratoon.core.health import EngineState
 from ratoon.distributed.cluster import SECRET_VARIABLE
 from ratoon.engine.processes.ledger import MAX_STRIKES
+from tests.faults.kills import number_of_kills
 from tests.faults.processes import FAMILY, SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import read_stream
 from tests.faults.test_worker_death import workers_of
@@ -29,7 +30,7 @@ STAGES = SETTINGS | {"pipeline_parallel_size": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(number_of_kills(8), marks=pytest.mark.full)])
 def test_streams_survive_kills_of_any_process_of_a_pipeline(num_kills: int) -> None:
     dice = random.Random(9)
     shared_memory = set(os.listdir("/dev/shm"))

@@ -21,6 +21,7 @@ if sys.platform != "linux":
 from ratoon import AsyncLLM
 from ratoon.core.health import EngineState
 from ratoon.engine.processes.ledger import MAX_STRIKES
+from tests.faults.kills import number_of_kills
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import read_stream
 from tests.waiting import until
@@ -50,7 +51,7 @@ def temporary_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(number_of_kills(12), marks=pytest.mark.full)])
 def test_streams_survive_kills_of_any_process_of_a_replica(num_kills: int, temporary_files: Path) -> None:
     dice = random.Random(6)
     shared_memory = set(os.listdir("/dev/shm"))
