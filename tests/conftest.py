@@ -1,5 +1,6 @@
 """For all tests: what a test sees must not depend on how the run was started, or on what else the machine has."""
 
+import logging
 import os
 import signal
 import sys
@@ -50,6 +51,15 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 os.environ.setdefault("PYTEST_TIMEOUT", "1200")
 
 seeds.settle()
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A command that a test runs in this process sets up the package's log; later tests read it elsewhere."""
+    logger = logging.getLogger("ratoon")
+    saved = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.level, logger.handlers, logger.propagate = saved
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

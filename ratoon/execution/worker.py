@@ -66,6 +66,8 @@ class Worker:
     """Comes up in phases, each a method that returns plain data: `choose`, `load`, `measure`, `allocate`, `warm_up`.
     The size of the pool is an argument: workers of one engine agree on it, from what each has measured."""
 
+    _part = WHOLE_MODEL
+
     def __init__(
         self,
         config: EngineConfig,

@@ -184,10 +184,10 @@ class StepPlanner:
                 budget -= 1
                 num_left -= 1
             elif gap == 1 and num_left:
-                step.budget = budget
+                step.budget, num_before = budget, len(step.allocated)
                 self._schedule_with_memory(step, branch, gap)
                 budget = step.budget
-                num_left -= 1
+                num_left -= len(step.allocated) - num_before  # one that got no memory leaves its place to the next
             elif gap > 1:
                 long_gaps.append(branch)
         step.budget = budget

@@ -35,6 +35,11 @@ class FakeClient:
     def abort_requests(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
 
+    async def add_replica(self) -> int:
+        return 1
+
+    async def drain_replica(self, index: int) -> None: ...
+
     async def get_outputs(self) -> list[EngineCoreOutputs]:
         found = [await self.outputs.get()]
         self.num_taken += 1

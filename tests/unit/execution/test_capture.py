@@ -19,6 +19,7 @@ from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, ProgramSt
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.execution.readers.hidden_states import CapturedRows, CaptureReader, CaptureReaders, lay_out_spans
 from ratoon.execution.readers.interface import ExecutedPass, RowReader, StepLayout
+from ratoon.layers.shard import Stage
 from ratoon.models.base import FinalStates
 from tests.golden.hidden_oracle import states_by_transformers
 from tests.golden.tiny_models import TinyModel, tiny_gpt2, tiny_qwen3
@@ -360,6 +361,7 @@ class NumberedRows:
     """A model of three layers whose numbers name their layer and row, so that a mix-up shows."""
 
     config = SimpleNamespace(causal=True)
+    stage = Stage()
 
     def forward(
         self, ids: torch.Tensor, positions: Any, step: Any, rows: torch.Tensor, observers: list[Any], *rest: None

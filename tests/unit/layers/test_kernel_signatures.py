@@ -20,7 +20,7 @@ TYPES = {
     "void": None,
     "const char *": ctypes.c_char_p,
 }
-DECLARATION = re.compile(r"^(\w+ |const char \*)(ratoon_\w+)\(([^)]*)\);", re.MULTILINE)
+DECLARATION = re.compile(r"^(\w+ |const char \*|struct \w+ \*)(ratoon_\w+)\(([^)]*)\);", re.MULTILINE)
 
 
 def type_of(parameter: str) -> object:
@@ -33,7 +33,8 @@ def declared() -> dict[str, tuple[object, list[object]]]:
     for header in HEADERS:
         for result, name, parameters in DECLARATION.findall(header.read_text()):
             types = [type_of(" ".join(parameter.split())) for parameter in parameters.split(",") if parameter != "void"]
-            functions[name] = (TYPES.get(result, TYPES.get(result.strip())), types)
+            returned = ctypes.c_void_p if result.startswith("struct ") else TYPES.get(result, TYPES.get(result.strip()))
+            functions[name] = (returned, types)
     return functions
 
 
