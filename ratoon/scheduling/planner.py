@@ -16,7 +16,7 @@ from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.shared_prefills import Admission, SharedPrefills
 from ratoon.scheduling.shares import Owner
 from ratoon.scheduling.state import SchedulerState
-from ratoon.scheduling.step_draft import StepDraft
+from ratoon.scheduling.step_draft import NO_LIMIT, StepDraft
 from ratoon.scheduling.turns import StepShares, Turns
 
 
@@ -49,12 +49,21 @@ class StepPlanner:
         self._fill(step)
         if step.shares is not None:
             self._close_shares(step, step.shares)
-        if self._state.resting and step.is_empty and not self._state.in_flight:  # the others have given way to these
-            self._state.end_rests(early=True)
-            self._schedule_running(step)
+        if step.is_empty and not self._state.in_flight:
+            self._fill_empty(step)
         for kind in self._kinds.with_rows:
             kind.close(step)
         return self._build_plan(step)
+
+    def _fill_empty(self, step: StepDraft) -> None:
+        """Nothing was planned, and nothing else runs: plan what was left to later steps."""
+        is_left = step.max_decodes < NO_LIMIT
+        step.max_decodes = NO_LIMIT
+        if self._state.resting:  # the others have given way to these
+            self._state.end_rests(early=True)
+            is_left = True
+        if is_left:
+            self._schedule_running(step)
 
     def _fill(self, step: StepDraft) -> None:
         self._schedule_running(step)
