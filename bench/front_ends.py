@@ -31,7 +31,7 @@ LOAD_SECONDS = 150.0
 
 @dataclass(frozen=True)
 class Round:
-    """What the clients saw, and microseconds of processor time for an output token."""
+    """The result of one run: what the clients saw, and the microseconds of processor time for an output token."""
 
     tokens_per_second: float
     tokens_per_chunk: float

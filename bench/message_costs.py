@@ -43,7 +43,7 @@ def size_of(frames: list[Buffer]) -> int:
 
 @dataclass
 class Costs:
-    """Of a service in which so many branches of an engine decode."""
+    """Measures the messages of a service in which so many branches of an engine decode."""
 
     branches: int
     request_bytes: float  # of one with 1,000 prompt tokens, to the engine
@@ -83,7 +83,7 @@ def decode_steps(count: int) -> tuple[int, list[int], list[list[Buffer]]]:
 
 
 def rate_of(work: Callable[[], int], seconds: float) -> float:
-    """How often something is done in a second; `work` returns how often it has done it."""
+    """Returns how often something is done in a second; `work` returns how often it has done it."""
     done, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
         done += work()

@@ -62,7 +62,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the users of the service do. Lengths are in tokens."""
+    """Describes what the users of the service do. Lengths are in tokens."""
 
     num_sessions: int
     sessions_per_second: float
@@ -138,7 +138,7 @@ class Sessions:
 
 
 class Choice(Protocol):
-    """What the server's client asks, and tells, the balancer."""
+    """Stands for the server's client, which asks the balancer for an engine and tells it what became of requests."""
 
     def choose(self, request: EngineCoreRequest, candidates: Sequence[int]) -> int: ...
 
@@ -211,7 +211,7 @@ class Replica:
 
 @dataclass
 class Result:
-    """What one way to choose replicas gave."""
+    """The figures of one way to choose replicas."""
 
     name: str
     num_requests: int = 0

@@ -1,1 +1,1 @@
-"""What bench/ranks.py runs in other processes."""
+"""Programs that bench/ranks.py runs in other processes."""

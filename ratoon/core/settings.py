@@ -47,7 +47,7 @@ def values_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def changed_values(config: EngineConfig) -> dict[str, Any]:
-    """Those that are not at their defaults."""
+    """Returns the settings that are not at their defaults."""
     usual = values_of(EngineConfig(config.model))
     return {name: value for name, value in values_of(config).items() if value != usual[name]}
 

@@ -32,7 +32,7 @@ LINGER_MILLISECONDS = 1000  # for what was sent before a socket is closed
 
 
 def read_secret(config: EngineConfig) -> str:
-    """Of the file that the settings name, or of the environment. Raises ConfigError."""
+    """Returns the secret of the file that the settings name, or of the environment. Raises ConfigError."""
     if config.cluster_secret_file is not None:
         field = "cluster_secret_file"
         try:
@@ -51,7 +51,7 @@ def read_secret(config: EngineConfig) -> str:
 
 
 def keys_of_secret(secret: str) -> LinkKeys:
-    """The same on every host. Made slowly, so that a secret is not found by trying."""
+    """Returns keys that are the same on every host. They are made slowly, so that a secret is not found by trying."""
     key = hashlib.scrypt(secret.encode(), salt=b"ratoon cluster", n=2**14, r=8, p=1, dklen=32)
     private = z85.encode(key)
     return LinkKeys(zmq.curve_public(private).decode(), private.decode())

@@ -36,7 +36,7 @@ class HostLinks(StageLink):
         self._behind: zmq.Socket[bytes] | None = None
 
     def listen(self) -> str:
-        """Where the neighbour in the stage before can connect; nothing, if that is on this host."""
+        """Returns the address where the neighbour in the stage before can connect; nothing, if that is on this host."""
         if not self._listens:
             return ""
         self._before, endpoint = self._context.listen(zmq.PULL, self._address)

@@ -23,7 +23,7 @@ SECONDS_TO_END = 10.0
 
 
 class RankMessages(Protocol):
-    """What takes the messages of workers, from several threads."""
+    """Takes the messages of workers, from several threads."""
 
     def take(self, rank: int, message: list[Buffer]) -> None: ...
 
@@ -59,12 +59,12 @@ class LocalRanks:
             raise
 
     def send(self, frames: list[Buffer], seconds: float) -> None:
-        """To all of them. Raises RingTimeoutError."""
+        """Sends a message to all workers. Raises RingTimeoutError."""
         self._ring.write(frames, seconds)
 
     @property
     def end(self) -> str | None:
-        """How one of them has ended; None: all run."""
+        """Says how one of the workers has ended; None: all run."""
         return next((worker.end for worker in self.workers if worker.end is not None), None)
 
     def kill(self) -> None:
@@ -109,7 +109,7 @@ class WorkerHandle:
 
     @property
     def end(self) -> str | None:
-        """How it has ended; None: it runs."""
+        """Says how the worker has ended; None: it runs."""
         code = self._process.poll()
         if code is None:
             return None

@@ -46,11 +46,11 @@ class RankGroup(Protocol):
 
     @property
     def end(self) -> str | None:
-        """How one of them has ended; None: all run."""
+        """Says how one of the workers has ended; None: all run."""
         ...
 
     def send(self, frames: list[Buffer], seconds: float) -> None:
-        """To all of them. Raises RingTimeoutError if one takes nothing for so long."""
+        """Sends a message to all workers. Raises RingTimeoutError if one takes nothing for so long."""
         ...
 
     def kill(self) -> None: ...

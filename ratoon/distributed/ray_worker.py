@@ -40,7 +40,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def read(self, seconds: float) -> Iterator[list[Buffer]]:
-        """As RingReader.read."""
+        """Reads the next message, as RingReader.read does."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: self._next in self._messages, seconds):
                 raise RingTimeoutError(f"no message within {seconds:g} seconds")

@@ -98,7 +98,7 @@ class MemoryHandover:
         return b"\0ratoon-ranks-" + name.hex().encode()
 
     def listen(self) -> socket.socket:
-        """To be called before another rank learns the name."""
+        """Returns the listening socket. It is called before another rank learns the name."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self._address(self.name))
         listener.listen()

@@ -14,7 +14,7 @@ TENSORS_TO_READ = 16  # the smallest: norms and biases, which differ between ver
 
 
 def digest_of_model(config: ModelConfig, tensors: TensorSource) -> str:
-    """Of the config, of the names and shapes of all tensors, and of the numbers of the smallest."""
+    """Returns a digest of the config, of the names and shapes of all tensors, and of the numbers of the smallest."""
     shapes = tensors.shapes()
     digest = blake2b(repr(config).encode(), digest_size=16)
     for name, shape in sorted(shapes.items()):

@@ -98,7 +98,7 @@ class GrowingCount:
 
 
 class EngineCounts(msgspec.Struct, array_like=True):
-    """What one engine reported, as it travels between processes."""
+    """The report of one engine, as it travels between processes."""
 
     newest: SchedulerStats
     sums: dict[str, int]

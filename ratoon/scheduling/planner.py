@@ -498,7 +498,7 @@ class StepPlanner:
 
 
 def _tokens_behind_prompt(branch: Branch, count: int) -> list[int]:
-    """Those of its next tokens that are known and that a worker has not got with the prompt."""
+    """Returns the next tokens of a branch that are known and that a worker has not got with the prompt."""
     start = branch.num_computed_tokens
     return branch.token_ids[max(start, branch.num_prompt_tokens) : start + count]
 

@@ -28,7 +28,7 @@ class ResponseDirectory(Protocol):
         """A run keeps its response from now on."""
 
     async def add_background(self, response: StoredResponse) -> None:
-        """As `add`, for a response that runs in the background: it can be found by any front end afterwards."""
+        """Adds a response that runs in the background: any front end can find it afterwards."""
 
     def settle(self, response: StoredResponse) -> None:
         """A response has grown, or has ended."""

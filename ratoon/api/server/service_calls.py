@@ -28,7 +28,7 @@ class FrontEndLaunch(msgspec.Struct):
 
 
 class ResponseRecord(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What does not change of a response that runs."""
+    """The part of a running response that does not change."""
 
     id: str
     owner: str | None
@@ -44,7 +44,7 @@ class ResponseRecord(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class ResponseProgress(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What changes of it."""
+    """The part of a running response that changes."""
 
     status: str
     num_output_bytes: int = 0

@@ -44,7 +44,7 @@ class Processed(NamedTuple):
 
 
 class EndedRequests(Protocol):
-    """What is told of the end of every request."""
+    """Gets notice of the end of every request."""
 
     def note_end(self, owner: str | None, external_id: str, request_id: str, root: Root | None) -> None: ...
 
@@ -127,7 +127,7 @@ class OutputProcessor:
         return (owner, external_id) in self._internal_ids
 
     def internal_id(self, external_id: str, owner: str | None = None) -> str | None:
-        """What the engine calls a request that is under way."""
+        """Returns the engine's id of a request that is under way."""
         return self._internal_ids.get((owner, external_id))
 
     def _find(self, external_id: str, owner: str | None) -> RequestState | None:

@@ -20,7 +20,7 @@ from ratoon.core.request import EngineCoreOutputs
 
 @dataclass(slots=True)
 class QueueFigures:
-    """What an engine reported after its last step."""
+    """The figures that an engine reported after its last step."""
 
     num_running: int = 0  # branches in its batch
     num_waiting: int = 0

@@ -139,7 +139,7 @@ class EngineHub:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def handlers(self, index: int) -> dict[str, Callable[..., Any]]:
-        """What answers the calls of the front end with this index."""
+        """Returns the functions that answer the calls of the front end with this index."""
         return {
             "add_request": lambda request: self._add(index, request),
             "abort_requests": self._abort,

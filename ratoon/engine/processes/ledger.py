@@ -270,7 +270,7 @@ class Ledger:
             entry.untold = dict.fromkeys(entry.untold, False)
 
     def _queue_again(self) -> None:
-        """In the order of arrival, before requests that arrived later."""
+        """Queues a request in the order of arrival, before requests that arrived later."""
         self._waiting = {
             key: entry for key, entry in self._entries.items() if entry.engine is None and not entry.is_complete
         }

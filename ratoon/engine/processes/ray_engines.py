@@ -152,7 +152,7 @@ class RayEngineProcess(EngineProcess):
 
     @property
     def pid(self) -> int | None:
-        """Of the process on its node; None: it is not known yet."""
+        """The process id on its node; None: it is not known yet."""
         return self._pid
 
     def kill(self) -> None:
