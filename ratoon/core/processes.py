@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -61,6 +62,18 @@ def continue_when_parent_dies() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def hold_lifeline() -> None:
+    """Ends this process when its parent is gone, by a thread that waits for it: the standard input that `start_process`
+    has given to the process closes then."""
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
 
 
 def name_process(name: str) -> None:

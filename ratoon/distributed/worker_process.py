@@ -25,7 +25,13 @@ from typing import Any, Protocol
 
 from ratoon.core.errors import StepSkippedError
 from ratoon.core.faults import fault_of
-from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, name_process, read_launch
+from ratoon.core.processes import (
+    continue_when_parent_dies,
+    hold_lifeline,
+    ignore_signals_of_the_group,
+    name_process,
+    read_launch,
+)
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, WorkerLaunch
 from ratoon.core.wire import Buffer, encode
 from ratoon.core.worker import decode_call, encode_result
@@ -173,13 +179,6 @@ class WorkerProcess:
             self._deliver([kind.value, *frames])
 
 
-def hold_lifeline() -> None:
-    """Ends this process when its parent is gone."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
-
-
 def main() -> int:
     ignore_signals_of_the_group()
     continue_when_parent_dies()
@@ -189,7 +188,7 @@ def main() -> int:
     configure_logging()
     launch = read_launch(sys.stdin.buffer, WorkerLaunch)
     name_process(f"rank{launch.rank}@{launch.engine}")
-    threading.Thread(target=hold_lifeline, name="lifeline", daemon=True).start()
+    hold_lifeline()
     number = launch.rank - launch.first_rank
     reader = RingReader(ring, number, launch.num_local_ranks, socket.socket(fileno=side))
     deliver = partial(send_frames, socket.socket(fileno=results))

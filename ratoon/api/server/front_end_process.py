@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 from typing import Any
 
 import msgspec
@@ -23,7 +22,13 @@ from ratoon.api.server.service_calls import FRONT_END, SERVICE, FrontEndLaunch, 
 from ratoon.api.server.shared_state import SharedState
 from ratoon.core.errors import RatoonError
 from ratoon.core.faults import fault_of
-from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, name_process, read_launch
+from ratoon.core.processes import (
+    continue_when_parent_dies,
+    hold_lifeline,
+    ignore_signals_of_the_group,
+    name_process,
+    read_launch,
+)
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.processes.hub_client import HubClient
@@ -125,13 +130,6 @@ async def _sends_nothing(message: Any) -> None:
     """There is no client that waits."""
 
 
-def _hold_lifeline() -> None:
-    """Standard input closes when the service is gone, however it ended."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(1)
-
-
 def main() -> int:
     ignore_signals_of_the_group()
     continue_when_parent_dies()
@@ -141,7 +139,7 @@ def main() -> int:
     launch = read_launch(sys.stdin.buffer, FrontEndLaunch)
     name_process(f"ratoon-http-{launch.index}")
     configure_server_logging(None, None, launch.settings.access_log)
-    threading.Thread(target=_hold_lifeline, name="lifeline", daemon=True).start()
+    hold_lifeline()
     process = FrontEndProcess(launch, socket.socket(fileno=link), socket.socket(fileno=listening))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         code = runner.run(process.run())
