@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ratoon.core.adapters import AdapterReport
 from ratoon.core.errors import RequestError
 from ratoon.core.wire import WireTensor
 
@@ -79,6 +80,9 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # Branches that end because their grammar allows no token, and why: it exceeds a limit, or no text matches
     refused: dict[str, str] = {}
     transfers: TransferReport | None = None  # None: there are no news of blocks that are loaded or stored
+    adapters: AdapterReport | None = None  # None: there are no news of adapters
+    # Guesses at the tokens behind those of this step, by branch, from a model or heads on the device
+    draft_token_ids: dict[str, list[int]] = {}
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ratoon.core.adapters import AdapterLoad
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.wire import WireTensor
@@ -77,6 +78,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     encoder_token_ids: list[int] = []  # the encoder input, where a rule over tokens needs it
     packed_prompt: bytes = b""  # the first of `token_ids` once more, as 32-bit integers: copied faster. Or nothing
     overrides: InputOverrides | None = None
+    adapter_slot: int = -1  # of its adapter; -1: the base model alone
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -198,6 +200,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     # Tensors [rows, hidden size] that requests brought, for EmbeddingSpan. The runner keeps them until they are freed.
     new_embeddings: dict[str, WireTensor] = {}
     freed_embeddings: list[str] = []
+    adapter_loads: list[AdapterLoad] = []
 
     @property
     def req_ids(self) -> list[str]:
@@ -227,4 +230,4 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
-        return self.is_empty and not told and not self.loads and not self.freed_embeddings
+        return self.is_empty and not told and not self.loads and not self.freed_embeddings and not self.adapter_loads
