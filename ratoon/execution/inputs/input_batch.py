@@ -246,9 +246,10 @@ class InputBatch:
         self.token_ids[row, start : start + len(tokens)] = tokens
         self.note_tokens(row, start, len(tokens))
 
-    def next_cells(self, rows: np.ndarray) -> np.ndarray:
-        """Where in `memory` the next token of each of these rows goes; -1: there is no room."""
-        num_tokens = self.num_tokens[rows]
+    def next_cells(self, rows: np.ndarray, ahead: np.ndarray | int = 0) -> np.ndarray:
+        """Where in `memory` the next token of each of these rows goes, or the one so many places behind it; -1: there
+        is no room."""
+        num_tokens = self.num_tokens[rows] + ahead
         cells: np.ndarray = rows * self.max_model_len + num_tokens
         if num_tokens.max() >= self.max_model_len:
             cells[num_tokens >= self.max_model_len] = -1

@@ -39,7 +39,8 @@ MAX_TOKENS = 2048  # of another
 # What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
 LAUNCH_SECONDS_OF_LAYER = 300e-6
 OPERATIONS_PER_SECOND = 600e12
-REQUEST_SIZES = (8, 32, 128)
+REQUEST_SIZES = (8, 33, 129)  # one more than is usual: padding has a request of its own
+FEW_TOKENS = 8  # of each request, in steps that check drafts or append tokens without a choice
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 RUN_SIZES = (1, 4, 16, 64)  # runs of requests that share a prefix
 SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them
@@ -86,10 +87,13 @@ class ProgramKey(NamedTuple):
     num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
     has_embeddings: bool = False  # rows that are no token ids
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
+    has_few: bool = False  # no request has more than FEW_TOKENS
 
     @property
     def max_query_len(self) -> int:
-        return 1 if self.num_reqs is None else self.size
+        if self.num_reqs is None:
+            return 1
+        return FEW_TOKENS if self.has_few else self.size
 
     @property
     def reads_all(self) -> bool:
@@ -413,11 +417,13 @@ class Graphs:
         size = self.steps.size_for(num_tokens, is_decode)
         if size is None:
             return None
-        num_reqs = None
+        num_reqs, has_few = None, False
         if not is_decode:
             num_reqs = padded_reqs(count, size - num_tokens, size, self._inputs.rows.max_model_len)
             if num_reqs is None:
                 return None
+            longest = max(step.batch.num_scheduled.max(), -(-(size - num_tokens) // max(num_reqs - count, 1)))
+            has_few = bool(size > FEW_TOKENS >= longest)
         has_embeddings = step.embeddings is not None
         if is_decode and step.reads_all:
             ends: tuple[PaddedEnd, ...] = (PaddedEnd(step.wanted[0].end.in_pass, None),)
@@ -427,7 +433,7 @@ class Graphs:
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
             return None
-        return ProgramKey(size, num_reqs, ends, step.num_layers, has_embeddings=has_embeddings)
+        return ProgramKey(size, num_reqs, ends, step.num_layers, has_embeddings=has_embeddings, has_few=has_few)
 
     def _run_padded(self, key: ProgramKey) -> list[Any]:
         """The program of the step that `inputs.send` has brought to the device."""

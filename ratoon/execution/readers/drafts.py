@@ -1,12 +1,15 @@
 """Draft tokens for the runner: guesses at the next tokens of branches, checked by the rows that compute them.
 
 A draw depends on the seed and the place of its token, so the tokens that are kept are those that would have been
-sampled one by one.
+sampled one by one. Where branches lie on the device, the program chooses the tokens of all rows, and writes each behind
+its own: those behind the first that differs from its draft are not read, and are overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,9 +17,12 @@ import torch
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows
-from ratoon.execution.readers.interface import NO_TOKEN
+from ratoon.execution.readers.interface import NO_TOKEN, Finish
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler
+from ratoon.execution.sampling.sampling_rows import SamplingRows
+from ratoon.execution.sampling.tokens import SampledTokens
+from ratoon.execution.sampling.told_runs import ToldRun
 
 
 class DraftsReader:
@@ -78,6 +84,44 @@ class DraftsReader:
             output.completed.append(req_id)
         else:
             output.refused[req_id] = grammar.problem or NOT_MATCHED
+
+
+@dataclass(slots=True)
+class CheckedTokensReader:
+    """Reads tokens that the program has chosen for all rows of branches with drafts, and for the last one of others,
+    which come first. Waits for nothing: what is kept of drafts is appended to the rows when the next step begins."""
+
+    wanted: EndRows
+    ids: list[str]
+    rows: np.ndarray  # of the branches
+    drafts: Sequence[list[int]]  # of each branch
+    num_without: int  # branches without drafts
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, tokens: torch.Tensor, output: ModelRunnerOutput) -> Finish:
+        sampled = SampledTokens(tokens)
+        sampled.start_copy()
+        without = self.rows[: self.num_without]
+        if len(without):
+            self.branches.append_pending(without)
+            self.sampling_rows.append_unread(without, sampled)
+        runs = [self.sampling_rows.expect_run(row) for row in self.rows[self.num_without :].tolist()]
+        return partial(self._put, sampled, runs)
+
+    def _put(self, sampled: SampledTokens, runs: list[ToldRun], output: ModelRunnerOutput) -> None:
+        drawn, bad = sampled.to_numpy().tolist(), set(sampled.bad_rows)
+        first = 0
+        for place, (req_id, drafts) in enumerate(zip(self.ids, self.drafts)):
+            kept = _kept_tokens(drawn[first : first + len(drafts) + 1], drafts, bad, first)
+            first += len(drafts) + 1
+            if not kept:
+                output.errors[req_id] = NO_TOKEN
+                continue
+            output.req_ids.append(req_id)
+            output.sampled_token_ids.append(kept)
+            if place >= self.num_without:
+                self.sampling_rows.tell(runs[place - self.num_without], kept)
 
 
 def _kept_tokens(drawn: list[int], drafts: list[int], bad: set[int], first: int) -> list[int]:

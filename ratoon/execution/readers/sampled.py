@@ -15,7 +15,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
-from ratoon.execution.readers.drafts import DraftsReader
+from ratoon.execution.readers.drafts import CheckedTokensReader, DraftsReader
 from ratoon.execution.readers.interface import NO_TOKEN, Finish, RowReader, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler, all_of
@@ -62,9 +62,13 @@ class SampledReaders:
         readers: list[RowReader] = []
         drafts = plan.scheduled_spec_decode_tokens
         if drafts:
-            readers.append(self._checking_reader(drafts, layout))
-            places = [place for place, req_id in enumerate(ids) if req_id not in drafts]
-            ids, own, rows = [ids[place] for place in places], own[places], rows[places]
+            others = [place for place, req_id in enumerate(ids) if req_id not in drafts]
+            checked = None if plan.fanout else self._checked_on_device(drafts, layout, ids, own, others)
+            if checked is not None:
+                return [checked]
+            ids, own, rows = [ids[place] for place in others], own[others], rows[others]
+            checked = self._checked_on_device(drafts, layout, ids, own, [])
+            readers.append(checked or self._checking_reader(drafts, layout))
             if not ids:
                 return readers
         needed = all_of(self._sampler.rows.needs[own])
@@ -81,6 +85,33 @@ class SampledReaders:
         rows = [np.arange(last[req_id] - len(tokens), last[req_id] + 1) for req_id, tokens in drafts.items()]
         wanted = EndRows(Logits(), np.concatenate(rows))
         return DraftsReader(wanted, drafts, self._branches, self._sampler, self._first_spare)
+
+    def _checked_on_device(
+        self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str], own: np.ndarray, others: list[int]
+    ) -> RowReader | None:
+        """Reads the branches with drafts, and `others` of `ids`, whose rows are `own`. None: the program can't choose
+        their tokens."""
+        if self._resident is None:
+            return None
+        drafted = np.array([layout.batch_rows[layout.place_of[req_id]] for req_id in drafts])
+        if all_of(self._sampler.rows.needs[drafted]) & ~(Needs.RANDOM | Needs.FILTER):
+            return None
+        branches, all_ids = np.concatenate([own[others], drafted]), [*(ids[place] for place in others), *drafts]
+        all_drafts = [*([] for _ in others), *drafts.values()]
+        counts = np.array([len(tokens) + 1 for tokens in all_drafts])
+        of_branch = np.repeat(branches, counts)
+        ahead = np.arange(len(of_branch)) - np.repeat(counts.cumsum() - counts, counts)
+        found = self._sampler.plain_numbers(of_branch, self._branches.seeds[of_branch], ahead)
+        if found is None:
+            return None
+        numbers, mode = found
+        last_rows = layout.last_rows[[layout.place_of[req_id] for req_id in all_ids]]
+        rows = np.repeat(last_rows - counts + 1, counts) + ahead
+        columns = {"token_cells": self._branches.next_cells(of_branch, ahead), **numbers}
+        wanted = EndRows(TOKENS[mode], rows, columns)
+        return CheckedTokensReader(
+            wanted, all_ids, branches, all_drafts, len(others), self._branches, self._sampler.rows
+        )
 
     def _reader_of(
         self, plan: SchedulerOutput, ids: list[str], own: np.ndarray, rows: np.ndarray, is_plain: bool

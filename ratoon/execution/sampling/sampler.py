@@ -80,7 +80,9 @@ class Sampler:
         on_device = dict(zip(numbers, all_to_device(list(numbers.values()), logits.device)))
         return sampling.sample_plain(logits, **on_device, mode=_mode(all_of(needs)), masks=masks)
 
-    def plain_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
+    def plain_numbers(
+        self, slots: np.ndarray, seeds: np.ndarray, ahead: np.ndarray | int = 0
+    ) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The arguments of `sampling.sample_plain` for these rows. None: they need more than it does."""
         needs = self.rows.needs[slots]
         if self.rows.has_unread and not all_of(needs) & Needs.EDITS:
@@ -90,7 +92,7 @@ class Sampler:
         if needed & (Needs.EDITS | Needs.PENALTIES | Needs.LOGPROBS):
             return None
         mode = _mode(needed)
-        return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)), mode
+        return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs, ahead)), mode
 
     def masked_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
         """The same for rows of which some have a grammar, whose masks are filled while the device computes. None: they
@@ -106,14 +108,16 @@ class Sampler:
         numbers = {} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs)
         return {**numbers, "mask_of": mask_of}, mode
 
-    def _plain_numbers(self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> dict[str, np.ndarray]:
+    def _plain_numbers(
+        self, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray, ahead: np.ndarray | int = 0
+    ) -> dict[str, np.ndarray]:
         rows = self.rows
         return {
             "temperature": np.where(needs & Needs.RANDOM, rows.temperature[slots], np.float32(0)),
             "top_k": rows.top_k[slots],
             "top_p": rows.top_p[slots],
             "min_p": rows.min_p[slots],
-            "uniforms": sampling.uniform(seeds, rows.num_outputs[slots]),
+            "uniforms": sampling.uniform(seeds, rows.num_outputs[slots] + ahead),
         }
 
     def _choose_in_groups(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, needs: np.ndarray) -> Chosen:

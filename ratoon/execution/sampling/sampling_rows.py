@@ -311,6 +311,16 @@ class SamplingRows:
             runs.tails = {row: tail for row, tail in tails.items() if tail}
         return runs
 
+    def expect_run(self, slot: int) -> ToldRun:
+        """The tokens that a step which checks drafts will keep of this slot: its result tells them, by `tell`."""
+        run = self._told[slot] = ToldRun(slot, int(self.num_outputs[slot]))
+        return run
+
+    def tell(self, run: ToldRun, tokens: list[int]) -> None:
+        """Called by the thread that takes results, once for each run, before the result is handed out."""
+        run.tokens = tokens
+        self._told_since.append(run)
+
     def append_told(self) -> list[tuple[int, list[int]]]:
         """Append the tokens that results have told since the last step. Returns the slots that did not have them, and
         the tokens. Their rules read them as they read those that are on their way."""
@@ -323,7 +333,8 @@ class SamplingRows:
                 self.num_outputs[slot] += len(tokens)
                 if self._penalties:
                     self._penalties.append_run(slot, tokens)
-                self._unread.append(ToldTokens(np.array([slot]), int(self.incarnations[slot]), tokens))
+                if self.needs[slot] & Needs.TOKENS:
+                    self._unread.append(ToldTokens(np.array([slot]), int(self.incarnations[slot]), tokens))
                 appended.append((slot, tokens))
         return appended
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import CaptureStep
-from ratoon.execution.passes.ends import Logits, Tokens
+from ratoon.execution.passes.ends import Layers, Logits, Tokens
 from tests.unit.execution.test_graphs import ends_of, padded_driver
 from tests.unit.execution.test_model_runner import (
     BACKENDS,
@@ -136,4 +136,48 @@ def test_guesses_are_checked_in_a_padded_step() -> None:
         total_num_scheduled_tokens=5,
     )
     assert dict(zip(output.req_ids, output.sampled_token_ids)) == {"a": a[1:4], "b": b[1:2]}
-    assert [type(end) for end in ends_of(keys[-1])][:2] == [Tokens, Logits] and "x" in output.hidden_states
+    assert [type(end) for end in ends_of(keys[-1])] == [Tokens, Layers] and "x" in output.hidden_states
+    assert token_of(driver.step(known={"a": len(PROMPT) + 3}), "a") == oracle_greedy(LLAMA, PROMPT, 5)[4]
+
+
+@interpreted
+@pytest.mark.parametrize("params", ["greedy", "random", "filtered", "logprobs"])
+def test_padded_steps_check_the_guesses_of_several_branches_as_single_steps_do(params: str) -> None:
+    """By programs for a few tokens of each request, and by the host where a branch asks for more than these choose."""
+    asked = PARAMS[params]
+    driver, keys = padded_driver()
+    a, b = (one_by_one_of(prompt, asked) for prompt in (PROMPT, OTHER))
+    wrong = WRONG if b[3] != WRONG else WRONG + 1
+    new = [driver.new("a", PROMPT, 1, params=asked, seed=5), driver.new("b", OTHER, 5, params=asked, seed=5)]
+    driver.step(new=new)
+    output = driver.step(
+        known={"a": len(PROMPT), "b": len(OTHER)},
+        counts={"a": 5, "b": 5},
+        scheduled_spec_decode_tokens={"a": a[1:5], "b": [*b[1:3], wrong, b[4]]},
+    )
+    assert dict(zip(output.req_ids, output.sampled_token_ids)) == {"a": a[1:6], "b": b[1:4]}
+    assert keys[-1].has_few and keys[-1].size == 16
+    assert isinstance(ends_of(keys[-1])[0], Logits if params == "logprobs" else Tokens)
+    output = driver.step(
+        known={"a": len(PROMPT) + 5, "b": len(OTHER) + 3},
+        counts={"a": 1, "b": 3},
+        scheduled_spec_decode_tokens={"b": b[4:6]},
+    )
+    assert dict(zip(output.req_ids, output.sampled_token_ids)) == {"a": a[6:7], "b": b[4:7]}
+
+
+def one_by_one_of(prompt: list[int], params: SamplingParams) -> list[int]:
+    driver = Driver()
+    first = token_of(driver.step(new=[driver.new("a", prompt, 1, params=params, seed=5)]), "a")
+    return [first, *driver.decode("a", len(prompt), 7)]
+
+
+@interpreted
+def test_a_branch_that_is_dropped_while_its_guesses_are_checked_leaves_nothing_to_the_next() -> None:
+    driver, _ = padded_driver()
+    a, b = oracle_greedy(LLAMA, PROMPT, 4), oracle_greedy(LLAMA, OTHER, 3)
+    driver.step(new=[driver.new("a", PROMPT, 1)])
+    driver.step(known={"a": len(PROMPT)}, counts={"a": 3}, scheduled_spec_decode_tokens={"a": a[1:3]})
+    output = driver.step(new=[driver.new("b", OTHER, 1)], finished_req_ids=["a"])
+    assert token_of(output, "b") == b[0]
+    assert [token_of(driver.step(known={"b": len(OTHER) + place}), "b") for place in (0, 1)] == b[1:3]
