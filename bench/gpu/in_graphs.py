@@ -4,7 +4,8 @@
 
 states: the hidden states of the last token of every request, which the step computes, are read out after the final
 norm. prefix: the requests share a prefix of 4,096 tokens, which attention reads once for all of them; the plain step
-reads it for each. Steps are hand-written plans, two in flight, and the weights are random.
+reads it for each. drafts: the step checks drafts of every request, of which none is right; its result is waited for,
+as that of the plain step beside it. Steps are hand-written plans, otherwise two in flight, and the weights are random.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PREFIX = 4096  # tokens
 OWN = 64  # of a request, behind the prefix
 PROMPT = 128  # of a request whose states are read
 MAX_MODEL_LEN = 8192
+WRONG = 3  # a token that the model does not choose
 
 
 class Batch:
@@ -88,6 +90,18 @@ class Batch:
             in_flight.popleft().result()
         return (time.perf_counter() - begin) / num_steps
 
+    def seconds_a_check(self, num_steps: int, num_drafts: int) -> float:
+        """Of a step that is waited for, and in which every request has so many drafts. None is kept."""
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            plan = self.decode(None)
+            if num_drafts:
+                plan.num_scheduled_tokens = dict.fromkeys(self._names, 1 + num_drafts)
+                plan.total_num_scheduled_tokens *= 1 + num_drafts
+                plan.scheduled_spec_decode_tokens = {name: [WRONG] * num_drafts for name in self._names}
+            self._executor.submit(plan).result()
+        return (time.perf_counter() - begin) / num_steps
+
     def end(self) -> None:
         self._executor.submit(SchedulerOutput(finished_req_ids=self._names)).result()
 
@@ -140,6 +154,18 @@ def compare_prefix(executor: UniProcExecutor, args: argparse.Namespace, prefix: 
     compare(f"{args.requests} requests behind {prefix:,} common tokens", args.rounds, ways)
 
 
+def compare_drafts(executor: UniProcExecutor, args: argparse.Namespace, num_requests: int, num_drafts: int) -> None:
+    def measure(count: int) -> float:
+        batch = Batch(executor, num_requests, PROMPT, 0)
+        batch.seconds_a_check(5, count)
+        seconds = batch.seconds_a_check(args.steps, count)
+        batch.end()
+        return seconds
+
+    ways = {"plain": lambda: measure(0), "with drafts": lambda: measure(num_drafts)}
+    compare(f"{num_drafts} drafts of each of {num_requests} requests", args.rounds, ways)
+
+
 def runner_of(executor: UniProcExecutor) -> ModelRunner:
     return executor._worker.runner
 
@@ -164,6 +190,9 @@ def main() -> None:
         with LLM(str(folder), load_format="dummy", device=args.device, **settings) as llm:
             executor = llm._client.core.executor
             assert isinstance(executor, UniProcExecutor)
+            for num_requests in sorted({1, args.requests}):
+                for num_drafts in (3, 7):
+                    compare_drafts(executor, args, num_requests, num_drafts)
             compare_states(executor, args)
             for prefix in map(int, args.prefixes.split(",")):
                 compare_prefix(executor, args, prefix)
