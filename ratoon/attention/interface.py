@@ -16,6 +16,9 @@ import torch
 from ratoon.core.kv import AttentionSpec, KVCacheSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
+# Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
+# a kernel of their own for such steps.
+FEW_TOKENS = 8
 LayerCache = tuple[torch.Tensor, ...]  # of one layer: the tensors that its spec names, each [blocks, …]
 
 

@@ -16,10 +16,17 @@ import numpy as np
 import torch
 
 from ratoon.attention import triton_balanced
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.interface import (
+    FEW_TOKENS,
+    AttentionBackend,
+    AttentionNeeds,
+    CommonAttentionMetadata,
+    LayerCache,
+)
 from ratoon.attention.triton_balanced import Balance, BalancedDecode
 from ratoon.attention.triton_plan import (
     LONGEST,
+    MAX_FEW_ROWS,
     MAX_PARTS,
     MAX_SHARED_REQUESTS,
     MAX_TILES,
@@ -229,16 +236,27 @@ class TritonAttentionBackend(AttentionBackend):
             return False  # a norm would have another order; the new key can't be placed among pairs of fp8
         if not (is_small if self._fused_store is None else self._fused_store):
             return False
-        if metadata.inputs.max_query_len > 1 or operands.group > SHORT_ROWS:
+        longest = metadata.inputs.max_query_len
+        if operands.group > SHORT_ROWS or (longest > 1 and not self._takes_few(operands)):
             return False
-        return layer.causal and layer.bias is None and self._find_cascade(operands, 1) is None
+        return layer.causal and layer.bias is None and self._find_cascade(operands, longest) is None
+
+    def _takes_few(self, operands: Operands) -> bool:
+        """Whether one kernel can do so for requests of several tokens."""
+        fits = FEW_TOKENS * operands.group <= min(MAX_FEW_ROWS, self._decode_tiles(operands).block_m)
+        is_plain = not self._batch_invariant and operands.pages.dtype == operands.q.dtype
+        return fits and is_plain and operands.metadata.inputs.max_query_len <= FEW_TOKENS
+
+    def _decode_tiles(self, operands: Operands) -> Tiles:
+        num_tokens = 1 if operands.metadata.inputs.max_query_len == 1 else FEW_TOKENS
+        return self._tiles or choose_tiles(operands.layer.head_dim, operands.q.dtype, num_tokens * operands.group)
 
     def _decode(self, operands: Operands, k: Tensor, v: Tensor, transform: HeadTransform | None) -> None:
         if self._batch_invariant:
             self._decode_in_tiles(operands, k, v, transform)
             return
         layer, q = operands.layer, operands.q
-        tiles = self._tiles or choose_tiles(layer.head_dim, q.dtype, operands.group)
+        tiles = self._decode_tiles(operands)
         num_tiles = operands.metadata.num_requests * layer.num_kv_heads
         if self._tiles is None and q.dtype != torch.float32:
             tiles = replace(tiles, num_stages=choose_decode_stages(num_tiles, num_multiprocessors(q.device)))

@@ -33,14 +33,14 @@ def _partners(dims, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_factors(
+def load_factors(
     position_ptr, cos_sin_ptr, axes_ptr, stride_axis, weight_ptr, NUM: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
     HAS_AXES: tl.constexpr,
 ):  # fmt: skip
     """What the elements of NUM heads are multiplied with: the norm's weights, of them and of their partners, and the
     cosine and sine of their rotation. Each [NUM, DIM_PAD], though heads have them in common: then nothing has to change
-    its place in registers."""
+    its place in registers. `position_ptr`: that of all heads, or [NUM, 1] of each."""
     dims = tl.arange(0, NUM)[:, None] * 0 + tl.arange(0, DIM_PAD)[None, :]
     weights = dims
     cos, sin = dims, dims  # not used
@@ -60,22 +60,31 @@ def _load_factors(
 
 
 @triton.jit
+def load_rows(
+    row_ptrs, in_rows, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, HAS_ROTARY: tl.constexpr
+):  # fmt: skip
+    """The heads at `row_ptrs` [N, 1], as [N, DIM_PAD], and the partners of their elements in their places."""
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = in_rows & (dims < HEAD_DIM)
+    x = tl.load(row_ptrs + dims, mask=mask, other=0.0)
+    y = x
+    if HAS_ROTARY:
+        y = tl.load(row_ptrs + _partners(dims, HALF), mask=mask, other=0.0)
+    return x, y
+
+
+@triton.jit
 def _load_heads(
     head_ptr, stride, count, NUM: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
 ):  # fmt: skip
     """`count` heads of one token [NUM, DIM_PAD], and the partners of their elements in their places."""
-    heads, dims = tl.arange(0, NUM)[:, None], tl.arange(0, DIM_PAD)[None, :]
-    mask = (heads < count) & (dims < HEAD_DIM)
-    x = tl.load(head_ptr + heads * stride + dims, mask=mask, other=0.0)
-    y = x
-    if HAS_ROTARY:
-        y = tl.load(head_ptr + heads * stride + _partners(dims, HALF), mask=mask, other=0.0)
-    return x, y
+    heads = tl.arange(0, NUM)[:, None]
+    return load_rows(head_ptr + heads * stride, heads < count, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
 
 
 @triton.jit
-def _transform(
+def transform(
     x, y, weights, others, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +103,7 @@ def _transform(
 
 
 @triton.jit
-def _as_kept(x, dtype: tl.constexpr):
+def as_kept(x, dtype: tl.constexpr):
     x = x.to(tl.float32)
     if dtype == tl.float8e4nv:  # it has no infinity: larger numbers become the largest
         x = tl.clamp(x, -448.0, 448.0)
@@ -102,15 +111,17 @@ def _as_kept(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store_token(
-    key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+def store_tokens(
+    key, value, slot, is_there, cache_ptr, kv_head, stride_block, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
+    """Writes keys and values [N, DIM_PAD] to their slots: one, or [N, 1]."""
     dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = is_there & (dims < HEAD_DIM)
     cache_ptrs = cache_ptr + slot // BLOCK_SIZE * stride_block + kv_head * (BLOCK_SIZE * HEAD_DIM) + dims
     cache_ptrs += slot % BLOCK_SIZE * HEAD_DIM
-    tl.store(cache_ptrs, key, mask=dims < HEAD_DIM)
-    tl.store(cache_ptrs + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=dims < HEAD_DIM)
+    tl.store(cache_ptrs, key, mask=mask)
+    tl.store(cache_ptrs + KV_HEADS * BLOCK_SIZE * HEAD_DIM, value, mask=mask)
 
 
 @triton.jit
@@ -168,11 +179,11 @@ def decode_kernel(
         q_odd, acc_odd = q, acc
     pages = load_pages(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    q_weights, q_others, q_cos, q_sin = _load_factors(
+    q_weights, q_others, q_cos, q_sin = load_factors(
         positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF,
         HAS_Q_NORM, HAS_ROTARY, HAS_AXES,
     )  # fmt: skip
-    k_weights, k_others, k_cos, k_sin = _load_factors(
+    k_weights, k_others, k_cos, k_sin = load_factors(
         positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF,
         HAS_K_NORM, HAS_ROTARY, HAS_AXES,
     )  # fmt: skip
@@ -195,16 +206,14 @@ def decode_kernel(
             q_x, q_y = _load_heads(q_ptr, stride_q_head, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
             k_x, k_y = _load_heads(k_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
             value, _ = _load_heads(v_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, False)
-            heads = _transform(
+            heads = transform(
                 q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY, False
             ).to(q_ptr.dtype.element_ty)
-            key = _transform(
-                k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, False
-            )
-            key, value = _as_kept(key, cache_ptr.dtype.element_ty), _as_kept(value, cache_ptr.dtype.element_ty)
+            key = transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, False)
+            key, value = as_kept(key, cache_ptr.dtype.element_ty), as_kept(value, cache_ptr.dtype.element_ty)
             if split == 0:
-                _store_token(
-                    key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE
+                store_tokens(
+                    key, value, slot, True, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE
                 )
             score = tl.sum(heads.to(tl.float32) * key.to(tl.float32), 1) * scale
             peak = _repeat(tl.where(split == 0, score, float("-inf")), BLOCK_M)
@@ -298,11 +307,11 @@ def tiled_decode_kernel(
         tile, begin, end, cache_ptr, table_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N
     )
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    q_weights, q_others, q_cos, q_sin = _load_factors(
+    q_weights, q_others, q_cos, q_sin = load_factors(
         positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF,
         HAS_Q_NORM, HAS_ROTARY, HAS_AXES,
     )  # fmt: skip
-    k_weights, k_others, k_cos, k_sin = _load_factors(
+    k_weights, k_others, k_cos, k_sin = load_factors(
         positions_ptr + token, cos_sin_ptr, axes_ptr, stride_axis, k_weight_ptr, 1, HEAD_DIM, DIM_PAD, HALF,
         HAS_K_NORM, HAS_ROTARY, HAS_AXES,
     )  # fmt: skip
@@ -314,11 +323,11 @@ def tiled_decode_kernel(
     q_x, q_y = _load_heads(q_ptr, stride_q_head, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
     k_x, k_y = _load_heads(k_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, HAS_ROTARY)
     value, _ = _load_heads(v_ptr, 0, 1, 1, HEAD_DIM, DIM_PAD, HALF, False)
-    heads = _transform(q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY, True)
-    key = _transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, True)
+    heads = transform(q_x, q_y, q_weights, q_others, q_cos, q_sin, q_eps, HEAD_DIM, HAS_Q_NORM, HAS_ROTARY, True)
+    key = transform(k_x, k_y, k_weights, k_others, k_cos, k_sin, k_eps, HEAD_DIM, HAS_K_NORM, HAS_ROTARY, True)
     key, value = key.to(cache_ptr.dtype.element_ty), value.to(cache_ptr.dtype.element_ty)
     if program == 0:
-        _store_token(key, value, slot, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE)
+        store_tokens(key, value, slot, True, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE)
     q = _repeat(heads.to(q_ptr.dtype.element_ty), BLOCK_M)
     rows = tl.arange(0, BLOCK_M)
     in_rows = rows < GROUP

@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ratoon.attention.interface import CommonAttentionMetadata
+from ratoon.attention.interface import FEW_TOKENS, CommonAttentionMetadata
 from ratoon.attention.triton_decode import decode_kernel, tiled_decode_kernel
+from ratoon.attention.triton_few import few_tokens_kernel
 from ratoon.attention.triton_kernels import attention_kernel
-from ratoon.attention.triton_plan import MAX_SHARED_REQUESTS, MAX_TILES, Operands, Prefix, Tiles, power_of_two
+from ratoon.attention.triton_plan import (
+    MAX_SHARED_REQUESTS,
+    MAX_TILES,
+    Operands,
+    Prefix,
+    Tiles,
+    power_of_two,
+)
 from ratoon.attention.triton_store import store_kernel
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 from ratoon.layers.triton.launch import launch
@@ -132,21 +140,25 @@ class Launches:
         num_splits: int,
         parts: Parts,
     ) -> None:
-        """Transform, store and attend, for requests of one token."""
+        """Transform, store and attend, for requests of one token, or of FEW_TOKENS at most."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
         table = inputs.block_table_device
         splits_pad = next_power_of_two(num_splits)
+        if inputs.max_query_len == 1:
+            # Fewer heads would take more registers, up to a stack: a thread has more of each.
+            num_heads = max(4 if is_paired(pages, q) else 2, next_power_of_two(operands.group))
+            kernel, num_rows, own = decode_kernel, operands.group, {"GROUP_PAD": num_heads}
+        else:
+            kernel, num_rows, own = few_tokens_kernel, tiles.block_m, {"NEW": power_of_two(FEW_TOKENS)}
         launch(
-            decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
+            kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
             inputs.slot_mapping, *head.tensors, *parts, *head.numbers, layer.scale * LOG2_E, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
             num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
-            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, operands.group),
-            # Fewer heads would take more registers, up to a stack: a thread has more of each.
-            GROUP_PAD=max(4 if is_paired(pages, q) else 2, next_power_of_two(operands.group)),
-            **head.constants, **self._constants(operands, tiles),
+            MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, num_rows), **own, **head.constants,
+            **self._constants(operands, tiles),
         )  # fmt: skip
 
     def decode_in_tiles(

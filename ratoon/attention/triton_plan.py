@@ -20,6 +20,7 @@ Tensor = torch.Tensor
 
 MAX_TILES = 2**18  # that can be split in one launch
 MAX_PARTS = 2**20  # of split keys: rows × splits; half a GiB of scratch with heads of 128
+MAX_FEW_ROWS = 32  # FEW_TOKENS × query heads of a KV head: up to here one kernel transforms, stores and attends
 SHORT_ROWS = 64  # query tokens × query heads of a KV head: up to here a request's keys are split among programs
 MAX_SHARED_REQUESTS = 64  # of a step, up to which programs are divided among requests by their keys
 LONGEST = 2**31 - 1  # query tokens

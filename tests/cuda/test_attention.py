@@ -219,16 +219,20 @@ def test_keys_and_values_in_fp8(layer: AttentionLayer) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("layer", [LLAMA, QWEN, replace(QWEN, window=300)], ids=["llama", "qwen", "window"])
-@pytest.mark.parametrize("batch", [1, 40])
-def test_one_kernel_does_what_store_and_attention_do(layer: AttentionLayer, batch: int, kv_dtype: torch.dtype) -> None:
-    lengths = [(97 * row) % 1500 for row in range(batch)]
+@pytest.mark.parametrize("batch", [1, 33])
+@pytest.mark.parametrize("most", [1, 8], ids=["one token", "a few"])
+def test_one_kernel_does_what_store_and_attention_do(
+    layer: AttentionLayer, batch: int, kv_dtype: torch.dtype, most: int
+) -> None:
+    lengths, counts = [(97 * row) % 1500 for row in range(batch)], [most - row % most for row in range(batch)]
+    owner = np.repeat(np.arange(batch), counts)
+    places = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts)])
     results = []
     for fused in (True, False):
-        step = Step(layer, lengths, [1] * batch, torch.bfloat16, kv_dtype=kv_dtype)
-        product = torch.randn(batch, layer.num_heads + 16, 128, device="cuda").bfloat16()
-        last = torch.from_numpy(step.tables[np.arange(batch), (step.lengths - 1) // 16].astype(np.int64)).cuda() * 16
-        slots = last + torch.from_numpy((step.lengths - 1) % 16).cuda()
-        inputs = replace(step.inputs(), slot_mapping=slots, max_seq_len=9216, is_padded=True)
+        step = Step(layer, lengths, counts, torch.bfloat16, kv_dtype=kv_dtype)
+        product = torch.randn(sum(counts), layer.num_heads + 16, 128, device="cuda").bfloat16()
+        slots = torch.from_numpy(step.tables[owner, places // 16].astype(np.int64) * 16 + places % 16).cuda()
+        inputs = replace(step.inputs(), slot_mapping=slots, max_query_len=most, max_seq_len=9216, is_padded=True)
         ops = TorchOps()
         norms = [
             HeadRMSNorm(
@@ -242,8 +246,9 @@ def test_one_kernel_does_what_store_and_attention_do(layer: AttentionLayer, batc
         angles = torch.arange(2000, device="cuda")[:, None] * torch.rand(64, device="cuda")
         rotary.cos_sin, rotary.rotate = torch.cat([angles.cos(), angles.sin()], dim=1), ops.rotary
         rotary.axes = None
-        positions = torch.from_numpy(step.lengths - 1).cuda().long()
-        transform = HeadTransform(positions, rotary, *(norms if layer is not LLAMA else [None, None]))
+        transform = HeadTransform(
+            torch.from_numpy(places).cuda(), rotary, *(norms if layer is not LLAMA else [None] * 2)
+        )
         backend = TritonAttentionBackend(fused_store=fused)
         q, k, v = product.split([layer.num_heads, 8, 8], dim=1)
         metadata = backend.build_metadata(inputs)

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 
+from ratoon.attention.interface import FEW_TOKENS
 from ratoon.core.config import ModelConfig
 from ratoon.core.stats import GraphStats
 from ratoon.execution.inputs.device_inputs import ColumnsOfRows, DeviceInputs
@@ -39,8 +40,7 @@ MAX_TOKENS = 2048  # of another
 # What a step's kernels take to be launched one by one, and what a large GPU computes meanwhile
 LAUNCH_SECONDS_OF_LAYER = 300e-6
 OPERATIONS_PER_SECOND = 600e12
-REQUEST_SIZES = (8, 33, 129)  # one more than is usual: padding has a request of its own
-FEW_TOKENS = 8  # of each request, in steps that check drafts or append tokens without a choice
+REQUEST_SIZES = (2, 9, 33, 129)  # one more than is usual: padding has a request of its own
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 RUN_SIZES = (1, 4, 16, 64)  # runs of requests that share a prefix
 SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them

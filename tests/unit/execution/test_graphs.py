@@ -83,8 +83,8 @@ def test_rows_that_are_read_are_padded_to_few_numbers() -> None:
 
 
 def test_padding_has_requests_of_its_own_unless_all_have_one_token() -> None:
-    assert [padded_reqs(count, 1, 64, 96) for count in (1, 7, 8, 32, 33, 63)] == [8, 8, 33, 33, 64, 64]
-    assert padded_reqs(1, 1, 4, 96) == 4
+    assert [padded_reqs(count, 1, 64, 96) for count in (1, 7, 8, 32, 33, 63)] == [2, 9, 9, 33, 64, 64]
+    assert padded_reqs(1, 1, 4, 96) == 2 and padded_reqs(2, 1, 4, 96) == 4
     assert padded_reqs(200, 1, 2048, 96) == 1024 and padded_reqs(1024, 1, 2048, 96) is None
     assert padded_reqs(1, 60, 512, 50) == 512 and padded_reqs(1, 60, 2048, 50) is None, "too long for a request"
 
@@ -149,7 +149,7 @@ def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was
     sent: list[int] = []
     made = StepGraphs(graph_sizes(24), ran.append, RunAgain, send_padding=lambda: sent.append(len(ran)))  # type: ignore
     assert not made.can_run_ahead and not made.run_ahead()
-    short = [sampling_key(size, 8, 1, Mode.GREEDY) for size in (8, 16, 24)]
+    short = [sampling_key(size, 2, 1, Mode.GREEDY) for size in (8, 16, 24)]
     made.run(KEY)
     made.run(short[1])
     while made.can_run_ahead:
@@ -160,7 +160,7 @@ def test_steps_of_short_continuations_run_ahead_in_each_way_of_sampling_that_was
         assert made.capture_next()
     assert made.stats.num_graphs == 4
     made.run(sampling_key(1, None, None, Mode.RANDOM))
-    assert made.can_run_ahead and made.run_ahead() and ran[-1] == sampling_key(8, 8, 1, Mode.RANDOM)
+    assert made.can_run_ahead and made.run_ahead() and ran[-1] == sampling_key(8, 2, 1, Mode.RANDOM)
     made.clear()
     assert not made.can_run_ahead
 
@@ -318,7 +318,7 @@ def test_padded_steps_give_the_tokens_of_the_model(backend: str) -> None:
         found = [token_of(output, name) for output in outputs if name in output.req_ids]
         assert found == oracle_greedy(TWO_GROUPS, tokens, 4 if name == "a" else 7)
     assert keys == [
-        sampling_key(64, 8, 8, Mode.GREEDY),
+        sampling_key(64, 9, 8, Mode.GREEDY),
         *[sampling_key(4, None, None, Mode.GREEDY)] * 3,
         *[sampling_key(2, None, None, Mode.GREEDY)] * 3,
     ]
@@ -406,10 +406,10 @@ def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
         assert [token_of(output, name) for output in (mixed, last)] == oracle_greedy(LLAMA, tokens, 3)[1:]
     assert token_of(last, "long") == oracle_greedy(LLAMA, PROMPT, 1)[0]
     assert keys[1:] == [
-        sampling_key(24, 8, 8, Mode.GREEDY),
-        ProgramKey(16, 8, ()),
-        sampling_key(16, 8, 8, Mode.GREEDY)._replace(has_few=True),
-    ]  # fmt: skip
+        sampling_key(24, 9, 8, Mode.GREEDY),
+        ProgramKey(16, 2, ()),
+        sampling_key(16, 9, 8, Mode.GREEDY)._replace(has_few=True),
+    ]
 
 
 PARAMS = {
