@@ -38,6 +38,7 @@ from ratoon.attention.triton_plan import (
     Tiles,
     TritonMetadata,
     choose_decode_stages,
+    choose_few_tiles,
     choose_num_splits,
     choose_store_tile,
     choose_tile_programs,
@@ -248,8 +249,16 @@ class TritonAttentionBackend(AttentionBackend):
         return fits and is_plain and operands.metadata.inputs.max_query_len <= FEW_TOKENS
 
     def _decode_tiles(self, operands: Operands) -> Tiles:
-        num_tokens = 1 if operands.metadata.inputs.max_query_len == 1 else FEW_TOKENS
-        return self._tiles or choose_tiles(operands.layer.head_dim, operands.q.dtype, num_tokens * operands.group)
+        layer, dtype, group = operands.layer, operands.q.dtype, operands.group
+        if self._tiles is not None:
+            return self._tiles
+        if operands.metadata.inputs.max_query_len > 1:
+            return choose_few_tiles(layer.head_dim, dtype, FEW_TOKENS * group)
+        tiles = choose_tiles(layer.head_dim, dtype, group)
+        if dtype == torch.float32:
+            return tiles
+        num_tiles = operands.metadata.num_requests * layer.num_kv_heads
+        return replace(tiles, num_stages=choose_decode_stages(num_tiles, num_multiprocessors(operands.q.device)))
 
     def _decode(self, operands: Operands, k: Tensor, v: Tensor, transform: HeadTransform | None) -> None:
         if self._batch_invariant:
@@ -258,8 +267,6 @@ class TritonAttentionBackend(AttentionBackend):
         layer, q = operands.layer, operands.q
         tiles = self._decode_tiles(operands)
         num_tiles = operands.metadata.num_requests * layer.num_kv_heads
-        if self._tiles is None and q.dtype != torch.float32:
-            tiles = replace(tiles, num_stages=choose_decode_stages(num_tiles, num_multiprocessors(q.device)))
         num_splits = self._splits_of(operands, operands.metadata.num_requests, tiles.block_n)
         num_splits = limit_splits(num_splits, operands.num_rows, False)
         if num_tiles > MAX_TILES:

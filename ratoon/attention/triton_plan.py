@@ -66,6 +66,12 @@ def choose_tiles(
     return Tiles(128, 32, 8, 2, True)
 
 
+def choose_few_tiles(head_dim: int, dtype: torch.dtype, num_rows: int) -> Tiles:
+    """Chooses the tiles of few_tokens_kernel. It holds its rows' rotations in registers: more rows need more warps."""
+    tiles = choose_tiles(head_dim, dtype, num_rows)
+    return tiles if dtype == torch.float32 else replace(tiles, num_warps=4 if tiles.block_m == 16 else 8)
+
+
 def choose_decode_stages(num_tiles: int, num_sms: int) -> int:
     """Chooses how many loads the kernel for requests of one token has in flight. A few programs have one tile each,
     which is loaded before the others; where they fill the device, two of them on each multiprocessor keep it busy with
