@@ -1,10 +1,11 @@
 """The first request of every kind on a GPU, against the second and third: what compiling, loading and capturing cost.
 
-    python3 bench/gpu/first_use.py [--model qwen3-0.6b] [--tokenizer TOKENIZER.json] [--idle SECONDS]
+    python3 bench/gpu/first_use.py [--model qwen3-0.6b] [--tokenizer TOKENIZER.json] [--process] [--idle SECONDS]
 
 Each kind runs three times with other tokens, in a process that has answered nothing before. On a machine whose kernels
 are compiled the first should take at most 1.5 times the second; run it twice to see that: the first run compiles.
-`--idle`: time without work before each kind, in which a server prepares what it expects.
+`--process`: the engine has a process of its own, as that of a server, which prepares what it expects while it has no
+work; `--idle`: seconds without work before the first kind.
 """
 
 from __future__ import annotations
@@ -66,16 +67,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--model", default="qwen3-0.6b", help="a shape in models/")
+    parser.add_argument("--process", action="store_true")
     parser.add_argument("--idle", type=float, default=0.0)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = copy_model(SHAPES / args.model, Path(scratch), args.tokenizer)
         begin = time.perf_counter()
-        with LLM(str(folder), load_format="dummy", device=args.device, max_model_len=2048, max_num_seqs=256) as llm:
+        settings = {"load_format": "dummy", "device": args.device, "max_model_len": 2048, "max_num_seqs": 256}
+        with LLM(str(folder), process=args.process, **settings) as llm:
             print(f"start-up {time.perf_counter() - begin:.1f} s")
+            time.sleep(args.idle)
             for kind, run in kinds(llm, args.tokenizer is not None).items():
-                time.sleep(args.idle)
                 seconds = []
                 for _ in range(3):
                     begin = time.perf_counter()

@@ -41,6 +41,7 @@ from ratoon.execution.kv.kv_memory import (
     verify_longest_sequence,
 )
 from ratoon.execution.kv.kv_tensors import dtype_name
+from ratoon.execution.passes.rehearsal import Rehearsal
 from ratoon.layers.native_measurement import measure_kernels
 from ratoon.layers.ops import Ops
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart
@@ -67,6 +68,7 @@ class Worker:
     The size of the pool is an argument: workers of one engine agree on it, from what each has measured."""
 
     _part = WHOLE_MODEL
+    _rehearsal: Rehearsal | None = None  # what is left to be run in advance
 
     def __init__(
         self,
@@ -162,6 +164,8 @@ class Worker:
         the cache: no start waits for it."""
         if self.runner.graphs is not None:
             self.runner.graphs.expect_first_steps()
+            if self.runner.encoder is None:
+                self._rehearsal = Rehearsal(self.runner, self._config.scheduler.token_budget)
 
     # ---- parts of phases ----
 
@@ -244,7 +248,13 @@ class Worker:
     @property
     def _has_graphs_to_prepare(self) -> bool:
         graphs = self.runner.graphs
-        return graphs is not None and (graphs.can_capture_next or (graphs.can_run_ahead and self._has_kernels))
+        if graphs is None:
+            return False
+        return graphs.can_capture_next or ((graphs.can_run_ahead or self._can_rehearse) and self._has_kernels)
+
+    @property
+    def _can_rehearse(self) -> bool:
+        return self._rehearsal is not None and self._rehearsal.can_go_on
 
     @property
     def _has_kernels(self) -> bool:
@@ -272,7 +282,12 @@ class Worker:
             self.grammars.open_ahead()
             return True
         with torch.inference_mode():
-            is_done = graphs.capture_next() if graphs.can_capture_next else graphs.run_ahead()
+            if graphs.can_capture_next:
+                is_done = graphs.capture_next()
+            elif self._rehearsal is not None and self._rehearsal.can_go_on and self._has_kernels:
+                is_done = self._rehearsal.run_next()
+            else:
+                is_done = graphs.run_ahead()
         if self._stream is not None:
             self._stream.synchronize()  # otherwise the device would not be idle for the next piece
         return is_done
@@ -290,6 +305,7 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Level 1 frees the KV cache, level 2 the weights as well."""
+        self._rehearsal = None
         self.runner.kv.release()
         if self.runner.encoder is not None:
             self.runner.encoder.release()

@@ -44,6 +44,7 @@ REQUEST_SIZES = (2, 9, 33, 129)  # one more than is usual: padding has a request
 READ_SIZES = (0, 1, 8, 32, 128)  # rows that are read, if not all
 RUN_SIZES = (1, 4, 16, 64)  # runs of requests that share a prefix
 SHORT_SIZES = (8, 16, 24, 32)  # of the steps of one short continuation, which run once ahead of the first of them
+EXPECTED_REQUESTS = 32  # that decode together
 MAX_GRAPHS = 256
 MIN_FREE_BYTES = 512 * 2**20  # of the device's memory: with less, no further graph is captured
 MAX_FAILURES = 3  # captures that failed, after which none is tried
@@ -285,11 +286,13 @@ class StepGraphs:
         return key is not None and self._try_capture(key) is not None
 
     def expect_first_steps(self) -> None:
-        """Have one request's decode step run ahead in each way to choose its token."""
-        size = self.size_for(1)
-        if self._send_padding is not None and size is not None:
-            first = (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)
-            self._short_keys += [sampling_key(size, None, None, mode) for mode in reversed(first)]
+        """Have the decode step of one request run ahead in each way to choose its token, and that of some more."""
+        one, more = self.size_for(1), self.size_for(EXPECTED_REQUESTS)
+        if self._send_padding is not None and one is not None:
+            keys = [sampling_key(one, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)]
+            if more is not None:
+                keys += [sampling_key(more, None, None, mode) for mode in (Mode.GREEDY, Mode.FILTERED)]
+            self._short_keys += reversed(keys)
 
     @property
     def can_run_ahead(self) -> bool:
