@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
-from ratoon.core.plan import BeamStep, CachedRequestData, NewRequestData, SchedulerOutput
+from ratoon.core.plan import BeamStep, BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from ratoon.execution.model_runner import ModelRunner
@@ -44,7 +44,7 @@ class Rehearsal:
             [
                 partial(self._generate, greedy, prompt),
                 partial(self._generate, filtered, prompt),
-                partial(self._generate, greedy, NEW, min(CONTINUED, self._longest - NEW)),
+                partial(self._continue, greedy, min(CONTINUED, self._longest - NEW)),
                 partial(self._generate, SamplingParams(temperature=0.8), prompt),
                 partial(self._search, prompt),
                 partial(self._generate, greedy, min(LONG_PROMPT, self._longest, max_num_tokens)),
@@ -81,11 +81,20 @@ class Rehearsal:
 
     # ---- kinds: the plans of one request ----
 
-    def _generate(self, params: SamplingParams, num_tokens: int, num_computed: int = 0) -> Iterator[SchedulerOutput]:
-        first = self._begin(NAME, params, num_tokens, num_computed)
+    def _generate(self, params: SamplingParams, num_tokens: int) -> Iterator[SchedulerOutput]:
+        first = self._begin(NAME, params, num_tokens)
         first.sampled_req_ids = [NAME]
         yield first
-        yield from self._decode([NAME], num_computed + num_tokens)
+        yield from self._decode([NAME], num_tokens)
+
+    def _continue(self, params: SamplingParams, num_computed: int) -> Iterator[SchedulerOutput]:
+        """With a copy of the block that the root ends in, to the null block."""
+        first = self._begin(NAME, params, NEW, num_computed)
+        first.sampled_req_ids = [NAME]
+        first.block_copies = [
+            BlockCopy(NAME, group, num_computed // size, src=1, dst=0) for group, size in enumerate(self._block_sizes)
+        ]
+        yield first
 
     def _choices(self, num_tokens: int) -> Iterator[SchedulerOutput]:
         params = SamplingParams(temperature=0.8, n=NUM_CHOICES)
