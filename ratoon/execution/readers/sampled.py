@@ -413,7 +413,7 @@ def put_tokens(
     if not bad and not told:
         output.req_ids += ids
         output.sampled_token_ids += [[token] for token in tokens]
-        output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
+        output.logprobs |= {ids[index]: lists for index, lists in sampled.logprobs_lists().items()}
         return bad
     without = [ids[index] for index in sorted(bad)]
     output.completed += [req_id for req_id in without if req_id in complete]
@@ -426,5 +426,5 @@ def put_tokens(
     }
     output.req_ids += [ids[index] for index in found]
     output.sampled_token_ids += found.values()
-    output.logprobs = {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index in found}
+    output.logprobs |= {ids[index]: lists for index, lists in sampled.logprobs_lists().items() if index in found}
     return bad

@@ -93,6 +93,15 @@ def test_log_probabilities_come_for_each_token_that_is_kept() -> None:
     assert found.sampled_ranks == [row.sampled_ranks[0] for row in rows[:3]]
 
 
+def test_log_probabilities_of_branches_with_and_without_guesses_come_together() -> None:
+    params, driver = PARAMS["logprobs"], Driver()
+    driver.step(new=[driver.new("a", PROMPT, 1, params=params), driver.new("b", OTHER, 5, params=params)])
+    output = driver.step(
+        known={"a": len(PROMPT), "b": len(OTHER)}, counts={"a": 2, "b": 1}, scheduled_spec_decode_tokens={"a": [WRONG]}
+    )
+    assert set(output.logprobs) == {"a", "b"}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_branches_with_and_without_guesses_share_a_step(backend: str) -> None:
     driver = Driver(TWO_GROUPS, backend)
