@@ -52,6 +52,7 @@ EVERYDAY_SETTINGS = {
     "max_model_len": "longest sequence, prompt and answer",
     "num_threads": "CPU threads",
     "kv_memory": "memory for the KV cache, such as 2GiB",
+    "speculate": "drafts of next tokens: ngram, roots, … or off",
 }
 SAMPLING_OPTIONS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos",
@@ -111,6 +112,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = (
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
     group.add_argument("--tokenizer", metavar="MODEL", help="only the model's own is accepted")
     group.add_argument("--kv-transfer-config", metavar="JSON", help="--kv-connector and --kv-connector-options")
+    group.add_argument("--speculative-config", metavar="JSON", help="--speculate and --speculate-tokens")
     rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
     no_effect = {name: (kind, "no effect") for name, kind in NO_EFFECT.items()}
     for name, (kind, help) in {**rules, **no_effect}.items():

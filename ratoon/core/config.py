@@ -10,6 +10,7 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
 from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings, whole_between
+from ratoon.core.speculation import SpeculationConfig, verify_speculation
 
 MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
 
@@ -316,6 +317,7 @@ class EngineConfig:
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @property
     def num_ranks(self) -> int:
@@ -426,8 +428,9 @@ def _too_long(asked: int, model: ModelConfig) -> ConfigError:
 
 def verify_engine_config(config: EngineConfig) -> None:
     """Raise ConfigError for settings that are out of range or contradict each other, before anything is loaded."""
-    for part in (config.cache, config.scheduler, config):
+    for part in (config.cache, config.scheduler, config.speculation, config):
         verify_settings(part)
+    verify_speculation(config.speculation)
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
     _verify_connector(config.cache)

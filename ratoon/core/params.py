@@ -126,6 +126,8 @@ class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, t
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # alternatives per generated token; 0 = the sampled token's alone
     prompt_logprobs: int | None = None
+    # False: no drafts of its tokens are made, if the engine makes some. They change how fast tokens come, not which.
+    speculate: bool = True
 
     # Filled by the InputProcessor; a caller leaves it alone.
     eos_token_ids: list[int] | None = None  # suppressed by min_tokens together with stop_token_ids

@@ -141,6 +141,14 @@ class InheritedFrom(enum.IntEnum):
         return self.name.lower()
 
 
+class CheckedDrafts(msgspec.Struct, array_like=True, gc=False):
+    """A draft of a choice's next tokens that a step has checked."""
+
+    source: str
+    num_drafted: int
+    num_accepted: int  # of its first tokens
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The result of one step for one choice of one request."""
 
@@ -166,6 +174,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     replaces: bool = False  # the tokens replace all earlier tokens of this choice
     num_texts: int | None = None  # set at its end, on choice 0, if it found fewer texts than the request has choices
     events: list[EngineCoreEvent] | None = None  # of the request, since its last output
+    checked: CheckedDrafts | None = None  # the draft that the step has checked, if there was one
 
     @property
     def finished(self) -> bool:

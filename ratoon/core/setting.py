@@ -50,6 +50,7 @@ EXAMPLES = {
     "rope_scaling": '{"rope_type": "yarn", "factor": 4.0}',
     "hf_overrides": '{"max_position_embeddings": 4096}',
     "kv_connector_options": '{"folder": "/var/cache/kv"}',
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}',
 }
 ABOVE_ZERO_TO_ONE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
 SECONDS = number(lambda value: 0 <= value < math.inf, "a number of seconds")

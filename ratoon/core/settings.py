@@ -8,6 +8,7 @@ from typing import Any
 from ratoon.core.config import CacheConfig, EngineConfig, FrontEndConfig, SchedulerConfig, verify_engine_config
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import Setting, json_object, settings_of, verify_settings
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.suggestions import unknown_keyword
 from ratoon.core.vllm_names import VLLM_NAMES, translate
 
@@ -15,7 +16,8 @@ from ratoon.core.vllm_names import VLLM_NAMES, translate
 ROPE_SCALING = Setting(
     "hf_overrides", "rope_scaling", 'stretch positions: {"rope_type": "yarn", "factor": 4.0}', {}, dict
 )
-ENGINE_SETTINGS = (*settings_of(EngineConfig), ROPE_SCALING, *settings_of(CacheConfig), *settings_of(SchedulerConfig))
+PARTS = (CacheConfig, SchedulerConfig, SpeculationConfig)
+ENGINE_SETTINGS = (*settings_of(EngineConfig), ROPE_SCALING, *(one for part in PARTS for one in settings_of(part)))
 FRONT_END_SETTINGS = settings_of(FrontEndConfig)
 
 
@@ -33,6 +35,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         model=model,
         cache=CacheConfig(**_values(CacheConfig, given)),
         scheduler=SchedulerConfig(**_values(SchedulerConfig, given)),
+        speculation=SpeculationConfig(**_values(SpeculationConfig, given)),
         hf_overrides={**overrides, "rope_scaling": rope_scaling} if rope_scaling else overrides,
         **_values(EngineConfig, given),
     )
@@ -42,8 +45,8 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 def values_of(config: EngineConfig) -> dict[str, Any]:
     """All settings of an engine by their names."""
-    kinds: dict[type, Any] = {EngineConfig: config, CacheConfig: config.cache, SchedulerConfig: config.scheduler}
-    return {one.name: getattr(part, one.field) for kind, part in kinds.items() for one in settings_of(kind)}
+    parts: tuple[Any, ...] = (config, config.cache, config.scheduler, config.speculation)
+    return {one.name: getattr(part, one.field) for part in parts for one in settings_of(type(part))}
 
 
 def changed_values(config: EngineConfig) -> dict[str, Any]:

@@ -46,6 +46,26 @@ class GraphStats(msgspec.Struct, gc=False):
     seconds: float = 0.0  # to capture them
 
 
+class DraftStats(msgspec.Struct, gc=False):
+    """Drafts of one source that steps have checked, since the start."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: list[int] = []  # by place in the draft
+
+    def copy(self) -> DraftStats:
+        return DraftStats(self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_per_pos.copy())
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafts += 1
+        self.draft_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+        self.accepted_per_pos += [0] * (num_drafted - len(self.accepted_per_pos))
+        for place in range(num_accepted):
+            self.accepted_per_pos[place] += 1
+
+
 class SchedulerStats(msgspec.Struct, gc=False):
     """A snapshot after a step."""
 
@@ -60,3 +80,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     num_encoder_runs: int = 0  # encoder inputs that were run, since the start
     store: StoreStats = msgspec.field(default_factory=StoreStats)
     graphs: GraphStats = msgspec.field(default_factory=GraphStats)
+    drafts: dict[str, DraftStats] = {}  # by source; sources that drafted nothing are not there

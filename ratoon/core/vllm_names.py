@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import json_object
+from ratoon.core.speculation import from_vllm
 
 GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}
@@ -39,7 +40,6 @@ RULES = {
     "revision": HF_REVISION,
     "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device", float),
     "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
-    "speculative_config": Rule(_nothing, "leave it out: speculative decoding is not supported"),
 }  # fmt: skip
 # Settings that do not affect answers, and the type of their values.
 NO_EFFECT: dict[str, type] = {
@@ -53,6 +53,7 @@ SPECIAL = {
     "swap_space": "`swap_memory`, in GiB",
     "tokenizer": "only the model's own is accepted",
     "kv_transfer_config": "`kv_connector` and `kv_connector_options`, as an object of vLLM's fields",
+    "speculative_config": "`speculate` and `speculate_tokens`, as an object of vLLM's fields",
 }
 TRANSFER_FIELDS = {"kv_connector": "kv_connector", "kv_connector_extra_config": "kv_connector_options"}
 VLLM_NAMES = (*RENAMED, *NEGATED, *SPECIAL, *RULES, *NO_EFFECT)
@@ -80,6 +81,7 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
     _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
     _rename_transfer(given)
+    _rename_speculation(given)
     if given.get("quantization") is None:
         given.pop("quantization", None)
     if "dtype" in given:
@@ -109,6 +111,14 @@ def _rename_transfer(given: dict[str, Any]) -> None:
             raise ConfigError("kv_transfer_config", f"and {ours} are the same setting", "one of the two")
         else:
             given[ours] = value
+
+
+def _rename_speculation(given: dict[str, Any]) -> None:
+    """vLLM's object that says what drafts, and how much."""
+    for ours, value in from_vllm(given.pop("speculative_config", None)).items():
+        if given.get(ours) is not None:
+            raise ConfigError("speculative_config", f"and {ours} are the same setting", "one of the two")
+        given[ours] = value
 
 
 def _dtype_name(dtype: Any) -> Any:

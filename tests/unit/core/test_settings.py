@@ -20,8 +20,11 @@ from ratoon.core.config import (
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import at_least, setting, settings_of, verify_settings
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure, engine_config
+from ratoon.core.speculation import SpeculationConfig
 
-NOT_SET_BY_PEOPLE = {"model", "cache", "scheduler", "whole_prompts", "max_steps_of_branch", "num_rounds"}
+NOT_SET_BY_PEOPLE = {
+    "model", "cache", "scheduler", "speculation", "whole_prompts", "max_steps_of_branch", "num_rounds"
+}  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
     "dtype": "float16",
@@ -30,6 +33,9 @@ SPECIAL = {
     "kv_cache_dtype": "fp8",
     "preemption_mode": "swap",
     "quantization": "int8",
+    "speculate": "ngram",
+    "speculate_tokens": "9",
+    "draft_acceptance": "rejection",
 }
 # Settings without which another is refused
 NEEDED_WITH: dict[str, dict[str, Any]] = {
@@ -41,7 +47,7 @@ NEEDED_WITH: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_of_the_configs_is_a_setting() -> None:
-    for config in (EngineConfig, CacheConfig, SchedulerConfig, FrontEndConfig):
+    for config in (EngineConfig, CacheConfig, SchedulerConfig, SpeculationConfig, FrontEndConfig):
         declared = {one.field for one in settings_of(config)}
         assert set(config.__dataclass_fields__) - declared <= NOT_SET_BY_PEOPLE
 
