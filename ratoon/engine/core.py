@@ -67,7 +67,12 @@ class EngineCore:
         self.executor = executor
         facts = executor.facts
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, facts.kv_config, facts.max_model_len, facts.swap_costs
+            config.scheduler,
+            config.cache,
+            facts.kv_config,
+            facts.max_model_len,
+            facts.swap_costs,
+            config.speculation,
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
         if config.cache.kv_connector is not None:

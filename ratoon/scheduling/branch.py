@@ -52,6 +52,7 @@ class Request:
         "retain_kv",
         "seed",
         "sequence_number",
+        "speculates",
         "stop_token_ids",
         "task",
         "traced",
@@ -68,6 +69,7 @@ class Request:
         num_choices: int = 1,
         stop_token_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
+        speculates: bool = True,
     ) -> None:
         self.request_id = request.request_id
         # Kept where hidden states are read when its texts have ended
@@ -78,6 +80,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.speculates = speculates  # drafts of its tokens may be made
         self.continuation_of = request.continuation_of
         self.num_inheritable_tokens = self.num_prompt_tokens - len(request.continuation_token_ids or ())
         self.retain_kv = request.retain_kv
@@ -120,9 +123,11 @@ class Branch(TokenSequence):
         "request_id",
         "rest",
         "seed",
+        "speculates",
         "status",
         "stop_token_ids",
         "turn",
+        "waits_to_draft",
     )
 
     def __init__(self, request: Request, choice: int, token_ids: list[int], extra_keys: ExtraKeys) -> None:
@@ -138,6 +143,8 @@ class Branch(TokenSequence):
         self.num_pending = 0
         self.draft_tokens: Sequence[int] = ()  # guesses at its next tokens, for its next step
         self.num_drafts = 0  # that the step in flight checks; until its result it has no other
+        self.speculates = False  # drafts of its tokens may be made
+        self.waits_to_draft = False  # it is not planned while a token is pending: a draft comes behind it
         self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result
         self.first_step = NEVER  # of this run: results of earlier steps are for an earlier branch with its id
         self.num_rows = 1  # in the runner; a search needs one per beam

@@ -78,6 +78,17 @@ class StepPace:
     def _seconds_of_read(self) -> float:
         return median_low(self._read) if self._read else 0.0
 
+    def cost_of_rows(self, num_tokens: int, num_further: int) -> float | None:
+        """What each of some further tokens adds to a step of so many, in the mean time of its tokens: 1 where time
+        grows in proportion, 0 where it does not grow. None: no step of about that size was observed."""
+        index = bisect_right(self._tokens, num_tokens)
+        if index == len(self._tokens) or self._tokens[index] > 4 * (num_tokens + num_further):
+            return None
+        seconds = self.seconds(num_tokens)
+        # Up to a size that was observed
+        further = min(max(num_further, self._tokens[index] - num_tokens), self._tokens[-1] - num_tokens)
+        return num_tokens * (self.seconds(num_tokens + further) - seconds) / (further * seconds)
+
     def largest_within(self, ratio: float, num_tokens: int, most: int) -> int:
         """The tokens of the largest step, of at most `most`, that takes up to `ratio` times as long as one of
         `num_tokens`. Without any observation: `most`."""

@@ -125,6 +125,8 @@ class StepPlanner:
         if branch.num_tokens + branch.num_pending <= branch.write_limit:
             step.add_in_place(branch)
             return True
+        if branch.waits_to_draft and branch.num_pending:
+            return False
         appended = self._state.kv_cache.allocate_slots(branch, 1)
         if appended is not None:
             step.add(branch, 1, appended)
@@ -221,6 +223,8 @@ class StepPlanner:
         """
         if branch.status != BranchStatus.RUNNING:
             return  # it was just preempted
+        if branch.waits_to_draft and branch.num_pending:
+            return
         num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
         if branch.draft_tokens and num_new_tokens == gap:
             num_new_tokens += self._num_drafts(step, branch, gap)

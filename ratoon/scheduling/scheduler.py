@@ -15,6 +15,7 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.stats import SchedulerStats
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
@@ -35,12 +36,13 @@ class Scheduler:
         kv_config: KVCacheConfig,
         max_model_len: int,
         swap_costs: SwapCosts | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
-        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases, swap_costs)
+        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases, swap_costs, speculation)
         beginnings, self.preemption = SharedPrefills(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)
         self.planner = StepPlanner(self.state, self.kinds, beginnings, self.preemption)
@@ -243,6 +245,7 @@ class Scheduler:
             leases=self.leases.snapshot(),
             num_encoder_runs=self.planner.num_encoder_runs,
             store=self.kv_cache.store.snapshot(),
+            drafts=self.state.speculation.snapshot(),
         )
 
     def check(self) -> None:

@@ -15,18 +15,21 @@ from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
+from ratoon.scheduling.drafters.build import build_drafters
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.loading import LoadingBranches
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.prefix_reads import PrefixReads
 from ratoon.scheduling.queues import FairQueue, sort_key_for
 from ratoon.scheduling.shares import Owner, OwnerShares, held_by_owners, last_of_largest, rows_of, tokens_of
+from ratoon.scheduling.speculation import Speculation
 
 MAX_STEPS_OF_REST = 32  # that a branch is left out for, while what its grammar allows is not known
 
@@ -38,6 +41,7 @@ class SchedulerState:
         kv_cache: KVCacheManager,
         leases: LeaseTable,
         swap_costs: SwapCosts | None = None,  # None: preempted branches are swapped out wherever there is room
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.config = config
         self.swap_costs = swap_costs
@@ -52,6 +56,8 @@ class SchedulerState:
         self.running: list[Branch] = []
         self.shares = OwnerShares()
         self.pace = StepPace()
+        asked = speculation or SpeculationConfig()
+        self.speculation = Speculation(asked, build_drafters(asked), self.pace, config.max_num_seqs)
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
         # Unfinished branches with several rows that run all or none: one token of each in every step
@@ -291,7 +297,7 @@ class SchedulerState:
         branch.known_to_runner = False
         branch.status = BranchStatus.PREEMPTED
         branch.num_pending = branch.num_drafts = 0
-        branch.draft_tokens = ()
+        branch.draft_tokens, branch.waits_to_draft = (), False
         branch.first_step = NEVER
 
     def _swap_out(self, branch: Branch) -> bool:
@@ -330,6 +336,7 @@ class SchedulerState:
             request.task.release()
             self.resting.pop(branch, None)
             self.loads.forget(branch)
+            self.speculation.close(branch)
             is_there = self.discard_in_flight(branch)
             is_text = ended_well and request.task.branches_are_texts
             if not is_there:

@@ -153,12 +153,15 @@ class GenerationKind(RequestKind):
             num_choices=params.n,
             stop_token_ids=stop_tokens_of(params, request.eos_token_id),
             seed=params.seed,
+            speculates=params.speculate,
         )
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:
             task.resume(request.resumed)
         for branch in opened.branches:
             branch.plans_ahead = self._state.config.plans_ahead
+            if branch.status != BranchStatus.FINISHED:
+                self._state.speculation.open(branch)
         return opened
 
     # ---- results ----
@@ -174,6 +177,7 @@ class GenerationKind(RequestKind):
             for choice in range(1, request.num_choices):
                 child = request.fork_branch(choice)
                 child.first_step, child.plans_ahead = plan.step, root.plans_ahead
+                self._state.speculation.open(child)
                 self._state.kv_cache.fork(root, child, request.num_prompt_tokens)
                 self._state.branches[child.branch_id] = child
                 children.append(child)
@@ -209,7 +213,9 @@ class GenerationKind(RequestKind):
         step, find_branch = plan.step, self._state.branches.get
         give = outputs.append
         all_logprobs, with_prompt_logprobs = output.logprobs, self._with_prompt_logprobs
+        drafts = plan.scheduled_spec_decode_tokens
         finished: list[Branch] = []
+        drafting: list[Branch] = []
         for branch_id, token_ids in zip(output.req_ids, output.sampled_token_ids):
             branch = find_branch(branch_id)
             if branch is None or branch.first_step > step:
@@ -237,7 +243,12 @@ class GenerationKind(RequestKind):
                     finished.append(branch)
             else:
                 continue
-            prompt_logprobs = None
+            checked = prompt_logprobs = None
+            if branch.speculates:
+                if branch_id in drafts:
+                    checked = self._state.speculation.checked(branch, drafts[branch_id], token_ids)
+                if finish_reason is None:
+                    drafting.append(branch)
             if with_prompt_logprobs and branch.choice == 0:
                 prompt_logprobs = _task_of(branch).take_prompt_logprobs()
             give(
@@ -250,12 +261,15 @@ class GenerationKind(RequestKind):
                     logprobs,
                     prompt_logprobs,
                     branch.num_cached_tokens,
+                    checked=checked,
                 )
             )
-        if plan.scheduled_spec_decode_tokens:
+        if drafts:
             self._take_back_drafts(plan, output)
         if finished:
             self._state.release(finished, ended_well=True)
+        if drafting:
+            self._state.speculation.advance(drafting, self._state.num_running_rows)
 
     def _take_back_drafts(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Drafts that were not kept count as not computed, and neither does the last token of a branch that got one."""

@@ -10,19 +10,27 @@ from ratoon.core.outputs import ModelRunnerOutput, TransferReport
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 FCFS, PRIORITY = SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY
 
 
-def scheduler_of(num_blocks: int = 100, caching: bool = True, max_model_len: int = 200, **config: Any) -> Scheduler:
+def scheduler_of(
+    num_blocks: int = 100,
+    caching: bool = True,
+    max_model_len: int = 200,
+    speculation: SpeculationConfig | None = None,
+    **config: Any,
+) -> Scheduler:
     groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,)),)
     return Scheduler(
         SchedulerConfig(**config),
         CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching),
         KVCacheConfig(num_blocks, BLOCK_SIZE, groups),
         max_model_len,
+        speculation=speculation,
     )
 
 

@@ -1,0 +1,177 @@
+"""Which branches draft, from which source, and how far: by the share of guesses that was right, and what a row costs.
+
+A guess that is not drafted costs nothing, because it is compared with the token that comes anyway. So a source whose
+guesses are wrong is left out, and is back as soon as they are right; text that repeats nothing runs as without drafts.
+
+With steps in flight a branch is planned before its last token is known, and goes on so while no source has a draft that
+is worth it. Where one has, the branch is left out of the next plan, until no token of it is pending: the device then
+waits once for the host, for as long as it takes to apply a result and plan a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ratoon.core.request import CheckedDrafts
+from ratoon.core.speculation import SpeculationConfig
+from ratoon.core.stats import DraftStats
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.drafters.interface import Drafter
+from ratoon.scheduling.pace import StepPace
+
+FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
+WEIGHT = 1 / 8  # of the newest guess in that share
+LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
+# Rows that take as long as the rest of a step, before any step was observed
+USUAL_FREE_ROWS = 16
+MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
+LEAST_COST = 0.02
+ROWS_AHEAD = 4  # rows for drafts over which their cost is taken
+LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
+TRIES = 64  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
+LEAST_ROWS = 64  # that a step may read, sampled tokens and drafts together, where fewer sequences may run
+
+
+class SourceRecord:
+    """A source, and how often it was right about a branch."""
+
+    __slots__ = ("drafter", "guess", "guess_at", "rate")
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.rate = FIRST_RATE
+        self.guess = -1  # at the token of this place, which is not known yet; -1: none
+        self.guess_at = 0
+
+    def compare(self, token_ids: Sequence[int]) -> None:
+        """Compares the last guess, unless its token is still unknown."""
+        if self.guess >= 0 and self.guess_at < len(token_ids):
+            self.count(token_ids[self.guess_at] == self.guess)
+            self.guess = -1
+
+    def count(self, is_right: bool) -> None:
+        self.rate = max(LOWEST_RATE, self.rate + (is_right - self.rate) * WEIGHT)
+
+
+class BranchDrafts:
+    """The sources of a branch, by priority, and which of them made the draft that is being checked."""
+
+    __slots__ = ("drafted_by", "records")
+
+    def __init__(self, drafters: Iterable[Drafter]) -> None:
+        self.records = [SourceRecord(drafter) for drafter in drafters]
+        self.drafted_by: SourceRecord | None = None
+
+
+class Speculation:
+    def __init__(
+        self, config: SpeculationConfig, drafters: Sequence[Drafter], pace: StepPace, max_num_seqs: int
+    ) -> None:
+        self.config = config
+        self.stats: dict[str, DraftStats] = {}  # by source
+        self._drafters = drafters
+        self._drafts: dict[Branch, BranchDrafts] = {}  # of unfinished branches that may draft
+        self._pace = pace
+        self._max_rows = max(max_num_seqs, LEAST_ROWS)
+        self._num_held_back = 0
+
+    # ---- branches ----
+
+    def open(self, branch: Branch) -> None:
+        """A branch is sampled: it may draft, unless its request says otherwise."""
+        if self._drafters and branch.request.speculates:
+            branch.speculates = True
+            self._drafts[branch] = BranchDrafts(self._drafters)
+
+    def close(self, branch: Branch) -> None:
+        """A branch ended."""
+        if branch.speculates:
+            branch.speculates = False
+            for record in self._drafts.pop(branch).records:
+                record.drafter.drop(branch)
+
+    def snapshot(self) -> dict[str, DraftStats]:
+        return {name: stats.copy() for name, stats in self.stats.items()} if self.stats else {}
+
+    # ---- results ----
+
+    def checked(self, branch: Branch, drafts: Sequence[int], token_ids: Sequence[int]) -> CheckedDrafts | None:
+        """A step checked drafts of a branch, which got these tokens from it."""
+        record = self._drafts[branch].drafted_by
+        if record is None:
+            return None
+        num_accepted = 0
+        for draft, token in zip(drafts, token_ids):
+            if draft != token:
+                break
+            num_accepted += 1
+            record.count(True)
+        if num_accepted < min(len(drafts), len(token_ids)):
+            record.count(False)
+        record.guess = -1
+        name = record.drafter.name
+        if name not in self.stats:
+            self.stats[name] = DraftStats()
+        self.stats[name].add(len(drafts), num_accepted)
+        return CheckedDrafts(name, len(drafts), num_accepted)
+
+    def advance(self, branches: list[Branch], num_rows: int) -> None:
+        """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
+        `num_rows`: of all running branches."""
+        cost = self._cost_of_row(num_rows)
+        room = self._max_rows - num_rows
+        for branch in branches:
+            drafting = self._drafts[branch]
+            drafts, drafting.drafted_by = self._draft(branch, drafting, cost, room)
+            # What is pending is known before the draft is checked
+            branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
+            if branch.waits_to_draft:
+                branch.write_limit = 0  # the planner looks at it
+            elif drafts and not branch.num_pending:
+                branch.propose(drafts)
+                room -= len(drafts)
+
+    def _draft(
+        self, branch: Branch, drafting: BranchDrafts, cost: float, room: int
+    ) -> tuple[Sequence[int], SourceRecord | None]:
+        """Returns the draft of the first source that has one worth its rows."""
+        for record in drafting.records:
+            record.compare(branch.token_ids)
+        if cost > MOST_COST:
+            return (), None
+        for record in drafting.records:
+            length = min(self._length(record.rate, cost), room)
+            drafts = record.drafter.propose(branch, max(length, 1))
+            if not drafts:
+                continue
+            record.guess, record.guess_at = drafts[0], branch.num_tokens
+            if length > 0:
+                return drafts, record
+        return (), None
+
+    def _length(self, rate: float, cost: float) -> int:
+        """The tokens to draft: as many as bring the most tokens in the same time. The k-th is right with probability
+        rate ** k, and a step with k of them takes 1 + k * cost times as long."""
+        if rate < self.config.min_acceptance:
+            return 0
+        rate = min(rate, HIGHEST_RATE)
+        length, most = 0, 1 + LEAST_GAIN
+        probability = tokens = 1.0
+        for count in range(1, self.config.num_tokens + 1):
+            probability *= rate
+            tokens += probability
+            if tokens <= most * (1 + count * cost):
+                break  # further ones bring less
+            length, most = count, tokens / (1 + count * cost)
+        if length == 0:
+            self._num_held_back += 1
+            length = int(self._num_held_back % TRIES == 0)
+        return length
+
+    def _cost_of_row(self, num_rows: int) -> float:
+        """What a row for a draft costs, in rows of a step of so many: 1 where time grows in proportion to rows, less
+        where a step takes about as long with a few more."""
+        if self.config.max_seqs is not None:
+            return MOST_COST + 1 if num_rows > self.config.max_seqs else LEAST_COST
+        cost = self._pace.cost_of_rows(max(1, num_rows), ROWS_AHEAD)
+        return max(num_rows / (num_rows + USUAL_FREE_ROWS) if cost is None else cost, LEAST_COST)

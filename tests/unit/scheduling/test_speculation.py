@@ -1,0 +1,265 @@
+"""Which branches draft, and how far: a source is used while its guesses are right and rows are cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.params import BeamSearchParams
+from ratoon.core.plan import SchedulerOutput
+from ratoon.core.request import CheckedDrafts, EngineCoreOutput, EngineCoreRequest
+from ratoon.core.speculation import SpeculationConfig
+from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.pace import StepPace
+from ratoon.scheduling.scheduler import Scheduler
+from ratoon.scheduling.speculation import Speculation
+from tests.unit.scheduling.steps import add, answer_of, scheduler_of, step
+
+TEXT = list(range(10, 60))  # what every branch generates
+
+
+class Known:
+    """Guesses the text, rightly where `right` says so."""
+
+    def __init__(self, name: str = "known", right: bool = True) -> None:
+        self.name = name
+        self.right = right
+        self.num_asked = 0
+        self.dropped: list[str] = []
+
+    def propose(self, branch: Branch, max_tokens: int) -> Sequence[int]:
+        self.num_asked += 1
+        done = branch.num_output_tokens
+        return [token + (not self.right) for token in TEXT[done : done + max_tokens]]
+
+    def drop(self, branch: Branch) -> None:
+        self.dropped.append(branch.branch_id)
+
+
+def with_sources(*sources: Known, speculation: SpeculationConfig | None = None, **settings: Any) -> Scheduler:
+    scheduler = scheduler_of(**{"max_steps_in_flight": 1, **settings})
+    state = scheduler.state
+    config = speculation or SpeculationConfig(num_tokens=4)
+    state.speculation = Speculation(config, sources, state.pace, state.config.max_num_seqs)
+    return scheduler
+
+
+def result_of(scheduler: Scheduler, plan: SchedulerOutput) -> list[EngineCoreOutput]:
+    """Every branch gets the tokens of TEXT: one more than there are right drafts."""
+    result = ModelRunnerOutput()
+    for name in plan.sampled_req_ids:
+        drafts = plan.scheduled_spec_decode_tokens.get(name, [])
+        known = scheduler.state.branches[name].num_output_tokens
+        tokens = []
+        for place in range(len(drafts) + 1):
+            tokens.append(TEXT[known + place])
+            if place < len(drafts) and drafts[place] != tokens[-1]:
+                break
+        result.req_ids.append(name)
+        result.sampled_token_ids.append(tokens)
+    outputs = scheduler.update_from_output(plan, result)
+    scheduler.check()
+    return outputs
+
+
+def one_step(scheduler: Scheduler) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    plan = scheduler.schedule()
+    scheduler.check()
+    return plan, result_of(scheduler, plan)
+
+
+def lengths(scheduler: Scheduler, num_steps: int, name: str = "a") -> list[int]:
+    """The drafts of a branch in each of so many steps."""
+    found = []
+    for _ in range(num_steps):
+        plan, _ = one_step(scheduler)
+        found.append(len(plan.scheduled_spec_decode_tokens.get(name, ())))
+    return found
+
+
+def test_drafts_grow_while_they_are_right() -> None:
+    scheduler = with_sources(Known())
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 6) == [0, 4, 4, 4, 4, 4]  # the prompt first
+    branch = scheduler.state.branches["a"]
+    assert branch.token_ids[3:] == TEXT[: branch.num_output_tokens] and branch.num_output_tokens == 26
+
+
+def test_a_source_that_is_wrong_is_left_out_and_back_when_it_is_right() -> None:
+    source = Known(right=False)
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3)
+    tried = lengths(scheduler, 12)
+    assert tried[1] == 4 and tried[5:] == [0] * 7, "after few guesses"
+    source.right = True
+    assert max(lengths(scheduler, 4)) > 0
+
+
+def test_the_first_source_that_has_a_draft_is_taken() -> None:
+    wrong, right = Known("wrong", right=False), Known("right")
+    scheduler = with_sources(wrong, right)
+    add(scheduler, "a", 3)
+    outputs = [output for _ in range(10) for output in one_step(scheduler)[1]]
+    names = [output.checked.source for output in outputs if output.checked is not None]
+    assert names[0] == "wrong" and names[-4:] == ["right"] * 4
+    assert sorted(scheduler.stats().drafts) == ["right", "wrong"]
+
+
+def test_what_was_checked_is_told_and_counted() -> None:
+    scheduler = with_sources(Known())
+    add(scheduler, "a", 3)
+    one_step(scheduler)
+    (output,) = one_step(scheduler)[1]
+    assert output.checked == CheckedDrafts("known", 4, 4)
+    stats = scheduler.stats().drafts["known"]
+    assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens, stats.accepted_per_pos) == (1, 4, 4, [1, 1, 1, 1])
+    one_step(scheduler)
+    assert stats.drafts == 1, "a snapshot does not change"
+
+
+def test_a_request_can_switch_it_off() -> None:
+    source = Known()
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3, speculate=False)
+    assert lengths(scheduler, 4) == [0] * 4 and source.num_asked == 0
+
+
+def test_beams_do_not_draft() -> None:
+    source = Known()
+    scheduler = with_sources(source)
+    scheduler.add_request(EngineCoreRequest("s", [1, 2, 3], BeamSearchParams(beam_width=2, n=1, max_tokens=8)))
+    plan = scheduler.schedule()
+    assert not plan.scheduled_spec_decode_tokens and source.num_asked == 0
+
+
+def test_every_choice_drafts_behind_its_first_token() -> None:
+    source = Known()
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3, n=3)
+    step(scheduler, {"a": TEXT[0], "a#1": TEXT[0], "a#2": TEXT[0]})
+    plan, _ = one_step(scheduler)
+    assert plan.scheduled_spec_decode_tokens.keys() == {"a", "a#1", "a#2"}
+
+
+def test_what_has_ended_is_dropped_from_its_sources() -> None:
+    source = Known()
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3, max_tokens=6)
+    add(scheduler, "b", 3)
+    for _ in range(3):
+        one_step(scheduler)
+    assert source.dropped == ["a"]
+    scheduler.abort_requests(["b"])
+    assert source.dropped == ["a", "b"] and not scheduler.state.speculation._drafts
+
+
+# ---- load ----
+
+
+def test_a_full_batch_drafts_nothing() -> None:
+    source = Known()
+    scheduler = with_sources(source, num_blocks=2000)
+    for number in range(100):
+        add(scheduler, f"r{number}", 3)
+    one_step(scheduler)
+    plan, _ = one_step(scheduler)
+    assert not plan.scheduled_spec_decode_tokens and source.num_asked == 0
+
+
+def test_more_sequences_draft_less() -> None:
+    drafted = []
+    for num_branches in (1, 8, 48):
+        scheduler = with_sources(Known(), num_blocks=2000)
+        for number in range(num_branches):
+            add(scheduler, f"r{number}", 3)
+        one_step(scheduler)
+        plan, _ = one_step(scheduler)
+        drafted.append(len(plan.scheduled_spec_decode_tokens.get("r0", ())))
+    assert drafted[0] > drafted[1] > drafted[2] == 0
+
+
+def test_the_limit_on_sequences_that_is_set_holds() -> None:
+    scheduler = with_sources(Known(), speculation=SpeculationConfig(max_seqs=1))
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 2)[-1] > 0
+    add(scheduler, "b", 3)
+    one_step(scheduler)
+    assert lengths(scheduler, 3) == [0, 0, 0]
+
+
+def test_a_row_costs_what_steps_have_shown() -> None:
+    pace = StepPace()
+    assert pace.cost_of_rows(1, 4) is None
+    pace.observe(1, 0.010)
+    assert pace.cost_of_rows(1, 4) is None  # nothing is known of larger ones
+    pace.observe(8, 0.0135)
+    assert pace.cost_of_rows(1, 4) == pytest.approx(0.05)
+    pace.observe(40, 0.050)
+    assert pace.cost_of_rows(8, 4) == pytest.approx(8 * 0.0365 / 32 / 0.0135)
+    assert pace.cost_of_rows(400, 4) is None
+
+
+def test_drafts_are_short_where_rows_are_dear() -> None:
+    scheduler = with_sources(Known())
+    scheduler.state.pace.observe(1, 0.010)
+    scheduler.state.pace.observe(4, 0.022)
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 2) == [0, 1]
+
+
+# ---- steps in flight ----
+
+
+def test_a_branch_without_a_draft_stays_planned_ahead() -> None:
+    scheduler = with_sources(
+        Known(right=False), speculation=SpeculationConfig(min_acceptance=1.0), max_steps_in_flight=2
+    )
+    add(scheduler, "a", 3)
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    for _ in range(5):
+        scheduler.update_from_output(first := plans.pop(0), answer_of(first))
+        plans.append(scheduler.schedule())
+        assert plans[-1].num_scheduled_tokens == {"a": 1}, "the next step is planned while one is in flight"
+
+
+def test_a_branch_with_a_draft_waits_until_no_token_is_pending() -> None:
+    scheduler = with_sources(Known(), max_steps_in_flight=2)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 3, speculate=False)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    result_of(scheduler, first)
+    ahead = scheduler.schedule()
+    assert list(ahead.num_scheduled_tokens) == ["b"], "its second token is under way"
+    result_of(scheduler, second)
+    plan = scheduler.schedule()
+    assert plan.scheduled_spec_decode_tokens == {"a": TEXT[2:5]}
+    result_of(scheduler, ahead)
+    result_of(scheduler, plan)
+    assert scheduler.state.branches["a"].token_ids[3:] == TEXT[:6]
+
+
+def test_a_branch_whose_draft_failed_to_come_is_planned_ahead_again() -> None:
+    source = Known()
+    scheduler = with_sources(source, max_steps_in_flight=2)
+    add(scheduler, "a", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    result_of(scheduler, first)
+    assert scheduler.schedule().is_void
+    source.propose = lambda branch, max_tokens: ()  # type: ignore[method-assign]
+    result_of(scheduler, second)
+    assert not scheduler.schedule().is_void and not scheduler.schedule().is_void
+
+
+def test_a_preempted_branch_forgets_its_draft() -> None:
+    scheduler = with_sources(Known(), max_steps_in_flight=2)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    result_of(scheduler, first)
+    branch = scheduler.state.branches["a"]
+    assert branch.waits_to_draft
+    scheduler.step_failed(second, "the device is gone")
+    assert not branch.waits_to_draft and not branch.draft_tokens
