@@ -41,6 +41,7 @@ NAVIGATION = {
     },
     "More than text": {
         "Read hidden states": "docs/hidden-states",
+        "Several tokens from one step": "docs/speculation",
         "Encoder-decoder models": "docs/encoder-decoder",
         "Transcribe speech": "docs/speech",
         "Examples that run": "examples/README",

@@ -117,6 +117,10 @@ class RequestMetrics:
     sampled_first_time: float | None = None  # end of the step that sampled its first token,
     sampled_last_time: float | None = None  # and the last one so far
     num_preemptions: int = 0  # how often it, or one of its choices, was preempted
+    num_draft_tokens: int = 0  # guesses at its tokens that steps have checked, from all sources
+    num_accepted_tokens: int = 0  # of these, those that became its tokens
+    num_accepted_prediction_tokens: int = 0  # the same of its `prediction` alone,
+    num_rejected_prediction_tokens: int = 0  # and those that did not
 
     @property
     def time_to_first_token(self) -> float | None:

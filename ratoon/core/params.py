@@ -23,6 +23,7 @@ MAX_CHOICES = 256  # the same for `n`
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS_CHARACTERS = 2**16  # of all `bad_words` together; each is tokenised twice
+MAX_PREDICTION_CHARACTERS = 2**20
 MAX_BEAM_WIDTH = 2048
 MAX_BEAM_STOP_TOKENS = 16  # each costs a step `beam_width` more candidates
 MAX_NGRAM_SIZE = 256  # of no_repeat_ngram_size and encoder_no_repeat_ngram_size: the cost of a step grows with it
@@ -128,8 +129,12 @@ class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, t
     prompt_logprobs: int | None = None
     # False: no drafts of its tokens are made, if the engine makes some. They change how fast tokens come, not which.
     speculate: bool = True
+    # What the answer is expected to be for the most part, as text or token ids: drafts come from it first. Also in an
+    # engine that makes no others.
+    prediction: str | list[int] | None = None
 
-    # Filled by the InputProcessor; a caller leaves it alone.
+    # Filled by the InputProcessor; a caller leaves them alone.
+    prediction_token_ids: list[int] | None = None
     eos_token_ids: list[int] | None = None  # suppressed by min_tokens together with stop_token_ids
 
     def __post_init__(self) -> None:
@@ -157,6 +162,7 @@ class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, t
             if value is not None:
                 _require_int(name, value, 0, max_logprobs, hint="the engine's max_logprobs")
         self._verify_common(MAX_LOGIT_BIAS)
+        _verify_prediction(self.prediction)
         _require_list("stop", self.stop, str, MAX_STOP_STRINGS)
         for text in self.stop or ():
             if not text:
@@ -279,6 +285,15 @@ class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True
             raise RequestError("dtype", f"{self.dtype!r} is unknown", " or ".join(HIDDEN_STATES_DTYPES))
         if self.deadline is not None:
             _require_number("deadline", self.deadline, 0.0, MAX_DEADLINE, above=True)
+
+
+def _verify_prediction(prediction: Any) -> None:
+    if isinstance(prediction, str):
+        if len(prediction) > MAX_PREDICTION_CHARACTERS:
+            expected = f"{MAX_PREDICTION_CHARACTERS} at most"
+            raise RequestError("prediction", f"has {len(prediction)} characters", expected)
+        return
+    _require_list("prediction", prediction, int, MAX_PREDICTION_CHARACTERS)
 
 
 def _hidden_states_params(asked: Any) -> Any:

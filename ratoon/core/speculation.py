@@ -10,6 +10,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.setting import at_least, json_object, number, one_of, setting, whole_between
 
 OFF = "off"
+PREDICTION = "prediction"  # the source that a request brings itself
 MAX_DRAFT_TOKENS = 64
 SOURCES = "ngram, roots, draft:MODEL or head:PATH, several with commas between them, or off"
 NAMES_A_FILE = {"ngram": False, "roots": False, "draft": True, "head": True}  # sources; some have a model or file

@@ -17,7 +17,7 @@ import msgspec
 
 from ratoon.core.health import EngineState, Health
 from ratoon.core.outputs import RequestMetrics
-from ratoon.core.stats import SchedulerStats
+from ratoon.core.stats import DraftStats, SchedulerStats
 from ratoon.version import __version__
 
 if TYPE_CHECKING:
@@ -60,6 +60,24 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = 
     ("leases_expired", "Leases that ended at their time.", attrgetter("leases.expired")),
     ("leases_evicted", "Leases that were evicted.", attrgetter("leases.evicted")),
 )
+
+
+# Of each engine and source of drafts: the help, and the labels beside the engine
+DRAFT_COUNTERS: dict[str, tuple[str, ...]] = {
+    "spec_decode_num_drafts": ("Drafts of next tokens that steps have checked.", "source"),
+    "spec_decode_num_draft_tokens": ("Tokens of these drafts.", "source"),
+    "spec_decode_num_accepted_tokens": ("Of these, those that were accepted.", "source"),
+    "spec_decode_num_accepted_tokens_per_pos": ("The same by place in the draft.", "source", "position"),
+}
+
+
+def _draft_counts(source: str, drafts: DraftStats) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields the counts of a source, with the name and the labels of each."""
+    yield ("spec_decode_num_drafts", source), drafts.drafts
+    yield ("spec_decode_num_draft_tokens", source), drafts.draft_tokens
+    yield ("spec_decode_num_accepted_tokens", source), drafts.accepted_tokens
+    for place, count in enumerate(drafts.accepted_per_pos):
+        yield ("spec_decode_num_accepted_tokens_per_pos", source, str(place)), count
 
 
 def one_two_five(lowest: int, highest: int) -> tuple[float, ...]:
@@ -136,6 +154,9 @@ class EngineFigures:
         self.newest = stats
         for name, _, read in ENGINE_COUNTERS:
             self.sums[name].update(read(stats))
+        for source, drafts in stats.drafts.items():
+            for labels, count in _draft_counts(source, drafts):
+                self.sums.setdefault("|".join(labels), GrowingCount()).update(count)
 
 
 class EngineMetrics:
@@ -282,7 +303,7 @@ class EngineMetrics:
             engine = self.engines.setdefault(index, EngineFigures())
             engine.newest = reported.newest
             for name, count in reported.sums.items():
-                engine.sums[name].total += count
+                engine.sums.setdefault(name, GrowingCount()).total += count
 
     # ---- the page ----
 
@@ -340,6 +361,15 @@ class EngineMetrics:
             yield _gauge(name, text, {label: read(engine.newest) for label, engine in engines.items()}, "engine")
         for name, text, _ in ENGINE_COUNTERS:
             yield _counter(name, text, {label: engine.sums[name].total for label, engine in engines.items()}, "engine")
+        for name, (text, *labels) in DRAFT_COUNTERS.items():
+            values: Values = {
+                (*engine, *parts): count.total
+                for engine, figures in engines.items()
+                for key, count in figures.sums.items()
+                for kind, *parts in [key.split("|")]
+                if kind == name
+            }
+            yield _counter(name, text, values, "engine", *labels)
 
     def _health_metrics(self) -> Iterator[Metric]:
         engines = self._health().engines

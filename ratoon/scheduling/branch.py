@@ -46,6 +46,7 @@ class Request:
         "original",
         "owner",
         "packed_prompt",
+        "prediction",
         "priority",
         "queued_time",
         "request_id",
@@ -70,6 +71,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
         speculates: bool = True,
+        prediction: list[int] | None = None,
     ) -> None:
         self.request_id = request.request_id
         # Kept where hidden states are read when its texts have ended
@@ -81,6 +83,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.speculates = speculates  # drafts of its tokens may be made
+        self.prediction = prediction or []  # what its answer is expected to be
         self.continuation_of = request.continuation_of
         self.num_inheritable_tokens = self.num_prompt_tokens - len(request.continuation_token_ids or ())
         self.retain_kv = request.retain_kv

@@ -17,9 +17,11 @@ from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.stats import DraftStats
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.drafters.interface import Drafter
+from ratoon.scheduling.drafters.prediction import PredictionDrafter
 from ratoon.scheduling.pace import StepPace
 
 FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
+FIRST_RATES = {PredictionDrafter.name: 0.9}  # the same of sources that promise more
 WEIGHT = 1 / 8  # of the newest guess in that share
 LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
 # Rows that take as long as the rest of a step, before any step was observed
@@ -39,7 +41,7 @@ class SourceRecord:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.rate = FIRST_RATE
+        self.rate = FIRST_RATES.get(drafter.name, FIRST_RATE)
         self.guess = -1  # at the token of this place, which is not known yet; -1: none
         self.guess_at = 0
 
@@ -70,6 +72,7 @@ class Speculation:
         self.config = config
         self.stats: dict[str, DraftStats] = {}  # by source
         self._drafters = drafters
+        self._prediction = PredictionDrafter()
         self._drafts: dict[Branch, BranchDrafts] = {}  # of unfinished branches that may draft
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
@@ -79,9 +82,11 @@ class Speculation:
 
     def open(self, branch: Branch) -> None:
         """A branch is sampled: it may draft, unless its request says otherwise."""
-        if self._drafters and branch.request.speculates:
+        request = branch.request
+        drafters = [self._prediction, *self._drafters] if request.prediction else self._drafters
+        if drafters and request.speculates:
             branch.speculates = True
-            self._drafts[branch] = BranchDrafts(self._drafters)
+            self._drafts[branch] = BranchDrafts(drafters)
 
     def close(self, branch: Branch) -> None:
         """A branch ended."""

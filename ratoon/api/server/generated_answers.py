@@ -37,7 +37,7 @@ from ratoon.api.server.responses import (
     slices,
 )
 from ratoon.api.server.threads import LONG_TEXT, off_loop
-from ratoon.core.outputs import CompletionOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.outputs import CompletionOutput, HiddenStatesOutput, RequestMetrics, RequestOutput
 from ratoon.core.params import BeamSearchParams, SamplingParams
 
 
@@ -71,13 +71,21 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, gc=False):
+class CompletionTokensDetails(msgspec.Struct, gc=False):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True, gc=False):
     """The token counts of an answer. A struct, because a stream may have one in every chunk."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None  # None: nothing was drafted
 
 
 class UsageCounter:
@@ -85,10 +93,12 @@ class UsageCounter:
         self._num_prompt_tokens = [len(prompt.token_ids) for prompt in prompts]
         self.num_completion_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
+        self._metrics: list[RequestMetrics | None] = [None] * len(prompts)
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Counts the new tokens of an output."""
         self._num_cached_tokens[index] = output.num_cached_tokens or 0
+        self._metrics[index] = output.metrics
         # For continuations and decoder prompts, known only now.
         prompts = (output.prompt_token_ids, output.encoder_prompt_token_ids)
         self._num_prompt_tokens[index] = sum(len(token_ids or ()) for token_ids in prompts)
@@ -98,7 +108,19 @@ class UsageCounter:
     def usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = sum(self._num_prompt_tokens), self.num_completion_tokens
         details = PromptTokensDetails(sum(self._num_cached_tokens))
-        return Usage(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens, details)
+        total = num_prompt_tokens + num_completion_tokens
+        return Usage(num_prompt_tokens, num_completion_tokens, total, details, self._drafts())
+
+    def _drafts(self) -> CompletionTokensDetails | None:
+        drafted = [metrics for metrics in self._metrics if metrics is not None and metrics.num_draft_tokens]
+        if not drafted:
+            return None
+        return CompletionTokensDetails(
+            sum(metrics.num_accepted_prediction_tokens for metrics in drafted),
+            sum(metrics.num_rejected_prediction_tokens for metrics in drafted),
+            sum(metrics.num_draft_tokens for metrics in drafted),
+            sum(metrics.num_accepted_tokens for metrics in drafted),
+        )
 
 
 def content(output: HiddenStatesOutput) -> dict[str, Any]:

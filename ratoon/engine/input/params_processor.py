@@ -144,6 +144,11 @@ class ParamsProcessor:
                 raise RequestError(name, f"{count} is more than the vocabulary has", f"{self._vocab_size} at most")
         if self._tokenizer is None and params.stop:
             raise RequestError("stop", "stop strings need a tokenizer, and none is loaded", "use stop_token_ids")
+        if isinstance(params.prediction, str):
+            if self._tokenizer is None:
+                raise RequestError("prediction", "text needs a tokenizer, and none is loaded", "token ids")
+        else:
+            self._verify_vocabulary("prediction", params.prediction)
 
     def _verify_beams(self, params: BeamSearchParams) -> None:
         stop_tokens = self._stop_token_ids(params)
@@ -213,6 +218,8 @@ class ParamsProcessor:
             params.num_forced_tokens = num_forced_tokens
         else:
             params.eos_token_ids = list(self.eos_token_ids)
+            if params.prediction is not None:
+                params.prediction_token_ids, params.prediction = self._expected_tokens(params.prediction), None
             # Always set: a request that is preempted, or replayed from a record, draws the same numbers again.
             params.seed = self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed
         return params
@@ -262,6 +269,13 @@ class ParamsProcessor:
         """Returns all tokens that end a text."""
         ends = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         return list(dict.fromkeys(ends))
+
+    def _expected_tokens(self, prediction: str | list[int]) -> list[int]:
+        """Returns the tokens of a prediction, as many as an answer can have."""
+        if isinstance(prediction, str):
+            assert self._tokenizer is not None
+            prediction = self._tokenizer.encode(prediction, add_special_tokens=False)
+        return list(prediction[: self._max_model_len])
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is written at the start of a text and in the middle of one."""

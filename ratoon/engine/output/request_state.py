@@ -30,6 +30,7 @@ from ratoon.core.params import (
 )
 from ratoon.core.readings import awaits_count
 from ratoon.core.request import (
+    CheckedDrafts,
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -39,6 +40,7 @@ from ratoon.core.request import (
     InheritedFrom,
     branch_id_of,
 )
+from ratoon.core.speculation import PREDICTION
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine.input.hidden_states import Selection
 from ratoon.engine.output.answers import HiddenStatesAnswer, Output, PendingAnswer, VectorAnswer
@@ -146,6 +148,8 @@ class RequestState:
             self.error = output.error
         if self.answer is not None:
             self.answer.take(output)
+        if output.checked is not None:
+            self._take_checked(output.checked)
         if output.num_texts is not None:
             del self.choices[output.num_texts :]
         if output.new_token_ids:
@@ -179,6 +183,14 @@ class RequestState:
             num_new = choice.add_tokens(output)
         self.num_new_tokens += num_new
         self.metrics.num_generation_tokens += num_new
+
+    def _take_checked(self, checked: CheckedDrafts) -> None:
+        metrics = self.metrics
+        metrics.num_draft_tokens += checked.num_drafted
+        metrics.num_accepted_tokens += checked.num_accepted
+        if checked.source == PREDICTION:
+            metrics.num_accepted_prediction_tokens += checked.num_accepted
+            metrics.num_rejected_prediction_tokens += checked.num_drafted - checked.num_accepted
 
     def _take_events(self, events: list[EngineCoreEvent], now: float) -> None:
         """Takes each event once: what an engine that had to begin anew tells again changes nothing."""

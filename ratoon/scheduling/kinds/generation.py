@@ -34,6 +34,9 @@ class GenerationTask(Task):
 
     def __init__(self, request: Request, params: SamplingParams, with_prompt_logprobs: set[str]) -> None:
         """`with_prompt_logprobs`: the ids of all requests that have some, so that others are not checked."""
+        if params.prediction_token_ids is not None:  # no part of what is sent to workers
+            params = params.clone()
+            params.prediction_token_ids = None
         self.params = params
         self.request = request
         self.with_prompt_logprobs = with_prompt_logprobs
@@ -154,6 +157,7 @@ class GenerationKind(RequestKind):
             stop_token_ids=stop_tokens_of(params, request.eos_token_id),
             seed=params.seed,
             speculates=params.speculate,
+            prediction=params.prediction_token_ids,
         )
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import RequestMetrics
-from ratoon.core.stats import PrefixCacheStats, SchedulerStats
+from ratoon.core.stats import DraftStats, PrefixCacheStats, SchedulerStats
 from ratoon.observe.metrics import EngineMetrics, Histogram, one_two_five
 from ratoon.version import __version__
 
@@ -71,6 +71,21 @@ def test_counts_go_on_when_an_engine_starts_again():
             (of(samples, "engine_steps_total", engine="0"), of(samples, "prefix_cache_hits_total", engine="0"))
         )
     assert totals == [(1, 0), (10, 6), (10, 6), (11, 6), (14, 8)]
+
+
+def test_drafts_are_counted_by_source_and_place_across_restarts_and_processes():
+    metrics = EngineMetrics("m")
+    for accepted in ([1], [3, 1], [1]):  # the process died behind the second
+        drafts = DraftStats(drafts=4, draft_tokens=8, accepted_tokens=sum(accepted), accepted_per_pos=accepted)
+        metrics.record_engine(0, stats(1, drafts={"ngram": drafts}))
+    together = EngineMetrics("m")
+    together.add(metrics.figures())
+    together.add(metrics.figures())
+    for page_of, times in ((page(metrics), 1), (page(together), 2)):
+        assert of(page_of, "spec_decode_num_accepted_tokens_total", engine="0", source="ngram") == 5 * times
+        per_place = "spec_decode_num_accepted_tokens_per_pos_total"
+        assert of(page_of, per_place, engine="0", source="ngram", position="0") == 4 * times
+        assert of(page_of, per_place, engine="0", source="ngram", position="1") == 1 * times
 
 
 def test_times_of_a_request_that_ran_to_its_end():

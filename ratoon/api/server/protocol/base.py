@@ -223,11 +223,19 @@ class PromptTokensDetails(AnswerModel):
     cached_tokens: int = Field(description="Tokens of the prompts that were found in the prefix cache")
 
 
+class CompletionTokensDetails(AnswerModel):
+    accepted_prediction_tokens: int = Field(description="Tokens of the prediction that became tokens of the answer")
+    rejected_prediction_tokens: int = Field(description="Tokens of the prediction that were checked and did not")
+    draft_tokens: int = Field(description="Guesses at tokens that were checked, from all sources of drafts")
+    accepted_draft_tokens: int = Field(description="Of these, those that became tokens of the answer")
+
+
 class Usage(AnswerModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="If something was drafted")
 
 
 class ContinuationAnswer(AnswerModel):

@@ -38,25 +38,26 @@ def _tool_choice(value: Any) -> str | dict[str, Any] | None:
     return value
 
 
+TEXT_OR_PARTS: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+
 # Unions with their own check: an error names the field, not pydantic's path through the union.
 Content = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_content),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
+        {"anyOf": [*TEXT_OR_PARTS["anyOf"], {"type": "null"}]},
     ),
 ]
 ToolChoice = Annotated[
@@ -94,6 +95,25 @@ class Message(BaseModel):
     content: Content = None
 
 
+def _predicted(value: Any) -> str:
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ValueError("is neither text nor a list of parts")
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError('has a part that is not text, such as {"type": "text", "text": "…"}')
+    return "".join(part["text"] for part in parts)
+
+
+PredictedText = Annotated[str, PlainValidator(_predicted), WithJsonSchema(TEXT_OR_PARTS)]
+
+
+class Prediction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["content"]
+    content: PredictedText = Field(description="What the answer is expected to be, for the most part")
+
+
 class Tool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -110,7 +130,6 @@ class ChatCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
         "audio": "answers are text: leave it out",
-        "prediction": "leave it out",
         "web_search_options": "define a function in tools that searches, or leave it out",
         "functions": "use tools",
         "function_call": "use tool_choice",
@@ -147,6 +166,9 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Passed to the chat template; none switches reasoning off, if the template can"
     )
     modalities: Entries[str] | None = Field(None, description='["text"]')
+    prediction: Prediction | None = Field(
+        None, description="Drafts come from this text first: an answer that is mostly the same comes faster"
+    )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
 
     # Extensions: the chat template

@@ -196,6 +196,7 @@ class ResponsesRequest(RequestModel):
         None, description="Seconds that the response's memory is kept for the next turn; default: --response-lease"
     )
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
+    speculate: bool | None = Field(None, description="false: no drafts of its tokens, if the server makes some")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
 

@@ -119,7 +119,7 @@ class BeamFields(StructuredFields):
 # Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
 SAMPLING_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", *RULES,
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "speculate", *RULES,
 )  # fmt: skip
 
 
@@ -179,6 +179,7 @@ class SamplingFields(BeamFields):
         description="Becomes part of the answer's id; later requests may refer to the answer by it",
     )
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens")
+    speculate: bool | None = Field(None, description="false: no drafts of its tokens, if the server makes some")
     data_parallel_rank: Size | None = Field(None, description="Which of several engines answers")
     return_token_ids: bool | None = Field(None, description="Return the token ids of prompt and answer")
     return_hidden_states: ReturnHiddenStates = Field(

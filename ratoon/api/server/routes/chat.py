@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,12 +30,13 @@ from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import chat_logprobs, prompt_logprobs
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_chat, template_options
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, count_text, encode_chat, template_options
 from ratoon.api.server.protocol.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Message
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.threads import off_loop
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import CompletionOutput, RequestOutput
+from ratoon.core.params import SamplingParams
 
 router = APIRouter(tags=["OpenAI"])
 ROLE = "assistant"
@@ -100,6 +102,9 @@ async def make_batch(
     check_token_limit(context, 1, params, len(prompt.token_ids))
     text = prompt.text if origin is None else origin.text
     params = await off_loop(size, partial(plan.params, params, text))
+    if asked.prediction is not None and isinstance(params, SamplingParams):
+        expected = await count_text(context, "prediction.content", asked.prediction.content, False)
+        params = msgspec.structs.replace(params, prediction=expected)
     return Batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],

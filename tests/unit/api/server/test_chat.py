@@ -229,7 +229,6 @@ async def test_a_model_without_a_template_takes_no_conversations():
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": [{}]}, "functions"),
-        ({"prediction": {}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),
