@@ -23,10 +23,13 @@ from ratoon.core.request import (
     ResumedChoice,
     branch_id_of,
 )
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.wire import WireTensor
+from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.scheduler import Scheduler
+from ratoon.scheduling.speculation import Speculation
 from tests.property.extractions import Reading, rows_of
-from tests.property.fake_runner import FakeRunner
+from tests.property.fake_runner import FakeRunner, Row
 from tests.property.loads import VOCABULARY, Child, Load
 from tests.property.references import extend_prefix, next_token
 from tests.property.watches import EncoderWatch, SwapWatch
@@ -55,6 +58,41 @@ class Untold:
     is_lost: bool = False  # the engine has died since
 
 
+def guesses(runner: FakeRunner, row: Row, num_tokens: int, count: int, number: int) -> list[int]:
+    """Guesses at the tokens of a row behind its first `num_tokens`, some of them wrong, by the bits of `number`."""
+    prefix, num_output = row.prefixes[num_tokens - 1], num_tokens - row.num_prompt_tokens
+    tokens: list[int] = []
+    for place in range(count):
+        token = next_token(prefix, row.seed, num_output + place, row.params, runner.vocabulary)
+        tokens.append(token if number >> place & 3 else (token + 1) % runner.vocabulary)
+        prefix = extend_prefix(prefix, token)
+    return tokens
+
+
+class GuessingSource:
+    """A source of drafts that are right, wrong or none, by the text."""
+
+    def __init__(self, runner: FakeRunner, number: int) -> None:
+        self.name = f"guesses {number}"
+        self._runner = runner
+        self._number = number
+        self._known: set[Branch] = set()
+
+    def propose(self, branch: Branch, max_tokens: int) -> list[int]:
+        self._known.add(branch)
+        row = self._runner.rows.get(branch.branch_id)
+        if row is None or len(row.prefixes) < branch.num_tokens:
+            return []
+        number = hash((row.prefixes[branch.num_tokens - 1], 17, self._number))
+        if number % 3 == 0:
+            return []
+        event("a source has a draft" + (" behind a pending token" if branch.num_pending else ""))
+        return guesses(self._runner, row, branch.num_tokens, 1 + number % max_tokens, number)
+
+    def drop(self, branch: Branch) -> None:
+        self._known.discard(branch)
+
+
 class Drive:
     """Runs one load to its end, checking as it goes."""
 
@@ -78,6 +116,11 @@ class Drive:
         )
         self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots)
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
+        if load.num_guesses and load.num_sources:
+            state = self.scheduler.state
+            sources = [GuessingSource(self.runner, number) for number in range(load.num_sources)]
+            config = SpeculationConfig(num_tokens=load.num_guesses, max_seqs=load.scheduler.max_num_seqs)
+            state.speculation = Speculation(config, sources, state.pace, load.scheduler.max_num_seqs)
         self.swaps = SwapWatch(self.scheduler)
         self.encoder = EncoderWatch(self.scheduler, self.accepted, load.scheduler.max_num_encoder_tokens)
 
@@ -253,7 +296,7 @@ class Drive:
         while len(self.in_flight) < self.load.scheduler.num_in_flight and self.scheduler.can_plan:
             quarantined = bool(self.scheduler.state.quarantined)  # then others are preempted for it
             self.swaps.before_plan()
-            if self.load.num_guesses:
+            if self.load.num_guesses and not self.load.num_sources:
                 self.guess()
             plan = self.scheduler.schedule()
             self.scheduler.check()
@@ -277,14 +320,8 @@ class Drive:
             branch.plans_ahead = False  # guesses are made behind known tokens
             if branch.num_pending or branch.num_computed_tokens != branch.num_tokens - 1:
                 continue
-            prefix, num_output = row.prefixes[-1], branch.num_output_tokens
-            number = hash((prefix, 11))
-            tokens: list[int] = []
-            for place in range(1 + number % self.load.num_guesses):
-                token = next_token(prefix, row.seed, num_output + place, row.params, self.runner.vocabulary)
-                tokens.append(token if number >> place & 3 else (token + 1) % self.runner.vocabulary)
-                prefix = extend_prefix(prefix, token)
-            branch.propose(tokens)
+            number = hash((row.prefixes[-1], 11))
+            branch.propose(guesses(self.runner, row, branch.num_tokens, 1 + number % self.load.num_guesses, number))
 
     def step(self, step: int) -> None:
         self.plan_steps()

@@ -94,6 +94,7 @@ class Load:
     swap_costs: SwapCosts | None  # by which some preempted branches are computed again
     lost_slots: frozenset[int]  # of the block store: transfers from and to these fail
     num_guesses: int  # that a branch of some requests has for its next tokens, at the most
+    num_sources: int  # of drafts, from which these come; 0: they are proposed from outside
 
 
 @st.composite
@@ -275,4 +276,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         swap_costs=draw(among(None, None, SwapCosts(3.0, 1.0), SwapCosts(4.0, 1.0))),
         lost_slots=draw(LOST_SLOTS),
         num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
+        num_sources=draw(among(0, 1, 2)),
     )
