@@ -34,6 +34,16 @@ TRIES = 64  # one in so many drafts that seem to cost too much is made, because 
 LEAST_ROWS = 64  # that a step may read, sampled tokens and drafts together, where fewer sequences may run
 
 
+def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Returns how many of the first drafts became tokens."""
+    count = 0
+    for draft, token in zip(drafts, token_ids):
+        if draft != token:
+            break
+        count += 1
+    return count
+
+
 class SourceRecord:
     """A source, and how often it was right about a branch."""
 
@@ -105,11 +115,8 @@ class Speculation:
         record = self._drafts[branch].drafted_by
         if record is None:
             return None
-        num_accepted = 0
-        for draft, token in zip(drafts, token_ids):
-            if draft != token:
-                break
-            num_accepted += 1
+        num_accepted = num_equal(drafts, token_ids)
+        for _ in range(num_accepted):
             record.count(True)
         if num_accepted < min(len(drafts), len(token_ids)):
             record.count(False)

@@ -132,8 +132,8 @@ class SchedulerState:
             self.left_in_flight.append((flying[-1].step, held))
         num_tokens = sum(branch.request.task.num_written_tokens(plan, branch.branch_id) for plan in flying)
         num_unknown = branch.num_computed_tokens - branch.num_tokens  # drafts of a step that is done are among them
-        if max(num_tokens, num_unknown) > 0:
-            self.kv_cache.roll_back(branch, max(num_tokens, num_unknown))
+        if max(num_tokens, num_unknown) > 0 or branch.speculates:  # drafts may leave blocks behind its last token
+            self.kv_cache.roll_back(branch, max(num_tokens, num_unknown, 0))
         branch.num_pending = branch.num_drafts = 0
         return not flying or flying[0].step > branch.first_step
 
@@ -336,8 +336,8 @@ class SchedulerState:
             request.task.release()
             self.resting.pop(branch, None)
             self.loads.forget(branch)
-            self.speculation.close(branch)
             is_there = self.discard_in_flight(branch)
+            self.speculation.close(branch)
             is_text = ended_well and request.task.branches_are_texts
             if not is_there:
                 self.kv_cache.free(branch, trusted)

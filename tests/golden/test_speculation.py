@@ -9,9 +9,17 @@ import pytest
 from ratoon import LLM, SamplingParams
 from ratoon.core.outputs import RequestOutput
 from tests.golden.engines import engine, scheduler_of
+from tests.golden.grammar_engines import forced_texts
+from tests.golden.marks import exact_on_cpu
+from tests.golden.test_encoder_decoder_api import INPUTS
+from tests.golden.test_encoder_decoder_api import engine as encoder_engine
+from tests.golden.test_steps_in_flight import LLAMA, TWO_GROUPS, WIDE_WINDOW, all_of, served
+from tests.golden.test_steps_in_flight import ask as ask_everything
+
+pytestmark = exact_on_cpu
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 10], list(range(20, 50)) * 2, [5, 6, 7, 8, 11]]
-FAMILIES = ["llama with grouped heads", "mistral with a window wider than a block", "gpt2"]
+FAMILIES = [LLAMA, WIDE_WINDOW, "gpt2"]
 # One token that occurred before is enough for a draft, whatever its rows cost: many, of which most are wrong
 SETTINGS: dict[str, Any] = {
     "speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0, "speculate_max_seqs": 32
@@ -75,3 +83,69 @@ def test_a_text_that_repeats_takes_fewer_steps() -> None:
         params.speculate = False
         llm.generate(prompt, params, progress=False)
         assert scheduler_of(llm).planner.num_steps - before >= 60
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("family", [LLAMA, TWO_GROUPS])
+def test_answers_leases_continuations_and_hidden_states_are_the_same(family: str, depth: int) -> None:
+    """Of requests that end by length, by a token and by a string, with log-probabilities, choices, beams and hidden
+    states."""
+    right = served(family, depth=1)
+    for what, found in served(family, depth, **SETTINGS).items():
+        # Blocks before a window are given back whenever memory is allocated, and so for every draft.
+        assert found == right[what] or (what == "leases" and family == TWO_GROUPS), what
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("swap_memory", [0, "1MiB"], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize(("family", "num_blocks"), [(LLAMA, 14), (TWO_GROUPS, 26)])
+def test_answers_are_the_same_where_memory_is_short(
+    family: str, num_blocks: int, swap_memory: int | str, depth: int
+) -> None:
+    settings = {"num_blocks": num_blocks, "swap_memory": swap_memory, "skip_tokenizer": False, **SETTINGS}
+    with engine(family, max_steps_in_flight=depth, max_num_batched_tokens=40, **settings) as llm:
+        assert [all_of(output) for output in ask_everything(llm)] == served(family, depth=1)["answers"]
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_structured_texts_are_the_same(depth: int, jumps: bool) -> None:
+    """Drafts are cut where the grammar forbids them, and where it forces other tokens."""
+    settings = {"max_steps_in_flight": depth, "jump_forward": jumps}
+    right, found = (forced_texts(others=True, **settings, **more) for more in ({}, SETTINGS))
+    assert found.answers == right.answers
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_give_the_same_answers(quantization: str) -> None:
+    with engine(LLAMA, quantization=quantization) as llm:
+        expected = [ask(llm, params) for params in PARAMS.values()]
+    with engine(LLAMA, quantization=quantization, **SETTINGS) as llm:
+        assert [ask(llm, params) for params in PARAMS.values()] == expected
+        assert num_checked(llm)[1] > 0
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_encoder_decoder_models_give_the_same_answers(family: str) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=30, ignore_eos=True, logprobs=1)
+    with encoder_engine(family) as llm:
+        expected = answers(llm.generate(INPUTS, params, progress=False))
+    with encoder_engine(family, **SETTINGS) as llm:
+        assert answers(llm.generate(INPUTS, params, progress=False)) == expected
+        assert num_checked(llm)[0] > 0
+
+
+def test_a_prediction_changes_no_text_and_takes_fewer_steps() -> None:
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True, logprobs=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:1]]
+    with engine(LLAMA, speculate_max_seqs=8) as llm:
+        outputs = llm.generate(prompts, params, progress=False)
+        before = scheduler_of(llm).planner.num_steps
+        tokens = list(outputs[0].outputs[0].token_ids)
+        params.prediction = [*tokens[:20], 1, 2, 3, *tokens[22:]]
+        (again,) = llm.generate(prompts, params, progress=False)
+        assert answers([again]) == answers(outputs)
+        assert again.metrics is not None
+        assert again.metrics.num_accepted_prediction_tokens > 20 > again.metrics.num_rejected_prediction_tokens > 0
+        assert scheduler_of(llm).planner.num_steps - before < 20

@@ -78,8 +78,8 @@ def leases_of(llm: LLM) -> list[tuple[Any, ...]]:
 
 
 @cache
-def served(family: str, depth: int) -> dict[str, Any]:
-    with engine(family, max_steps_in_flight=depth, num_blocks=300, skip_tokenizer=False) as llm:
+def served(family: str, depth: int, **settings: Any) -> dict[str, Any]:
+    with engine(family, max_steps_in_flight=depth, num_blocks=300, skip_tokenizer=False, **settings) as llm:
         parents = ask(llm, retain_kv=60)
         leases = leases_of(llm)
         extracted = [llm.extract_hidden_states(parent, EVERYTHING, progress=False) for parent in parents]

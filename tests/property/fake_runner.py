@@ -447,7 +447,8 @@ class FakeRunner:
         return tokens
 
     def _check_drafts(self, row: Row, drafts: list[int]) -> list[int]:
-        """The tokens up to the first that is not as guessed. What was guessed leaves the row."""
+        """The tokens up to the first that is not as guessed, or a run of tokens without a choice. What was guessed
+        leaves the row."""
         num_tokens = len(row.token_ids) - len(drafts)
         num_output = num_tokens - row.num_prompt_tokens
         kept: list[int] = []
@@ -456,10 +457,14 @@ class FakeRunner:
             kept.append(next_token(prefix, row.seed, num_output + place, row.params, self.vocabulary))
             if kept[-1] != draft:
                 break
+        num_right = len(kept) - 1
         for values in (row.token_ids, row.prefixes, row.contents):
             del values[num_tokens:]
+        if self.burst > 1:
+            kept = self._sample(row, row.seed)
+            num_right = min(num_right, len(kept) - 1)
         row.extend(kept)
-        row.num_computed_tokens = num_tokens + len(kept) - 1
+        row.num_computed_tokens = num_tokens + num_right
         return kept
 
     def _prompt_logprobs(self, row: Row, count: int) -> PromptLogprobsChunk | None:

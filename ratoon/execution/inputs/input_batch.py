@@ -216,6 +216,10 @@ class InputBatch:
         keys = table[rows, :width].astype(">i4").view(f"S{4 * width}")[:, 0]  # ordered as the numbers are
         return keys.argsort(kind="stable").tolist()
 
+    def room_of(self, row: int) -> int:
+        """The tokens that a row can still get."""
+        return self.max_model_len - int(self.num_tokens[row])
+
     def append_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """One token for each of these rows (each row once). Not noted: on a device the sampler has written them."""
         if len(rows) == 1:  # by numbers: indexing by arrays takes ten times as long

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
+from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows
 from ratoon.execution.readers.interface import NO_TOKEN, Finish
@@ -25,9 +26,28 @@ from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.execution.sampling.told_runs import ToldRun
 
 
+@dataclass(slots=True)
+class CheckedBranch:
+    """A branch whose drafts are sampled from: its row, where its rows begin among those of the reader, and the slots
+    behind each of its drafts."""
+
+    req_id: str
+    row: int
+    drafts: list[int]
+    first_row: int
+    spare: list[int]
+
+    @property
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + len(self.drafts) + 1)
+
+
 class DraftsReader:
     """Samples from all rows of branches with drafts, and keeps the tokens up to the first that is not as guessed. Waits
-    for the device: the next step of a branch goes on behind the tokens that are kept."""
+    for the device: the next step of a branch goes on behind the tokens that are kept.
+
+    Where a grammar leaves no choice, the tokens that it forces take the place of drafts (`jumps`), as they do in steps
+    without drafts."""
 
     def __init__(
         self,
@@ -36,44 +56,91 @@ class DraftsReader:
         branches: InputBatch,
         sampler: Sampler,
         first_spare: int,
+        jumps: bool = False,
     ) -> None:
-        """`first_spare`: slots from there on are free."""
+        """`first_spare`: slots from there on are free. `jumps`: see SampledReaders."""
         self.wanted = wanted
         self._drafts = drafts
         self._branches = branches
         self._sampler = sampler
         self._first_spare = first_spare
+        self._jumps = jumps
 
     def read(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
-        branches, sampling_rows = self._branches, self._sampler.rows
+        sampling_rows = self._sampler.rows
         sampling_rows.read_tokens()
-        own = [branches.row_of[req_id] for req_id in self._drafts]
-        slots: list[int] = []
-        spare = self._first_spare
-        for row, tokens in zip(own, self._drafts.values()):
-            slots += [row, *sampling_rows.look_ahead(row, tokens, spare)]
-            spare += len(tokens)
-        counts = [len(tokens) + 1 for tokens in self._drafts.values()]
-        try:
-            sampled = self._sampler.sample(logits, np.array(slots), branches.seeds[own].repeat(counts))
-            drawn, bad, logprobs = sampled.to_numpy().tolist(), set(sampled.bad_rows), sampled.logprobs_lists()
-        finally:
-            for slot in range(self._first_spare, spare):
-                sampling_rows.remove(slot)
-        first = 0
-        for (req_id, tokens), row, count in zip(self._drafts.items(), own, counts):
-            kept = _kept_tokens(drawn[first : first + count], tokens, bad, first)
-            if kept:
-                branches.append_run(row, kept)
-                sampling_rows.append_run(row, kept)
-                output.req_ids.append(req_id)
-                output.sampled_token_ids.append(kept)
-            else:
-                self._put_end(req_id, row, output)
-            if kept and first in logprobs:
-                output.logprobs[req_id] = _join([logprobs[place] for place in range(first, first + len(kept))])
-            first += count
+        checked = self._look_ahead(output)
+        if checked:
+            try:
+                self._check(logits, checked, output)
+            finally:
+                for slot in range(self._first_spare, checked[-1].spare[-1] + 1):
+                    sampling_rows.remove(slot)
         sampling_rows.fill_ahead()
+
+    def _look_ahead(self, output: ModelRunnerOutput) -> list[CheckedBranch]:
+        """The branches that are sampled. Those with forced tokens get them instead."""
+        branches, sampling_rows = self._branches, self._sampler.rows
+        found: list[CheckedBranch] = []
+        first_row, spare = 0, self._first_spare
+        for req_id, drafts in self._drafts.items():
+            row = branches.row_of[req_id]
+            forced = self._take_forced(row) if self._jumps else []
+            if forced:
+                output.req_ids.append(req_id)
+                output.sampled_token_ids.append(forced)
+            else:
+                slots = sampling_rows.look_ahead(row, drafts, spare)
+                found.append(CheckedBranch(req_id, row, drafts, first_row, slots))
+                spare += len(drafts)
+            first_row += len(drafts) + 1
+        return found
+
+    def _take_forced(self, row: int) -> list[int]:
+        sampling_rows = self._sampler.rows
+        for grammar in sampling_rows.grammars_of(np.array([row])).values():
+            grammar.wait_or_fill()
+            if grammar.problem is not None:
+                return []
+        forced = sampling_rows.take_forced(row, self._branches.room_of(row))
+        if forced:
+            self._branches.append_run(row, forced)
+        return forced
+
+    def _check(self, logits: torch.Tensor, checked: list[CheckedBranch], output: ModelRunnerOutput) -> None:
+        branches, sampling_rows = self._branches, self._sampler.rows
+        if len(checked) < len(self._drafts):
+            logits = logits[to_device(np.array([row for each in checked for row in each.rows]), logits.device)]
+        own, counts = [each.row for each in checked], [len(each.rows) for each in checked]
+        slots = np.array([slot for each in checked for slot in (each.row, *each.spare)])
+        sampled = self._sampler.sample(logits, slots, branches.seeds[own].repeat(counts))
+        drawn, bad, logprobs = sampled.to_numpy().tolist(), set(sampled.bad_rows), sampled.logprobs_lists()
+        first = 0
+        for each in checked:
+            kept = _kept_tokens(drawn[first : first + len(each.rows)], each.drafts, bad, first)
+            if kept and first in logprobs:
+                output.logprobs[each.req_id] = _join([logprobs[place] for place in range(first, first + len(kept))])
+            first += len(each.rows)
+            if not kept:
+                self._put_end(each.req_id, each.row, output)
+                continue
+            if self._jumps:
+                kept = self._with_forced(each, kept)
+            branches.append_run(each.row, kept)
+            sampling_rows.append_run(each.row, kept)
+            output.req_ids.append(each.req_id)
+            output.sampled_token_ids.append(kept)
+
+    def _with_forced(self, each: CheckedBranch, kept: list[int]) -> list[int]:
+        """The tokens up to the first behind which others are forced, and these."""
+        room = self._branches.room_of(each.row)
+        for count, (token, draft, slot) in enumerate(zip(kept, each.drafts, each.spare), start=1):
+            if token != draft:
+                break
+            forced = self._sampler.rows.forced_in(slot, room - count)
+            if forced:
+                return kept[:count] + forced
+        return kept
 
     def _put_end(self, req_id: str, row: int, output: ModelRunnerOutput) -> None:
         """A branch without a token: its grammar is complete or allows none, or its logits can't be used."""

@@ -84,7 +84,7 @@ class SampledReaders:
         last = {req_id: layout.last_row(req_id) for req_id in drafts}
         rows = [np.arange(last[req_id] - len(tokens), last[req_id] + 1) for req_id, tokens in drafts.items()]
         wanted = EndRows(Logits(), np.concatenate(rows))
-        return DraftsReader(wanted, drafts, self._branches, self._sampler, self._first_spare)
+        return DraftsReader(wanted, drafts, self._branches, self._sampler, self._first_spare, self._jumps)
 
     def _checked_on_device(
         self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str], own: np.ndarray, others: list[int]
@@ -254,8 +254,7 @@ class SampledRowsReader:
                 tokens += runs.get(req_id, ())
 
     def _take_forced(self, row: int) -> list[int]:
-        room = self._branches.max_model_len - int(self._branches.num_tokens[row])
-        run = self._sampler.rows.take_forced(row, room)
+        run = self._sampler.rows.take_forced(row, self._branches.room_of(row))
         if run:
             self._branches.append_run(row, run)
         return run

@@ -487,14 +487,17 @@ class SamplingRows:
     def take_forced(self, slot: int, most: int) -> list[int]:
         """Append the tokens for which the rules leave no choice, up to so many, to a slot whose mask is filled. None
         where log-probabilities are asked for: these need a forward pass for each token."""
-        if self.needs[slot] & Needs.LOGPROBS:
-            return []
-        rules = self.rules[slot]
-        tokens = forced_run(rules, min(most, int(self.max_outputs[slot] - self.num_outputs[slot])))
+        tokens = self.forced_in(slot, most)
         if tokens:
             self.num_outputs[slot] += len(tokens)
-            self._set_rules([slot], [rules.after_all(tokens)])
+            self._set_rules([slot], [self.rules[slot].after_all(tokens)])
         return tokens
+
+    def forced_in(self, slot: int, most: int) -> list[int]:
+        """Returns these tokens, and appends none."""
+        if self.needs[slot] & Needs.LOGPROBS or not self.needs[slot] & Needs.MASK:
+            return []
+        return forced_run(self.rules[slot], min(most, int(self.max_outputs[slot] - self.num_outputs[slot])))
 
     def need_tokens(self, slots: np.ndarray) -> bool:
         """Whether the rules of one of these slots read its next token on the host."""

@@ -14,6 +14,7 @@ from ratoon.scheduling.branch import Branch, BranchStatus, Request, branch_seed
 from ratoon.scheduling.kinds.interface import RequestKind
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.shared_prefills import SharedPrefills
+from ratoon.scheduling.speculation import num_equal
 from ratoon.scheduling.state import SchedulerState
 from ratoon.scheduling.task import Task
 
@@ -276,14 +277,18 @@ class GenerationKind(RequestKind):
             self._state.speculation.advance(drafting, self._state.num_running_rows)
 
     def _take_back_drafts(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Drafts that were not kept count as not computed, and neither does the last token of a branch that got one."""
-        answered = set(output.req_ids)
-        for branch_id in plan.scheduled_spec_decode_tokens:
+        """Drafts that were not kept count as not computed, and neither does the last token of a branch that got one.
+        Tokens that a grammar forces may be in the place of drafts."""
+        answers = dict(zip(output.req_ids, output.sampled_token_ids))
+        for branch_id, drafts in plan.scheduled_spec_decode_tokens.items():
             branch = self._state.branches.get(branch_id)
             if branch is None or branch.first_step > plan.step:
                 continue
             branch.num_drafts = 0
-            num_rejected = branch.num_computed_tokens - branch.num_tokens + (branch_id in answered)
+            token_ids = answers.get(branch_id, ())
+            num_rejected = len(drafts) - num_equal(drafts, token_ids)
+            if token_ids:
+                num_rejected = max(num_rejected, branch.num_computed_tokens - branch.num_tokens + 1)
             if num_rejected:
                 self._state.kv_cache.take_back(branch, num_rejected)
 

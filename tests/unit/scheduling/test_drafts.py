@@ -8,9 +8,10 @@ from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest, FinishReason
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.scheduler import Scheduler
-from tests.unit.scheduling.steps import BLOCK_SIZE, add, answer_of, scheduler_of, step
+from tests.unit.scheduling.steps import BLOCK_SIZE, add, answer_of, request_of, scheduler_of, step
 from tests.unit.scheduling.test_beam_scheduling import step as step_of_search
 
 
@@ -152,3 +153,27 @@ def test_a_failed_step_leaves_nothing_of_its_drafts() -> None:
     assert not branch.num_drafts and not branch.draft_tokens
     outputs = {name: output for _ in range(2) for name, output in step(scheduler)[1].items()}  # each runs alone
     assert outputs["a", 0].new_token_ids == outputs["b", 0].new_token_ids == [7]
+
+
+def test_forced_tokens_in_the_place_of_drafts_are_computed_later() -> None:
+    scheduler, branch = one_that_runs()
+    plan = plan_with(scheduler, branch, [5, 6, 8])
+    answer(scheduler, plan, [5, 1, 2, 3, 4])  # more than the step had rows for: only the 5 is computed
+    assert branch.num_computed_tokens == 3 + 1 + 1 and branch.num_tokens == 3 + 1 + 5
+    plan, _ = step(scheduler)
+    assert plan.num_scheduled_tokens == {"a": 4}
+
+
+def test_blocks_of_drafts_are_no_part_of_a_lease() -> None:
+    scheduler = scheduler_of(max_steps_in_flight=1, speculation=SpeculationConfig(speculate="ngram", num_tokens=8))
+    request = request_of("a", [7] * (BLOCK_SIZE - 1), max_tokens=3)
+    request.retain_kv = 60.0
+    scheduler.add_request(request)
+    step(scheduler)
+    branch = scheduler.state.branches["a"]
+    branch.request.max_total_tokens = branch.max_total_tokens = 100  # room for drafts in blocks of their own
+    plan = plan_with(scheduler, branch, [7] * (3 * BLOCK_SIZE))
+    branch.max_total_tokens = BLOCK_SIZE + 2
+    answer(scheduler, plan, [7, 7])
+    (lease,) = scheduler.leases.sequences()
+    assert len(lease.block_tables[0]) == -(-lease.num_computed_tokens // BLOCK_SIZE)
