@@ -78,6 +78,10 @@ def num_requests_in(llm: AsyncLLM, engine: int) -> int:
     return sum(entry.engine == engine for entry in llm._client._ledger._entries.values())
 
 
+def num_restarts(llm: AsyncLLM) -> int:
+    return llm.health().engines[0].num_restarts
+
+
 async def read_and_kill(llm: AsyncLLM, seed: int, max_tokens: int = 60) -> asyncio.Task[dict[int, list[int]]]:
     """A stream whose engine is killed before its end, however fast it is: the engine stands still from before the
     request until it is killed."""
@@ -138,6 +142,29 @@ def test_streams_survive_many_kills_without_losing_or_changing_a_token(depth, nu
             assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
             assert llm.num_unfinished_requests() == 0 and len(llm._client._ledger) == 0
             assert sizes[-1] - sizes[num_kills // 5] < 32 * 2**20, "memory grows with every kill"
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_streams_with_drafts_go_on_with_the_same_tokens_in_a_new_engine():
+    drafts = {"speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0, "speculate_max_seqs": 64}
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(6)}
+        async with AsyncLLM(model_name(), **SETTINGS, **drafts) as llm:
+            for seed in range(6):
+                tokens: dict[int, list[int]] = {}
+                pid = llm.health().engines[0].pid
+                assert pid is not None
+                async for output in llm.generate(prompt(seed), stream_params(seed)):
+                    if not tokens:
+                        os.kill(pid, signal.SIGKILL)
+                    for choice in output.outputs:
+                        tokens.setdefault(choice.index, []).extend(choice.token_ids)
+                assert tokens == right[seed]
+                await until("it is back", lambda before=seed: llm.health().ok and num_restarts(llm) == before + 1)
 
     asyncio.run(run())
 
