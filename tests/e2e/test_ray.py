@@ -24,19 +24,20 @@ from ray.cluster_utils import Cluster
 from ratoon import AsyncLLM
 from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.health import EngineState
-from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed import ray_cluster
 from ratoon.distributed.ray_cluster import connect_to_ray
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_requests_in, read_stream
-from tests.golden.engines import model_folder
-from tests.golden.test_ranks import answers
-from tests.golden.test_worker_processes import FAMILY, PROMPTS, open_engine
+from tests.golden.every_kind import PROMPTS, answers, ask_everything, encoder_prompts, open_engine, right_answers
+from tests.golden.every_kind_over_http import check_everything, two_front_ends
+from tests.golden.grammar_engines import FAMILY, grammar_folder
+from tests.golden.test_encoder_decoder_api import folder_of
 from tests.real_models import needs_embedded_model
 from tests.waiting import until, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
+ON_RAY: dict[str, Any] = {"executor": "ray", "tensor_parallel_size": 2}
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}  # room for one rank, or for one replica
 
 
@@ -74,19 +75,45 @@ def free_cpus() -> float:
 
 
 def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster) -> None:
-    states = HiddenStatesParams(positions="all", layers=[0, -1])
-    with open_engine(model_folder(FAMILY)) as llm:
-        expected, expected_states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], states).tensor
-    with open_engine(model_folder(FAMILY), executor="ray", tensor_parallel_size=2) as llm:
-        assert answers(llm, PROMPTS) == expected
-        assert llm.extract_hidden_states(PROMPTS[0], states).tensor == pytest.approx(expected_states, abs=1e-5)
+    with open_engine(grammar_folder(FAMILY), **ON_RAY) as llm:
+        ask_everything(llm).check(right_answers())
         assert [len(pids) for pids in actors_by_node(cluster, "RankActor").values()] == [1, 1]
     wait_until("the room of the ranks is free again", lambda: free_cpus() == 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("t5", {}),
+        ("quantised", {"quantization": "int8"}),
+        pytest.param("whisper", {}, marks=pytest.mark.full),
+        pytest.param("marian", {}, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_with_an_encoder_or_quantised_weights_answer_as_ranks_of_one_host(
+    cluster: Cluster, kind: str, settings: dict[str, Any]
+) -> None:
+    """To the bit: sums are in the order of ranks, wherever these are."""
+    folder, prompts = grammar_folder(FAMILY), PROMPTS
+    if kind != "quantised":
+        folder, prompts = folder_of(kind), encoder_prompts(kind)
+    found = []
+    for executor in ("mp", "ray"):
+        with open_engine(folder, **settings, executor=executor, tensor_parallel_size=2, skip_tokenizer=True) as llm:
+            found.append(answers(llm, prompts))
+    assert found[0] == found[1]
+
+
+def test_replicas_behind_front_ends_answer_as_one_worker(cluster: Cluster) -> None:
+    with two_front_ends(grammar_folder(FAMILY), "--ray") as client:
+        assert len(actors_by_node(cluster, "EngineActor")) == 2
+        check_everything(client)
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
 def test_streams_survive_a_rank_that_is_killed(cluster: Cluster) -> None:
     async def run() -> None:
-        async with AsyncLLM(model_name(), **SETTINGS, executor="ray", tensor_parallel_size=2) as llm:
+        async with AsyncLLM(model_name(), **SETTINGS, **ON_RAY) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(4)}
             streams = [asyncio.create_task(read_stream(llm, seed, 200)) for seed in range(4)]
             await until("all have begun", lambda: has_progressed(llm, 4))
@@ -153,7 +180,7 @@ def test_a_cluster_without_room_is_an_error_that_says_so(cluster: Cluster, monke
     with pytest.raises(
         ConfigError, match=r"executor: the Ray cluster has no room for 2 times 64 CPU; it has 3 CPU free"
     ):
-        open_engine(model_folder(FAMILY), executor="ray", tensor_parallel_size=2, num_threads=64)
+        open_engine(grammar_folder(FAMILY), **ON_RAY, num_threads=64)
 
 
 @needs_embedded_model

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.front_ends import MODEL, FrontEnd, each_front_end
 from tests.e2e.servers import Server, serving
-from tests.e2e.test_api_servers import MODEL, FrontEnd, each_front_end
 from tests.faults.kills import number_of_kills
 from tests.unit.api.server.harness import write_tiny_model
 from tests.waiting import wait_until

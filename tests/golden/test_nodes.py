@@ -21,9 +21,9 @@ from ratoon.core.settings import configure, engine_config
 from ratoon.distributed import node as node_module
 from ratoon.distributed.cluster import SECRET_VARIABLE
 from tests.golden.engines import model_folder
+from tests.golden.every_kind import answers
 from tests.golden.nodes import SECRET, Relay, beat_fast, free_port, running_node
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
-from tests.golden.test_ranks import answers
 from tests.golden.test_steps_in_flight import EVERYTHING, LLAMA
 from tests.golden.test_worker_processes import PROMPTS, is_running
 from tests.waiting import wait_until

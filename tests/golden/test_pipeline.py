@@ -21,11 +21,11 @@ from ratoon.core.errors import ConfigError, DeviceLostError
 from ratoon.core.plan import SchedulerOutput
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import check_nothing_left, engine, model_folder
+from tests.golden.every_kind import answers
 from tests.golden.grammar_engines import forced_texts
 from tests.golden.marks import exact_on_cpu
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.golden.test_encoder_decoder_api import engine as encoder_engine
-from tests.golden.test_ranks import answers
 from tests.golden.test_steps_in_flight import AFTERWARDS, EVERYTHING, LLAMA, SUFFIX, TWO_GROUPS, all_of, ask
 from tests.golden.test_worker_processes import PROMPTS, is_running
 from tests.waiting import wait_until

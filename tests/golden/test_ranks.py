@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from ratoon import LLM, BeamSearchParams, SamplingParams
+from ratoon import LLM
 from ratoon.core.params import HiddenStatesParams
 from ratoon.execution.device_kinds import CpuDevice
 from ratoon.layers.torch_ops import TorchOps
 from tests.golden.engines import engine_of_folder, model_folder
+from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.rank_executor import NAME, WORLD_SIZE, RankExecutor
-
-PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +32,6 @@ def open_engine(folder: Any, **settings: Any) -> LLM:
         "attention_backend": "torch",
     }
     return LLM(str(folder), **(common | {"num_blocks": 96} | settings))
-
-
-def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    drawn = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True)
-    found: list[Any] = []
-    for params in (greedy, drawn):
-        for output in llm.generate(prompts, params, progress=False):
-            assert output.error is None
-            found += [list(one.token_ids) for one in output.outputs]
-    for output in llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)):
-        found += [list(one.token_ids) for one in output.outputs]
-    return found
 
 
 @pytest.mark.parametrize("family", ["llama with grouped heads", "llama with one key head", "gpt2", "qwen2"])

@@ -19,7 +19,7 @@ from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import model_folder
-from tests.golden.test_ranks import answers
+from tests.golden.every_kind import answers
 
 PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
 FAMILY = "llama with grouped heads"
