@@ -130,9 +130,7 @@ class AsyncLLM(BaseLLM):
     async def add_replica(self) -> int:
         """Start another engine beside the others and wait until it is ready. Returns its index. RequestError: the
         service was started with one engine alone; ConfigError, EngineError: the engine did not start."""
-        engine = self._running()
-        index: int = await engine.client.add_replica()
-        engine.num_engines = index + 1
+        index: int = await self._running().client.add_replica()
         return index
 
     async def drain_replica(self, index: int, seconds: float = math.inf) -> None:

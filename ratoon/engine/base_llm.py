@@ -116,7 +116,6 @@ class BaseLLM:
             default_params=default_sampling_params(source.generation_defaults),
             default_search=default_beam_search_params(source.generation_defaults),
             policy=self.config.scheduler.policy,
-            num_engines=self.front_end_config.num_replicas,
             budget=self.hidden_states_budget,
             metrics=self.metrics,
             tracer=self.tracer,

@@ -76,7 +76,6 @@ class FrontEnd:
         default_params: SamplingParams | None = None,
         default_search: BeamSearchParams | None = None,  # where the model's files ask for one
         policy: SchedulingPolicy = SchedulingPolicy.FCFS,
-        num_engines: int = 1,
         budget: HiddenStatesBudget | None = None,
         metrics: EngineMetrics | None = None,
         tracer: RequestTracer | None = None,
@@ -89,7 +88,6 @@ class FrontEnd:
         self.default_search = default_search
         self._taker = client
         self._policy = policy
-        self.num_engines = num_engines
         self._budget = HiddenStatesBudget() if budget is None else budget
         self._metrics = metrics
         self._tracer = tracer
@@ -175,9 +173,11 @@ class FrontEnd:
                 "has no meaning first come, first served",
                 'start the engine with policy="priority" (--policy priority)',
             )
-        is_number = isinstance(rank, int) and not isinstance(rank, bool)
-        if rank is not None and not (is_number and 0 <= rank < self.num_engines):
-            raise RequestError("data_parallel_rank", f"{rank!r} is no engine", f"from 0 to {self.num_engines - 1}")
+        if rank is None:
+            return
+        num_engines = len(self._taker.health().engines)  # engines are added while a service runs
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_engines:
+            raise RequestError("data_parallel_rank", f"{rank!r} is no engine", f"from 0 to {num_engines - 1}")
 
     def get_default_params(self) -> GenerationParams:
         return (self.default_params if self.default_search is None else self.default_search).clone()

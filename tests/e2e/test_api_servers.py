@@ -27,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    with serving(folder, "--api-servers", "2", "--data-parallel-size", "2", "--max-queue", "8", *keys) as started:
+    options = ("--data-parallel-size", "2", "--max-queue", "8", "--admin", "--admin-key", "root")
+    with serving(folder, "--api-servers", "2", *options, *keys) as started:
         yield started
 
 
@@ -172,6 +173,17 @@ def test_metrics_are_one_sum(server):
         assert pages[0]['ratoon_engine_up{engine="1"}'] == 1
 
 
+def test_an_engine_that_one_front_end_adds_is_known_to_all(server):
+    with each_front_end(server) as (first, second):
+        status, refused = second.ask("POST", "/v1/completions", {"prompt": "x", "data_parallel_rank": 64, **GREEDY})
+        assert status == 400 and refused["error"]["param"] == "data_parallel_rank"
+        status, added = first.ask("POST", "/admin/replicas", key="root")
+        assert status == 200, added
+        expected = first.post("/v1/completions", prompt="x", data_parallel_rank=0, **GREEDY)
+        answer = second.post("/v1/completions", prompt="x", data_parallel_rank=added["index"], **GREEDY)
+        assert text_of(answer) == text_of(expected)
+
+
 # ---- processes that die ----
 
 
@@ -229,8 +241,12 @@ def test_a_front_end_that_dies_loses_its_connections_only(folder):
             assert ended["status"] == "incomplete" and ended["usage"]["output_tokens"] == 400
             wait_until("the other ends", lambda: other.get(f"/v1/responses/{quiet}")["status"] == "incomplete")
             assert other.get(f"/v1/responses/{quiet}")["output"][0]["content"] == ended["output"][0]["content"]
-            failed = other.get(f"/v1/responses/{with_logprobs}")
-            assert failed["status"] == "failed" and "has died" in failed["error"]["message"]
+            wait_until(
+                "and so does this", lambda: other.get(f"/v1/responses/{with_logprobs}")["status"] == "incomplete"
+            )
+            (scored,) = other.get(f"/v1/responses/{with_logprobs}")["output"][0]["content"]
+            assert scored["text"] == ended["output"][0]["content"][0]["text"]
+            assert [scored] == other.post("/v1/responses", **body, **logprobs)["output"][0]["content"]
             text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
             assert text == ended["output"][0]["content"][0]["text"]
             assert text == other.post("/v1/responses", **body)["output"][0]["content"][0]["text"], "as without a death"

@@ -146,8 +146,7 @@ async def make_run(
         turn=Turn(None if parent is None else parent.turn, await off_loop(size, partial(store_items, items))),
         previous_id=asked.previous_response_id,
     )
-    # Another front end could go on with the tokens alone: of those so far it would not have the log-probabilities.
-    if asked.is_in_background and context.shared.outlives_front_ends and not asked.includes_logprobs:
+    if asked.is_in_background and context.shared.outlives_front_ends:
         response.body = await off_loop(size, lambda: asked.model_dump_json(exclude_unset=True).encode())
     if resumed is not None:
         response.created_at, response.turn.input = resumed.created_at, resumed.turn.input

@@ -22,6 +22,10 @@ class RequestClient(Protocol):
         """Ends branches as an abort does, because a stop string ended them here: leases that they asked for are
         granted, and hidden states are read where the number of tokens that count is given."""
 
+    def health(self) -> Health:
+        """The state of each engine that a request may name."""
+        ...
+
 
 class EngineClient(RequestClient, Protocol):
     """The client of LLMEngine: one engine, and one caller, which waits."""
@@ -38,8 +42,6 @@ class EngineClient(RequestClient, Protocol):
     def describe(self) -> dict[str, Any]:
         """Resolved settings and memory figures, for display."""
         ...
-
-    def health(self) -> Health: ...
 
     def shutdown(self) -> None: ...
 
@@ -73,7 +75,5 @@ class AsyncEngineClient(RequestClient, Protocol):
         """Gives this engine no further request, waits until it has none left, at most so long, and ends it. What it has
         left then is continued by the others."""
         ...
-
-    def health(self) -> Health: ...
 
     async def shutdown(self) -> None: ...

@@ -25,7 +25,8 @@ import msgspec
 from ratoon.core.errors import EngineAwayError, EngineDeadError, RequestError, UnknownParentError
 from ratoon.core.faults import fault_of
 from ratoon.core.health import Health
-from ratoon.core.params import BeamSearchParams
+from ratoon.core.outputs import LogprobsLists
+from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.output.roots import Root, RootTable
@@ -42,6 +43,8 @@ MAX_UNSENT_BYTES = 256 * 2**20  # for a front end that takes nothing,
 SECONDS_WITH_MUCH_UNSENT = 10.0  # after which it is ended
 HEALTH_INTERVAL = 0.25  # seconds between looks at the engines
 STATES_SUFFIX = reading_id("")
+_encode = msgspec.msgpack.Encoder().encode
+_logprobs = msgspec.msgpack.Decoder(LogprobsLists)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,12 +59,25 @@ class Running:
     # What the engine sent first, and last, of its one choice: for a front end that takes it over
     first: EngineCoreOutput | None = None
     last: EngineCoreOutput | None = None
+    # The log-probabilities of its tokens so far, encoded, where another front end may need them; None: it does not
+    logprobs: list[bytes] | None = None
     num_told: int = 0  # tokens that its front end has been sent
     is_paused: bool = False  # no more is sent, until its new front end asks for it
 
     @property
     def key(self) -> tuple[str | None, str]:
         return self.request.owner, self.request.external_id or self.request.request_id
+
+    def logprobs_of(self, start: int, stop: int) -> LogprobsLists | None:
+        """The log-probabilities of its tokens from one number to another."""
+        if not self.logprobs:
+            return None
+        chunks = [_logprobs.decode(chunk) for chunk in self.logprobs]
+        return LogprobsLists(
+            [row for chunk in chunks for row in chunk.token_ids][start:stop],
+            [row for chunk in chunks for row in chunk.logprobs][start:stop],
+            [rank for chunk in chunks for rank in chunk.sampled_ranks][start:stop],
+        )
 
     def as_root(self) -> Root:
         """The request as far as it has come."""
@@ -150,7 +166,7 @@ class EngineHub:
             "remove_root": self.remove_root,
             "list_roots": self.roots.list,
             "call_utility": lambda name, arguments: self.client.call_utility(name, *arguments),
-            "add_replica": self.client.add_replica,
+            "add_replica": self._add_replica,
             "drain_replica": self.client.drain_replica,
             "take_over": lambda request_id, num_tokens: self._take_over(index, request_id, num_tokens),
         }
@@ -193,6 +209,8 @@ class EngineHub:
             )
             self._send(self._readers[index], EngineCoreOutputs([output]))
             return
+        if isinstance(request.params, SamplingParams) and request.params.logprobs is not None:
+            running.logprobs = [] if self._survives(*running.key) else None
         self._running[request.request_id] = running
         self._by_key[running.key] = running
 
@@ -246,6 +264,7 @@ class EngineHub:
             output = msgspec.structs.replace(
                 model,
                 new_token_ids=new,
+                new_logprobs=running.logprobs_of(running.num_told, until),
                 finish_reason=None if last is None else last.finish_reason,
                 stop_reason=None if last is None else last.stop_reason,
                 error=None if last is None else last.error,
@@ -345,6 +364,8 @@ class EngineHub:
             if output.replaces:
                 running.token_ids[output.choice].clear()
             running.token_ids[output.choice] += output.new_token_ids
+        if running.logprobs is not None and output.new_logprobs is not None:
+            running.logprobs.append(_encode(output.new_logprobs))
         if running.first is None:
             running.first = output
         if output.finished and len(running.token_ids) == 1:
@@ -366,14 +387,23 @@ class EngineHub:
             reader.num_taken, reader.last_taken = count, time.monotonic()
             self._progress.set()
 
+    async def _add_replica(self) -> int:
+        """All front ends know the new engine before its index is told."""
+        index = await self.client.add_replica()
+        self._tell_health()
+        return index
+
+    def _tell_health(self) -> None:
+        health = self.client.health()
+        if health != self._health:
+            self._health = health
+            for reader in self._readers.values():
+                reader.link.tell("health", health)
+
     async def _watch(self) -> None:
         """Tell front ends how the engines are, whenever that changes."""
         while True:
-            health = self.client.health()
-            if health != self._health:
-                self._health = health
-                for reader in self._readers.values():
-                    reader.link.tell("health", health)
+            self._tell_health()
             for reader in list(self._readers.values()):
                 if reader.num_sent > reader.num_taken and time.monotonic() - reader.last_taken > SILENCE_IS_DEATH:
                     logger.error("front end %d does not answer and is ended", reader.index)

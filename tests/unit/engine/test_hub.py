@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ratoon.core.errors import UnknownParentError
-from ratoon.core.health import Health
+from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.messages import EngineReady
+from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.engine.output.roots import Root
@@ -25,9 +26,10 @@ class FakeClient:
         self.added: list[str] = []
         self.aborted: list[str] = []
         self.num_taken = 0
+        self.num_engines = 2
 
     def health(self) -> Health:
-        return Health()
+        return Health([EngineHealth(index, EngineState.OK) for index in range(self.num_engines)])
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.added.append(request.request_id)
@@ -36,7 +38,8 @@ class FakeClient:
         self.aborted += request_ids
 
     async def add_replica(self) -> int:
-        return 1
+        self.num_engines += 1
+        return self.num_engines - 1
 
     async def drain_replica(self, index: int) -> None: ...
 
@@ -145,6 +148,36 @@ async def test_requests_of_a_front_end_that_is_gone_are_aborted_unless_another_t
     made.calls[1]["take_over"]("kept-12345678", None)
     last = made.links[1].outputs[-1]
     assert (last.new_token_ids, last.finish_reason) == ([7, 8], FinishReason.LENGTH)
+    await made.hub.stop()
+
+
+@on_event_loop
+async def test_log_probabilities_of_what_is_taken_over_come_with_its_tokens():
+    made = Hub(survives=lambda owner, name: name == "kept")
+    scored = request("kept")
+    scored.params.logprobs = 1
+    made.calls[0]["add_request"](scored)
+    for token in (5, 6, 7):
+        output = tokens("kept", token)
+        output.new_logprobs = LogprobsLists([[token, 9]], [[-0.1 * token, -2.0]], [token])
+        await made.step(output)
+    made.hub.remove_reader(0)
+    for num_tokens in (2, None):
+        made.calls[1]["take_over"]("kept-12345678", num_tokens)
+    first, rest = (output.new_logprobs for output in made.links[1].outputs)
+    assert (first.token_ids, first.sampled_ranks) == ([[5, 9], [6, 9]], [5, 6])
+    assert (rest.token_ids, rest.logprobs) == ([[7, 9]], [[-0.1 * 7, -2.0]])
+    await made.hub.stop()
+
+
+@on_event_loop
+async def test_all_front_ends_know_a_new_engine_before_its_index_is_told():
+    made = Hub()
+    await asyncio.sleep(0)
+    assert await made.calls[0]["add_replica"]() == 2
+    for link in made.links:
+        told = [value for name, value in link.told if name == "health"]
+        assert len(told[-1].engines) == 3
     await made.hub.stop()
 
 
