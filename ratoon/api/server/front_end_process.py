@@ -103,12 +103,13 @@ class FrontEndProcess:
 
     # ---- responses ----
 
-    def _answer_of_run(self, response_id: str, owner: str | None) -> bytes:
-        return bytes(self._state.responses.own[owner, response_id].answer())
+    async def _answer_of_run(self, response_id: str, owner: str | None) -> list[bytes]:
+        return await self._state.responses.own[owner, response_id].answer_parts()
 
-    def _cancel_run(self, response_id: str, owner: str | None) -> None:
+    def _cancel_run(self, response_id: str, owner: str | None, error: dict[str, str] | None) -> None:
         response = self._state.responses.own.get((owner, response_id))
         if response is not None and response.work is not None:
+            response.error = error
             response.work.cancel()
 
     async def _go_on(self, record: ResponseRecord, begun: EngineCoreRequest | None) -> None:

@@ -11,14 +11,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Protocol
 
-import msgspec
-
 from ratoon.api.server.errors import refused
 from ratoon.api.server.response_items import FoundItem
 from ratoon.api.server.response_store import EventLog, EventPage, ResponseStore, StoredResponse, Turn
 from ratoon.core.errors import EngineError, RequestError
 
 Forget = Callable[[StoredResponse], Awaitable[None]]
+TOO_LARGE = (
+    "The responses that are being generated take all the memory that there is for them (--max-response-bytes), and "
+    "this one most of it; ask for fewer log-probabilities or tokens, or for fewer responses at a time"
+)
 
 
 class ResponseDirectory(Protocol):
@@ -49,8 +51,8 @@ class ResponseDirectory(Protocol):
         """Items of this owner's stored responses, by id."""
         ...
 
-    async def answer(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
-        """The response as JSON, finished or not."""
+    async def answer(self, response_id: str, owner: str | None) -> list[bytes] | None:
+        """The response as JSON, finished or not, in parts."""
         ...
 
     async def turn(self, response_id: str, owner: str | None) -> Turn | None:
@@ -65,8 +67,8 @@ class ResponseDirectory(Protocol):
         """Waits for events from this number on. None: there is no such response, or it has no events."""
         ...
 
-    async def cancel(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
-        """Ends one that runs in the background. RequestError: it does not."""
+    async def cancel(self, response_id: str, owner: str | None) -> list[bytes] | None:
+        """Ends one that runs in the background, and returns it as `answer` does. RequestError: it does not."""
         ...
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
@@ -91,6 +93,9 @@ class OwnResponses:
 
     def settle(self, response: StoredResponse) -> None:
         self.forget(self.store.settle(response))
+        while (large := self.store.next_too_large()) is not None:
+            large.error = {"code": "server_error", "message": TOO_LARGE}
+            self._end_soon(large)
 
     def open_log(self, response: StoredResponse) -> None:
         response.log = EventLog()
@@ -121,18 +126,18 @@ class OwnResponses:
         find = self.store.finder(owner)
         return await asyncio.to_thread(find, ids)
 
-    async def answer(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+    async def answer(self, response_id: str, owner: str | None) -> list[bytes] | None:
         found = await self.find(response_id, owner)
         return None if found is None else await self._answer_of(found)
 
     @staticmethod
-    async def _answer_of(found: StoredResponse) -> msgspec.Raw:
+    async def _answer_of(found: StoredResponse) -> list[bytes]:
         if found.runner is not None and found.is_running:
             try:
                 return await found.runner.answer(found)
             except EngineError:
                 pass  # its front end has just died
-        return found.answer()
+        return await found.answer_parts()
 
     async def turn(self, response_id: str, owner: str | None) -> Turn | None:
         found = await self.find(response_id, owner)
@@ -146,7 +151,7 @@ class OwnResponses:
         found = await self.find(response_id, owner)
         return None if found is None or found.log is None else await found.log.page(start)
 
-    async def cancel(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
+    async def cancel(self, response_id: str, owner: str | None) -> list[bytes] | None:
         found = await self.find(response_id, owner)
         if found is None:
             return None
@@ -154,7 +159,7 @@ class OwnResponses:
             problem = "the response does not run in the background"
             raise RequestError("response_id", problem, "close its connection instead")
         await self._cancel(found)
-        return found.answer()
+        return await found.answer_parts()
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         found = await self.find(response_id, owner)
@@ -166,18 +171,20 @@ class OwnResponses:
             self.forget([found])
         return True
 
-    @staticmethod
-    async def _cancel(response: StoredResponse) -> None:
+    async def _cancel(self, response: StoredResponse) -> None:
         """Cancels a response, without effect on one that has ended. One that a client waits for ends with its
         connection."""
-        if response.is_background and response.is_running:
-            if response.runner is not None:
-                response.runner.cancel(response)
-            elif response.work is not None:
-                response.work.cancel()
-            else:
-                return
+        if response.is_background and response.is_running and self._end_soon(response):
             await response.ended.wait()
+
+    @staticmethod
+    def _end_soon(response: StoredResponse) -> bool:
+        """Has a response in the background end as cancelled, or as failed if it has an error. False: it is about to."""
+        if response.runner is not None:
+            response.runner.cancel(response)
+        elif response.work is not None:
+            response.work.cancel()
+        return response.runner is not None or response.work is not None
 
     def forget(self, responses: Iterable[StoredResponse]) -> None:
         """Frees the memory of responses that can't be continued any more."""

@@ -18,7 +18,7 @@ from ratoon.api.server.response_items import Item, derived_call_id, derived_id
 
 # What Python's objects take beside what they hold.
 PIECE_BYTES = 56
-ENTRY_BYTES = 40
+ENTRY_BYTES = 96
 
 _encode = msgspec.json.Encoder().encode
 

@@ -286,8 +286,9 @@ class StoredItems:
     def piece(self, number: int) -> list[Item]:
         return _decode(b"[%b]" % self.pieces[number])
 
-    def as_json(self) -> msgspec.Raw:
-        return msgspec.Raw(b"[%b]" % b",".join(self.pieces))
+    def as_json(self) -> list[bytes]:
+        """The inside of a JSON list of all items, in parts: nothing is copied."""
+        return [part for piece in self.pieces for part in (b",", piece)][1:]
 
 
 def store_items(items: Iterable[Item]) -> StoredItems:

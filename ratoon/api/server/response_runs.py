@@ -402,8 +402,12 @@ class ResponseRun:
         return self._writer.take()
 
     def _cancel(self) -> None:
-        self._builder.finish(INCOMPLETE)
-        self._end(CANCELLED)
+        if self.response.error is None:
+            self._builder.finish(INCOMPLETE)
+            self._end(CANCELLED)
+        else:  # there is no memory for what it has
+            self.response.output.clear()
+            self._end(FAILED)
 
     def _end(self, status: str) -> None:
         response = self.response

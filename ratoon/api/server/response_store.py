@@ -1,16 +1,17 @@
 """Stored responses: what was asked, what was answered, and the conversation that the next turn continues.
 
 Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted, and never
-one that is being generated. What it holds is kept encoded, and counted as such; a turn that several responses continue
-is held, and counted, once. The tokens, and their memory, are the engine's (engine/output/roots.py); a response has the
-same id there.
+one that is being generated. Where those that are generated exceed the bytes by themselves, events are dropped, and then
+the largest response in the background fails. What the store holds is kept encoded, and counted as such; a turn that
+several responses continue is held, and counted, once. The tokens, and their memory, are the engine's
+(engine/output/roots.py); a response has the same id there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import msgspec
 
 from ratoon.api.server.errors import ApiError
 from ratoon.api.server.response_items import NO_ITEMS, FoundItem, Item, StoredItems, find_items, store_items
+from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Transcript
 
 QUEUED, IN_PROGRESS = "queued", "in_progress"
@@ -89,8 +91,8 @@ class EventPage(msgspec.Struct, array_like=True, gc=False):
 class Runner(Protocol):
     """The front end that generates a response, in another process."""
 
-    async def answer(self, response: StoredResponse) -> msgspec.Raw:
-        """The response with what it has so far. EngineError: the front end is gone."""
+    async def answer(self, response: StoredResponse) -> list[bytes]:
+        """The response with what it has so far, in parts. EngineError: the front end is gone."""
         ...
 
     def cancel(self, response: StoredResponse) -> None:
@@ -202,10 +204,31 @@ class StoredResponse:
         self.output, self.num_output_bytes = [], 0
 
     def answer(self) -> msgspec.Raw:
+        """The response as JSON, for an answer that is not large."""
+        before, after = self._around_output()
+        return msgspec.Raw(b"".join([before, *self._output_encoder()(), after]))
+
+    async def answer_parts(self) -> list[bytes]:
+        """The response as JSON, in parts. What has ended is not copied, and what is large is encoded off the event
+        loop, as it is now."""
+        before, after = self._around_output()
+        encode = self._output_encoder()
+        output = await off_loop(self.num_output_bytes, encode) if self.is_running else encode()
+        return [before, *output, after]
+
+    def _output_encoder(self) -> Callable[[], list[bytes]]:
+        """Returns what gives the inside of the output as it is now, in parts."""
+        if not self.is_running:
+            return self.turn.output.as_json
         if self.snapshot is not None:
             self.snapshot()
+        output = list(self.output)
+        return lambda: [_encode(output)[1:-1]]
+
+    def _around_output(self) -> tuple[bytes, bytes]:
+        """The parts of the answer before and behind the inside of its output."""
         reason = {"reason": "max_output_tokens"} if self.status == INCOMPLETE else None
-        answer = {
+        before = {
             "id": self.id,
             "object": "response",
             "created_at": int(self.created_at),
@@ -213,12 +236,11 @@ class StoredResponse:
             "status": self.status,
             "error": self.error,
             "incomplete_details": reason,
-            "output": self.output if self.is_running else self.turn.output.as_json(),
-            "usage": self.usage,
         }
+        after = {"usage": self.usage}
         if self.continuation is not None:
-            answer["continuation"] = self.continuation
-        return msgspec.Raw(b"%b,%b}" % (_encode(answer)[:-1], self.head))
+            after["continuation"] = self.continuation
+        return b'%b,"output":[' % _encode(before)[:-1], b"],%b,%b}" % (_encode(after)[1:-1], self.head)
 
 
 def encode_head(fields: dict[str, Any]) -> bytes:
@@ -266,6 +288,22 @@ class ResponseStore:
         if self._num_bytes > self._max_bytes:
             self._shorten_logs()
         return evicted
+
+    def next_too_large(self) -> StoredResponse | None:
+        """Returns a response in the background that must end, because what is generated exceeds the limit by itself:
+        the largest one of the owner whose responses hold most. Those that have an error are about to end. None: there
+        is room, or no response to end."""
+        if self._num_bytes <= self._max_bytes:
+            return None
+        running = [one for one in self if one.is_running and one.is_background and one.num_output_bytes]
+        ending = sum(one.num_output_bytes for one in running if one.error is not None)
+        if self._num_bytes - ending <= self._max_bytes:
+            return None
+        held: Counter[str | None] = Counter()
+        for one in running:
+            held[one.owner] += one.num_output_bytes
+        going_on = (one for one in running if one.error is None)
+        return max(going_on, key=lambda one: (held[one.owner], one.num_output_bytes), default=None)
 
     def _count(self, response: StoredResponse) -> None:
         size, turn = response.num_bytes, response.turn

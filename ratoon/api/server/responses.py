@@ -52,6 +52,14 @@ async def large_binary_response(request: Request, size: int, build: Callable[[],
     return SlicedResponse(request, slices(parts), total_size(parts), JSON)
 
 
+def parts_response(request: Request, parts: list[bytes]) -> Response:
+    """Answers with JSON that is encoded already. What is large is sent slice by slice, without a copy of the whole."""
+    size = total_size(parts)
+    if size < SLICE:
+        return Response(b"".join(parts), 200, exchange_of(request.scope).headers(), JSON)
+    return SlicedResponse(request, slices(parts), size, JSON)
+
+
 def encoded(content: Any) -> msgspec.Raw:
     """Encodes content as JSON that can be put into other content."""
     return msgspec.Raw(_encode(content))
@@ -159,10 +167,10 @@ def total_size(parts: Iterable[Part]) -> int:
 
 def slices(parts: Iterable[Part]) -> Iterator[bytes]:
     """Yields the pieces to send: short parts joined, long ones split."""
-    gathered: list[bytes] = []
+    gathered: list[bytes | memoryview] = []
     size = 0
     for part in parts:
-        for piece in part.slices() if isinstance(part, Base64) else (part,):
+        for piece in part.slices() if isinstance(part, Base64) else cut(memoryview(part), SLICE):
             gathered.append(piece)
             size += len(piece)
             if size >= SLICE:

@@ -19,8 +19,6 @@ from contextlib import suppress
 from subprocess import Popen, TimeoutExpired
 from typing import Any
 
-import msgspec
-
 from ratoon.api.server.connections import release
 from ratoon.api.server.response_directory import OwnResponses
 from ratoon.api.server.response_store import CANCELLED, FAILED, EventLog, ResponseStore, StoredResponse, Turn
@@ -92,14 +90,15 @@ class RemoteRunner:
     def __init__(self, front_end: FrontEndSlot) -> None:
         self.front_end = front_end
 
-    async def answer(self, response: StoredResponse) -> msgspec.Raw:
+    async def answer(self, response: StoredResponse) -> list[bytes]:
         if self.front_end.link is None:
             raise EngineError("the front end has ended")
-        return msgspec.Raw(await self.front_end.link.call("answer_of_run", response.id, response.owner))
+        parts: list[bytes] = await self.front_end.link.call("answer_of_run", response.id, response.owner)
+        return parts
 
     def cancel(self, response: StoredResponse) -> None:
         if self.front_end.link is not None:
-            self.front_end.link.tell("cancel_run", response.id, response.owner)
+            self.front_end.link.tell("cancel_run", response.id, response.owner, response.error)
 
 
 class ServiceResponses(OwnResponses):
@@ -385,11 +384,11 @@ class Service:
             "end_log": self._end_log,
             "find_ended_response": self._find_ended_response,
             "find_items": self._find_items,
-            "answer_of_response": lambda response_id, owner: _bytes_of(responses.answer(response_id, owner)),
+            "answer_of_response": responses.answer,
             "conversation_of_response": self._conversation_of,
             "num_dropped_events": responses.num_dropped_events,
             "read_events": responses.read_events,
-            "cancel_response": lambda response_id, owner: _bytes_of(responses.cancel(response_id, owner)),
+            "cancel_response": responses.cancel,
             "delete_response": responses.delete,
         }
 
@@ -502,11 +501,6 @@ class Service:
 def _runs_in(response: StoredResponse, front_end: FrontEndSlot) -> bool:
     runner = response.runner
     return response.is_running and isinstance(runner, RemoteRunner) and runner.front_end is front_end
-
-
-async def _bytes_of(answer: Any) -> bytes | None:
-    found: msgspec.Raw | None = await answer
-    return None if found is None else bytes(found)
 
 
 def _end_process(process: Popen[bytes] | None) -> int | None:

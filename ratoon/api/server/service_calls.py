@@ -88,11 +88,11 @@ SERVICE = Methods(
         "end_log": Method((Id, Owner)),
         "find_ended_response": Method((Id, Owner), EndedResponse | None),
         "find_items": Method((list[str], Owner), dict[str, tuple[dict[str, Any], int]]),
-        "answer_of_response": Method((Id, Owner), bytes | None),
+        "answer_of_response": Method((Id, Owner), list[bytes] | None),
         "conversation_of_response": Method((Id, Owner), Conversation | None),
         "num_dropped_events": Method((Id, Owner), int | None),
         "read_events": Method((Id, Owner, int), EventPage | None),
-        "cancel_response": Method((Id, Owner), bytes | None),
+        "cancel_response": Method((Id, Owner), list[bytes] | None),
         "delete_response": Method((Id, Owner), bool),
     }
 )
@@ -101,8 +101,8 @@ FRONT_END = Methods(
     | {
         "drain": Method(),
         "metrics": Method((), MetricsFigures),
-        "answer_of_run": Method((Id, Owner), bytes),
-        "cancel_run": Method((Id, Owner)),
+        "answer_of_run": Method((Id, Owner), list[bytes]),
+        "cancel_run": Method((Id, Owner, dict[str, str] | None)),  # an error: the response ends as failed
         "go_on_with_response": Method((ResponseRecord, EngineCoreRequest | None)),
     }
 )

@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from ratoon.api.server.response_items import FoundItem
 from ratoon.api.server.response_store import EventPage, StoredResponse, Turn
 from ratoon.api.server.service_calls import (
@@ -130,8 +128,9 @@ class SharedResponses:
         found = await self._link().call("find_items", asked, owner) if asked else {}
         return {item_id: FoundItem(item, num_bytes) for item_id, (item, num_bytes) in found.items()}
 
-    async def answer(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
-        return _as_raw(await self._link().call("answer_of_response", response_id, owner))
+    async def answer(self, response_id: str, owner: str | None) -> list[bytes] | None:
+        parts: list[bytes] | None = await self._link().call("answer_of_response", response_id, owner)
+        return parts
 
     async def turn(self, response_id: str, owner: str | None) -> Turn | None:
         found: Conversation | None = await self._link().call("conversation_of_response", response_id, owner)
@@ -145,13 +144,10 @@ class SharedResponses:
         page: EventPage | None = await self._link().call("read_events", response_id, owner, start)
         return page
 
-    async def cancel(self, response_id: str, owner: str | None) -> msgspec.Raw | None:
-        return _as_raw(await self._link().call("cancel_response", response_id, owner))
+    async def cancel(self, response_id: str, owner: str | None) -> list[bytes] | None:
+        parts: list[bytes] | None = await self._link().call("cancel_response", response_id, owner)
+        return parts
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
         done: bool = await self._link().call("delete_response", response_id, owner)
         return done
-
-
-def _as_raw(answer: bytes | None) -> msgspec.Raw | None:
-    return None if answer is None else msgspec.Raw(answer)

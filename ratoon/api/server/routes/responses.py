@@ -26,7 +26,7 @@ from ratoon.api.server.response_directory import check_events, follow_events
 from ratoon.api.server.response_events import typed_event
 from ratoon.api.server.response_runs import ResponseRun, make_run, named_as_in_body, response_not_found
 from ratoon.api.server.response_store import Turn, items_of
-from ratoon.api.server.responses import EventStream, json_response
+from ratoon.api.server.responses import EventStream, json_response, parts_response
 from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 
@@ -70,7 +70,7 @@ async def _answer_whole(request: Request, run: ResponseRun) -> Response:
     await run_to_end(run)
     if run.failure is not None:
         raise run.failure
-    return json_response(request, run.response.answer())
+    return parts_response(request, await run.response.answer_parts())
 
 
 def _stream_log(request: Request, response_id: str, first_event: int) -> Response:
@@ -99,7 +99,7 @@ async def get_response(
     if not stream:
         if starting_after is not None:
             raise refused("starting_after", "has no meaning without stream", "set stream to true, or leave it out")
-        return json_response(request, answer)
+        return parts_response(request, answer)
     first_event = 0 if starting_after is None else starting_after + 1
     check_events(await responses.num_dropped_events(response_id, owner), first_event)
     return _stream_log(request, response_id, first_event)
@@ -125,7 +125,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def cancel_response(request: Request, response_id: str) -> Response:
     owner = exchange_of(request.scope).tenant
     answer = await context_of(request).shared.responses.cancel(response_id, owner)
-    return json_response(request, _found(answer, response_id))
+    return parts_response(request, _found(answer, response_id))
 
 
 @router.get(

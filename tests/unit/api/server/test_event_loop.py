@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ratoon.api.server.response_items import message, store_items
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
 from ratoon.core.params import MAX_LOGIT_BIAS, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -338,6 +339,24 @@ async def test_the_store_keeps_no_event_loop(monkeypatch: pytest.MonkeyPatch) ->
         assert (await client.get(path)).status == 200
         assert (await client.open("DELETE", path).answer()).status == 200
     watch.check()
+
+
+@on_event_loop
+async def test_a_stored_response_of_any_size_is_read_without_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest answer with log-probabilities has some hundred megabytes."""
+    text = "y" * (192 * MEBIBYTE)
+    async with watched(monkeypatch, say("y")) as (client, watch):
+        made = (await client.post(RESPONSES, respond())).json()
+        found = client.context.shared.responses.store.find(made["id"], None)
+        assert found is not None
+        found.turn.output = store_items([message(text, item_id="msg_1")])
+        await asyncio.sleep(0)
+        watch.begin_again()
+        opened = client.open("GET", f"{RESPONSES}/{found.id}")
+        await opened.task
+        watch.check()
+        answer = await opened.answer()
+        assert answer.json()["output"][0]["content"][0]["text"] == text
 
 
 @on_event_loop

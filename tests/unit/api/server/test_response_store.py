@@ -132,7 +132,7 @@ def test_items_come_back_as_they_were() -> None:
     assert list(stored) == items and len(stored.pieces) > 3
     found = find_items(["msg_7", "long", "none"], [store_items([]), stored])
     assert {item_id: one.item for item_id, one in found.items()} == {"msg_7": items[7], "long": items[-1]}
-    assert response_items._decode(bytes(stored.as_json())) == items
+    assert response_items._decode(b"[%b]" % b"".join(stored.as_json())) == items
 
 
 # ---- events of streams in the background ----
@@ -211,3 +211,36 @@ async def test_what_a_response_holds_while_it_is_generated_is_counted() -> None:
         client.engine.step(200)
         await until("it is complete", lambda: not found.is_running)
         assert found.num_output_bytes == 0 and store.num_bytes > 300_000  # it is a part of the conversation now
+
+
+@on_event_loop
+async def test_what_responses_hold_while_they_are_generated_is_bounded() -> None:
+    """The largest one of the key that holds most fails, and says why; the others go on."""
+    limit = 1_000_000
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP}
+    body = {"model": MODEL, "input": "x", "background": True, "max_output_tokens": 400}
+    keys = {
+        key: {"authorization": f"Bearer {key}", "content-type": "application/json", "host": "localhost"}
+        for key in ("sk-a", "sk-b")
+    }
+    settings = {"max_response_bytes": limit, "api_keys": tuple(keys)}
+    async with scripted(always_a, by_hand=True, template=TEMPLATE, **settings) as client:
+        client.engine.core = GenerousClient(always_a)
+        store = client.context.shared.responses.store
+        for key in ["sk-a"] * 4 + ["sk-b"]:
+            assert (await client.post(PATH, {**body, **logprobs}, headers=keys[key])).status == 200
+        most = 0
+        while any(response.is_running for response in store):
+            client.engine.step(5)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            most = max(most, store.num_bytes)
+        assert 0.6 * limit < most < 1.2 * limit
+        ended = {response.id: response for response in store}
+        failed = [one for one in ended.values() if one.status == "failed"]
+        assert failed and len({one.owner for one in failed}) == 1, "of the key that holds most"
+        for one in failed:
+            answer = (await client.get(f"{PATH}/{one.id}", headers=keys["sk-a"])).json()
+            assert "--max-response-bytes" in answer["error"]["message"] and answer["output"] == []
+        (other,) = (one for one in ended.values() if one.owner != failed[0].owner)
+        assert other.status == "incomplete"
