@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,14 @@ def is_running(pid: int) -> bool:
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def workers_of(engine: int | None) -> list[int]:
+    """The processes of its ranks, in their order."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):
+            rank, _, parent = path.read_text().strip().partition("@")
+            if rank.startswith("rank") and parent == str(engine):
+                found[rank] = int(path.parent.name)
+    return [found[rank] for rank in sorted(found)]

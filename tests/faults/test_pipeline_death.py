@@ -15,13 +15,10 @@ if sys.platform != "linux":
     pytest.skip("workers in processes need Linux", allow_module_level=True)
 
 from ratoon import AsyncLLM
-from ratoon.core.health import EngineState
 from ratoon.distributed.cluster import SECRET_VARIABLE
-from ratoon.engine.processes.ledger import MAX_STRIKES
-from tests.faults.kills import number_of_kills
-from tests.faults.processes import FAMILY, SETTINGS, is_running, model_name
+from tests.faults.kills import number_of_kills, survive_kills
+from tests.faults.processes import FAMILY, SETTINGS, is_running, model_name, workers_of
 from tests.faults.test_engine_death import read_stream
-from tests.faults.test_worker_death import workers_of
 from tests.golden.engines import model_folder
 from tests.golden.nodes import SECRET, RunningNode, free_port
 from tests.waiting import until, wait_until
@@ -33,43 +30,11 @@ STAGES = SETTINGS | {"pipeline_parallel_size": 2}
 @pytest.mark.parametrize("num_kills", [3, pytest.param(number_of_kills(8), marks=pytest.mark.full)])
 def test_streams_survive_kills_of_any_process_of_a_pipeline(num_kills: int) -> None:
     dice = random.Random(9)
-    shared_memory = set(os.listdir("/dev/shm"))
-    seen: set[int] = set()
 
-    async def run() -> None:
-        async with AsyncLLM(model_name(), **STAGES) as llm:
-            right = {seed: await read_stream(llm, seed) for seed in range(6)}
-            kills = 0
+    async def some_time() -> None:
+        await asyncio.sleep(0.8 * dice.random())
 
-            async def keep_streaming(seed: int) -> None:
-                while kills < num_kills:
-                    assert await read_stream(llm, seed) == right[seed]
-
-            async def keep_killing() -> None:
-                nonlocal kills
-                while kills < num_kills:
-                    await asyncio.sleep(0.8 * dice.random())
-                    engine = llm.health().engines[0].pid
-                    if engine is None or llm.health().state != EngineState.OK:
-                        continue
-                    # A request that sees three deaths and no token counts as their cause: wait for its token.
-                    if any(entry.strikes >= MAX_STRIKES - 1 for entry in llm._client._ledger._entries.values()):
-                        continue
-                    workers = workers_of(engine)
-                    seen.update((engine, *workers))
-                    if len(workers) == 2:
-                        os.kill([*workers, engine][kills % 3], signal.SIGKILL)
-                        kills += 1
-
-            await asyncio.gather(*(keep_streaming(seed) for seed in range(6)), keep_killing())
-            await until("it is back", lambda: llm.health().ok)
-            seen.update(workers_of(llm.health().engines[0].pid))
-            (books,) = await llm._client.call_utility("check")
-            assert books["num_used_blocks"] == 0 and books["num_requests"] == 0
-        await until("all processes have ended", lambda: not any(is_running(pid) for pid in seen))
-
-    asyncio.run(run())
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    survive_kills(STAGES, num_kills, some_time, lambda processes, kills: processes[kills % len(processes)])
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, Utility
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
 from ratoon.engine.processes.coordinator import DPCoordinator
-from ratoon.engine.processes.launch import EngineProcess
+from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.ledger import Entry, Ledger
 from ratoon.engine.processes.replica import Replica
 from ratoon.engine.processes.socket_directory import SocketDirectory
@@ -48,8 +48,8 @@ class Elsewhere(Protocol):
         """May take seconds, and is called before anything else."""
         ...
 
-    def run_engine(self, *arguments: Any) -> EngineProcess:
-        """Begins a run of an engine, with the arguments of EngineProcess."""
+    def run_engine(self, run: EngineRun) -> EngineProcess:
+        """Begins a run of an engine."""
         ...
 
     def close(self) -> None:

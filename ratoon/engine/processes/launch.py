@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -39,6 +39,17 @@ MOST_AT_ONCE = 64  # foreign messages that are read in one call: the rest waits 
 LONGEST_GREETING = 1024  # bytes
 
 
+class EngineRun(NamedTuple):
+    """What a run of an engine process is made of."""
+
+    config: EngineConfig
+    index: int  # of the engine
+    num_engines: int  # that share the host
+    number: int  # of this run, from 1 on
+    context: zmq.Context[Any]
+    directory: SocketDirectory  # of its sockets
+
+
 class EngineProcess:
     """One run of an engine process on this host; ray_engines.py has those of other hosts. Its sockets are its own:
     nothing of an earlier run can be mistaken for it."""
@@ -46,15 +57,8 @@ class EngineProcess:
     is_placed = True  # whether it could begin to run; a cluster may have to wait for room
     lost = ""  # how it was lost, if its exit code does not tell
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        index: int,
-        num_engines: int,
-        run: int,
-        context: zmq.Context[Any],
-        directory: SocketDirectory,
-    ) -> None:
+    def __init__(self, run: EngineRun) -> None:
+        index, context = run.index, run.context
         self.index = index
         self.num_bad_messages = 0
         self.closed = False
@@ -79,13 +83,13 @@ class EngineProcess:
         self.outputs = context.socket(zmq.PULL)
         self.outputs.setsockopt(zmq.LINGER, 0)
         launch = EngineLaunch(
-            config=config,
+            config=run.config,
             index=index,
-            num_engines=num_engines,
+            num_engines=run.num_engines,
             secret=self._secret,
             identity=self._identity,
-            input_address=directory.address(f"{index}-{run}-in"),
-            output_address=directory.address(f"{index}-{run}-out"),
+            input_address=run.directory.address(f"{index}-{run.number}-in"),
+            output_address=run.directory.address(f"{index}-{run.number}-out"),
         )
         try:
             self._bind(launch)

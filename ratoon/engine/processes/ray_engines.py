@@ -21,9 +21,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import EngineLaunch, SocketKeys
 from ratoon.distributed.ray_cluster import connect_to_ray, describe, room_of_rank
-from ratoon.engine.processes.launch import EngineProcess
+from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.ray_node import EngineActor
-from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
 
 logger = get_logger(__name__)
@@ -74,22 +73,14 @@ class RayEngines:
             self.room = {"CPU": 1.0, "GPU": float(num_ranks)}
         logger.info("each engine takes %s of the Ray cluster", describe(self.room))
 
-    def run_engine(
-        self,
-        config: EngineConfig,
-        index: int,
-        num_engines: int,
-        run: int,
-        context: zmq.Context[Any],
-        directory: SocketDirectory,
-    ) -> EngineProcess:
+    def run_engine(self, run: EngineRun) -> EngineProcess:
         """Begins a run of an engine: on a node that has room for it, once there is one."""
         if self._authenticator is None:
-            self._authenticator = ThreadAuthenticator(context)
+            self._authenticator = ThreadAuthenticator(run.context)
             self._authenticator.start()
             self._authenticator.configure_curve_callback(ANY_DOMAIN, self.known_keys)
         # Alone, as far as it can see: a node shows it no other cores and devices than its own.
-        return RayEngineProcess(self, self._config, index, 1, run, context, directory)
+        return RayEngineProcess(self, run._replace(config=self._config, num_engines=1))
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -100,14 +91,14 @@ class RayEngines:
 class RayEngineProcess(EngineProcess):
     """One run of an engine on a node."""
 
-    def __init__(self, engines: RayEngines, *arguments: Any) -> None:
+    def __init__(self, engines: RayEngines, run: EngineRun) -> None:
         self._engines = engines
         self._pid: int | None = None
         self._code: int | None = None  # None: it runs
         self._has_ended = threading.Event()
         self._was_asked = False
         self.is_placed = False
-        super().__init__(*arguments)
+        super().__init__(run)
 
     def _bind(self, launch: EngineLaunch) -> None:
         public, secret = zmq.curve_keypair()

@@ -18,7 +18,7 @@ from ratoon.core.faults import error_of
 from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
 from ratoon.core.request import EngineCoreRequestType
-from ratoon.engine.processes.launch import EngineProcess
+from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
 
@@ -42,7 +42,7 @@ class Replica:
         context: zmq.Context[Any],
         directory: SocketDirectory,
         clock: Callable[[], float] = time.monotonic,
-        run_engine: Callable[..., EngineProcess] = EngineProcess,
+        run_engine: Callable[[EngineRun], EngineProcess] = EngineProcess,
     ) -> None:
         self.index = index
         self.is_leaving = False  # it is given no further request, and not started again
@@ -93,7 +93,7 @@ class Replica:
         self._num_runs += 1
         try:
             self._process = self._run_engine(
-                self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory
+                EngineRun(self._config, self.index, self._num_engines, self._num_runs, self._context, self._directory)
             )
         except (OSError, zmq.ZMQError) as error:
             self.start_error = EngineError(f"its process can't be made: {error}")

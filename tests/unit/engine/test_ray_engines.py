@@ -13,6 +13,7 @@ import zmq
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import EngineLaunch, EngineMessageType, Heartbeat
 from ratoon.core.wire import encode
+from ratoon.engine.processes.launch import EngineRun
 from ratoon.engine.processes.ray_engines import RayEngineProcess, RayEngines
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.engine.processes.zmq_context import SocketContext
@@ -34,7 +35,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayEngineProcess]:
     context, directory = SocketContext(), SocketDirectory()
     engines = RayEngines(EngineConfig(model="none"), 1)
     engines.host, engines.ray = "127.0.0.1", SimpleNamespace(kill=lambda actor: None)
-    made = engines.run_engine(EngineConfig(model="none"), 0, 1, 1, context, directory)
+    made = engines.run_engine(EngineRun(EngineConfig(model="none"), 0, 1, 1, context, directory))
     assert isinstance(made, RayEngineProcess)
     yield made
     made.close()
