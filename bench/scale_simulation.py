@@ -280,7 +280,7 @@ class Service:
         self.result = Result(choice)
         self._sessions = Sessions(traffic, seed)
         self._choice = CHOICES[choice](num_replicas)
-        self._all = list(range(num_replicas))
+        self._all = range(num_replicas)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._running: dict[str, Running] = {}
@@ -326,6 +326,8 @@ class Service:
         """Figures are of the requests that arrive when a quarter of the sessions has begun and until the last one has:
         caches are empty before, and replicas idle behind."""
         num_opened, num_sessions = self._sessions.num_opened, self._traffic.num_sessions
+        if num_opened not in (num_sessions // 4 + 1, num_sessions):
+            return
         computed = [replica.prompt_seconds for replica in self.replicas]
         if num_opened == num_sessions // 4 + 1:
             self._is_observed, self._observed_from, self._computed_before = True, self.now, computed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.request import EngineCoreRequest, Extraction
@@ -69,7 +69,8 @@ class LoadBalancer:
         """The engine for this request, which is added to its load."""
         marks = self._marks_behind(_beginning(request), request.prompt_token_ids)
         known = self._known_tokens(marks)
-        engine = self._cheapest(known, set(candidates))
+        # A range is looked up as fast as a set, and nothing is made of it
+        engine = self._cheapest(known, candidates if isinstance(candidates, range) else set(candidates))
         load = self.loads[engine]
         work = len(request.prompt_token_ids) - known.get(engine, 0) + _work_behind_prompt(request)
         self._work[request.request_id] = Work(engine, work, marks[-1] if marks else _beginning(request))
@@ -114,7 +115,7 @@ class LoadBalancer:
             self._by_load = [(load.num_tokens, load.num_chosen, index) for index, load in enumerate(self.loads)]
             heapq.heapify(self._by_load)
 
-    def _cheapest(self, known: Mapping[int, int], candidates: Set[int]) -> int:
+    def _cheapest(self, known: Mapping[int, int], candidates: Collection[int]) -> int:
         """The candidate with the least of load and unknown tokens: one that knows a part of the prompt, or the one with
         the least load of all."""
 
@@ -124,7 +125,7 @@ class LoadBalancer:
 
         return min((self._least_loaded(candidates), *(engine for engine in known if engine in candidates)), key=cost)
 
-    def _least_loaded(self, candidates: Set[int]) -> int:
+    def _least_loaded(self, candidates: Collection[int]) -> int:
         passed_over = []
         while True:
             entry = self._by_load[0]
