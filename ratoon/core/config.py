@@ -191,6 +191,33 @@ class CacheConfig:
     kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
 
 
+MAX_LORA_RANK = 256  # that kernels are made for
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How many adapters (LoRA) an engine holds beside the model, and how large they may be. Under vLLM's names."""
+
+    enable_lora: bool = setting(
+        False, "keep memory for adapters (LoRA), which requests name; on where adapters are named at the start"
+    )
+    max_loras: int = setting(
+        8,
+        "slots for adapters in memory: the most that one step computes with; others are read from their files when "
+        "requests need them",
+        whole_between(1, 1024),
+    )
+    max_lora_rank: int = setting(
+        64, "highest rank of an adapter; each slot has memory for it", whole_between(1, MAX_LORA_RANK)
+    )
+    max_adapters: int = setting(4096, "adapters that requests may name at a time, in memory or not", at_least(1))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the engine has; 0: it serves the model alone."""
+        return self.max_loras if self.enable_lora else 0
+
+
 TOKEN_BUDGET = 2048  # of a step, unless another is set
 STEPS_IN_FLIGHT = 2  # unless another number is set, or there are more stages
 LARGE_GPU_BYTES, LARGE_GPU_TOKEN_BUDGET = 60 * 2**30, 8192
@@ -318,6 +345,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @property
     def num_ranks(self) -> int:
@@ -428,7 +456,7 @@ def _too_long(asked: int, model: ModelConfig) -> ConfigError:
 
 def verify_engine_config(config: EngineConfig) -> None:
     """Raise ConfigError for settings that are out of range or contradict each other, before anything is loaded."""
-    for part in (config.cache, config.scheduler, config.speculation, config):
+    for part in (config.cache, config.scheduler, config.speculation, config.adapters, config):
         verify_settings(part)
     verify_speculation(config.speculation)
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ratoon.core.config import CacheConfig, EngineConfig, FrontEndConfig, SchedulerConfig, verify_engine_config
+from ratoon.core.config import (
+    AdapterConfig,
+    CacheConfig,
+    EngineConfig,
+    FrontEndConfig,
+    SchedulerConfig,
+    verify_engine_config,
+)
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import Setting, json_object, settings_of, verify_settings
 from ratoon.core.speculation import SpeculationConfig
@@ -16,7 +23,7 @@ from ratoon.core.vllm_names import VLLM_NAMES, translate
 ROPE_SCALING = Setting(
     "hf_overrides", "rope_scaling", 'stretch positions: {"rope_type": "yarn", "factor": 4.0}', {}, dict
 )
-PARTS = (CacheConfig, SchedulerConfig, SpeculationConfig)
+PARTS = (CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig)
 ENGINE_SETTINGS = (*settings_of(EngineConfig), ROPE_SCALING, *(one for part in PARTS for one in settings_of(part)))
 FRONT_END_SETTINGS = settings_of(FrontEndConfig)
 
@@ -36,6 +43,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         cache=CacheConfig(**_values(CacheConfig, given)),
         scheduler=SchedulerConfig(**_values(SchedulerConfig, given)),
         speculation=SpeculationConfig(**_values(SpeculationConfig, given)),
+        adapters=AdapterConfig(**_values(AdapterConfig, given)),
         hf_overrides={**overrides, "rope_scaling": rope_scaling} if rope_scaling else overrides,
         **_values(EngineConfig, given),
     )
@@ -45,7 +53,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 def values_of(config: EngineConfig) -> dict[str, Any]:
     """All settings of an engine by their names."""
-    parts: tuple[Any, ...] = (config, config.cache, config.scheduler, config.speculation)
+    parts: tuple[Any, ...] = (config, config.cache, config.scheduler, config.speculation, config.adapters)
     return {one.name: getattr(part, one.field) for part in parts for one in settings_of(type(part))}
 
 

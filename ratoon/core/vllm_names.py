@@ -39,14 +39,15 @@ RULES = {
     "tokenizer_revision": HF_REVISION,
     "revision": HF_REVISION,
     "cpu_offload_gb": Rule(_nothing, "0: the weights stay on one device", float),
-    "enable_lora": Rule(_nothing, "leave it out: adapters are not supported", bool),
+    "lora_dtype": Rule(lambda value: value in (None, "auto"), "auto: the dtype of the model"),
 }  # fmt: skip
 # Settings that do not affect answers, and the type of their values.
 NO_EFFECT: dict[str, type] = {
     "trust_remote_code": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
     "compilation_config": str, "distributed_executor_backend": str, "worker_cls": str, "runner": str, "task": str,
     "download_dir": str, "served_model_name": str, "mm_processor_kwargs": str, "limit_mm_per_prompt": str,
-    "disable_async_output_proc": bool, "async_scheduling": bool, "headless": bool,
+    "disable_async_output_proc": bool, "async_scheduling": bool, "headless": bool, "max_cpu_loras": int,
+    "fully_sharded_loras": bool,
 }  # fmt: skip
 # Settings of one meaning each that no table covers
 SPECIAL = {

@@ -10,6 +10,7 @@ import pytest
 
 from ratoon.api.options import add_engine_options, add_setting_options, engine_settings, given_settings
 from ratoon.core.config import (
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     FrontEndConfig,
@@ -23,7 +24,7 @@ from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure,
 from ratoon.core.speculation import SpeculationConfig
 
 NOT_SET_BY_PEOPLE = {
-    "model", "cache", "scheduler", "speculation", "whole_prompts", "max_steps_of_branch", "num_rounds"
+    "model", "cache", "scheduler", "speculation", "adapters", "whole_prompts", "max_steps_of_branch", "num_rounds"
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
@@ -47,7 +48,7 @@ NEEDED_WITH: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_of_the_configs_is_a_setting() -> None:
-    for config in (EngineConfig, CacheConfig, SchedulerConfig, SpeculationConfig, FrontEndConfig):
+    for config in (EngineConfig, CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig, FrontEndConfig):
         declared = {one.field for one in settings_of(config)}
         assert set(config.__dataclass_fields__) - declared <= NOT_SET_BY_PEOPLE
 
