@@ -100,7 +100,7 @@ class GGUFSource:
         # Rows are reordered while they are still quantised, which is cheaper: a row is whole blocks.
         head_dim = self._shapes[name][0] // heads
         assert part is None or part.dim or part.start % head_dim == part.stop % head_dim == 0, "rows of whole heads"
-        return replace(stored, data=_restore_rotary_halves(stored.data, head_dim))
+        return replace(stored, data=restore_rotary_halves(stored.data, head_dim))
 
     def _hugging_face_name(self, gguf_name: str) -> str:
         """An unknown tensor keeps its name, so that strict loading can report it."""
@@ -281,6 +281,6 @@ def llama3_frequency_factors(theta: float, rotary_dim: int, factor: float, origi
     return factors
 
 
-def _restore_rotary_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+def restore_rotary_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     """llama.cpp has the two coordinates of a rotation side by side, Hugging Face all first ones, then all second."""
     return rows.reshape(-1, head_dim // 2, 2, rows[0].numel()).transpose(1, 2).reshape(rows.shape)
