@@ -19,7 +19,8 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An adapter that is to be read into a slot, in the background: steps go on. No row of a step uses the slot before
-    the result of this one, or of a later one, has said that the adapter is there."""
+    the result of this one, or of a later one, has said that the adapter is there. No step in flight reads the slot. A
+    load that is announced again (a step failed, and reports with it) is not begun again, but reported again."""
 
     slot: int
     adapter: Adapter

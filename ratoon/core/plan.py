@@ -159,6 +159,7 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     cross_block_ids: list[int] = []
     num_encoder_positions: int = 0
     overrides: InputOverrides | None = None  # of the whole sequence
+    adapter_slot: int = -1  # of the rows that are run
     # Set: the rows are those of this branch in this step, which `captured` counts from its first one. Nothing is run
     # for the capture, and there are no tokens, spans and blocks.
     branch_id: str = ""
@@ -173,6 +174,7 @@ class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     captured: list[int] = []  # positions whose states are read out, as in CaptureStep
     layers: list[int] = []
     dtype: str = "float32"
+    adapter_slot: int = -1
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -201,6 +203,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     new_embeddings: dict[str, WireTensor] = {}
     freed_embeddings: list[str] = []
     adapter_loads: list[AdapterLoad] = []
+    # There is nothing else to do: the result tells whether adapters are there that requests wait for.
+    awaits_adapters: bool = False
 
     @property
     def req_ids(self) -> list[str]:
@@ -230,4 +234,5 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
-        return self.is_empty and not told and not self.loads and not self.freed_embeddings and not self.adapter_loads
+        loads = self.loads or self.adapter_loads or self.awaits_adapters
+        return self.is_empty and not told and not loads and not self.freed_embeddings

@@ -1,7 +1,8 @@
 """Adapters of linear layers (LoRA): a low-rank product for each row, of the adapter in the row's slot.
 
-A model has an AdapterTarget for each linear layer of its checkpoint, by name. Assigning adapters to slots and reading
-them from files are not done here.
+A model has an AdapterTarget for each linear layer of its checkpoint, by name, and one for its table of tokens. Layers
+that are one product have one AdaptedProduct: their low-rank products are computed together, beside it. Assigning
+adapters to slots and reading them from files are not done here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.ops import Ops
+from ratoon.layers.ops import LowRankProducts, Ops, RMSWeights, SavedTables
 
 Tensor = torch.Tensor
 
@@ -21,59 +22,121 @@ Tensor = torch.Tensor
 class AdapterRows:
     """The adapters of a pass. None for a pass without adapters, which costs nothing."""
 
-    slots: Tensor  # [T] int64: the slot of each row's adapter; -1: the base model alone
+    slots: Tensor  # [T] int32: the slot of each row's adapter; -1: the base model alone
 
-    def select(self, rows: Tensor) -> AdapterRows:
+    def select(self, rows: Tensor | slice) -> AdapterRows:
         return AdapterRows(self.slots[rows])
 
 
-class AdapterTarget:
-    """The matrices of several adapters for one layer of the checkpoint, or this rank's part of it."""
+class AdaptedProduct:
+    """The adapters beside one product, whose columns are those of one or more layers of the checkpoint."""
 
-    __slots__ = ("_a", "_b", "_columns", "_inputs", "_name", "_ops", "_outputs", "_shape")
+    __slots__ = ("_num_inputs", "_ops", "_parts", "_products")
+
+    def __init__(self, ops: Ops, num_inputs: int) -> None:
+        self._ops = ops
+        self._num_inputs = num_inputs  # of this rank
+        self._parts: list[int] = []  # columns of each layer
+        self._products: LowRankProducts | None = None  # None: no slots are open
+
+    def add_part(self, num_columns: int) -> int:
+        """Adds a layer whose columns follow those of the layers before. Returns its number."""
+        self._parts.append(num_columns)
+        return len(self._parts) - 1
+
+    def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes room for adapters. A slot that was never loaded adds nothing. Does nothing where they are open."""
+        if self._products is None:
+            self._products = self._ops.make_low_rank(self._num_inputs, self._parts, num_slots, device, dtype)
+
+    @property
+    def products(self) -> LowRankProducts:
+        assert self._products is not None, "no slots are open"
+        return self._products
+
+    def add(self, y: Tensor, x: Tensor, adapters: AdapterRows, norm: RMSWeights | None = None) -> None:
+        """x [T, in], of which the norm is taken first if there is one; y [T, columns]: adds to it in place."""
+        if self._products is not None:
+            self._products.add(y, x, adapters.slots, norm)
+
+
+class AdapterTarget:
+    """One layer of the checkpoint, or this rank's part of it, as a target of adapters."""
+
+    __slots__ = ("_inputs", "_name", "_outputs", "_part", "_shape", "is_head", "product")
 
     def __init__(
-        self, ops: Ops, name: str, shape: tuple[int, int], inputs: range, outputs: Sequence[range], first_column: int
+        self, product: AdaptedProduct, name: str, shape: tuple[int, int], inputs: range, outputs: Sequence[range]
     ) -> None:
-        """A layer [out, in] of which this rank has `inputs` and `outputs`, from `first_column` of the product."""
-        self._ops = ops
+        """A layer [out, in] of which this rank has `inputs` and `outputs`, the next columns of the product."""
+        self.product = product
+        self.is_head = False  # whose whole weight an adapter may bring
         self._name = name
         self._shape = shape
         self._inputs = inputs
         self._outputs = outputs
-        self._columns = slice(first_column, first_column + sum(map(len, outputs)))
-        self._a: Tensor | None = None  # [slots, rank, in]
-        self._b: Tensor | None = None  # [slots, rank, out]
+        self._part = product.add_part(sum(map(len, outputs)))
 
-    def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the slots; a slot that was never loaded adds nothing."""
-        num_outputs = self._columns.stop - self._columns.start
-        self._a = torch.zeros(num_slots, max_rank, len(self._inputs), device=device, dtype=dtype)
-        self._b = torch.zeros(num_slots, max_rank, num_outputs, device=device, dtype=dtype)
+    @property
+    def numbers_of_rank(self) -> int:
+        """The numbers that an adapter has here for each unit of its rank, in this rank's part."""
+        return len(self._inputs) + sum(map(len, self._outputs))
 
-    def load(self, slot: int, a: Tensor, b: Tensor) -> None:
-        """The whole matrices of an adapter, of which this rank takes its part: b @ a is added to the layer's weight.
+    def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.product.open_slots(num_slots, device, dtype)
 
-        a [rank, in], b [out, rank] with the adapter's scaling multiplied in.
-        """
-        assert self._a is not None and self._b is not None, "no slots are open"
+    def load(self, slot: int, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+        """The whole matrices of an adapter, of which this rank takes its part: scale · b @ a is added to the layer's
+        weight. a [rank, in], b [out, rank]."""
         num_outputs, num_inputs = self._shape
-        rank = len(a)
-        if a.shape[1:] != (num_inputs,) or b.shape != (num_outputs, rank):
+        if a.shape[1:] != (num_inputs,) or b.shape != (num_outputs, len(a)):
             problem = f"has matrices of shapes {tuple(a.shape)} and {tuple(b.shape)}"
             raise ModelError(self._name, problem, f"(rank, {num_inputs}) and ({num_outputs}, rank)")
-        if rank > self._a.shape[1]:
-            raise ModelError(self._name, f"has the rank {rank}", f"at most {self._a.shape[1]}")
-        self.clear(slot)
-        self._a[slot, :rank] = a[:, self._inputs.start : self._inputs.stop]
-        self._b[slot, :rank] = torch.cat([b[part.start : part.stop] for part in self._outputs]).t()
+        own = a[:, self._inputs.start : self._inputs.stop]
+        self.product.products.load(slot, self._part, own, self._take_rows(b), scale)
+
+    def load_weight(self, slot: int, weight: Tensor) -> None:
+        """The whole weight [out, in] that an adapter has in place of the layer's own."""
+        if tuple(weight.shape) != self._shape or not self.is_head:
+            raise ModelError(self._name, f"has a weight of shape {tuple(weight.shape)} of its own", "low-rank matrices")
+        own = self._take_rows(weight)
+        self.product.products.load(slot, self._part, None, own[:, self._inputs.start : self._inputs.stop], 1.0)
+
+    def _take_rows(self, whole: Tensor) -> Tensor:
+        parts = [whole[part.start : part.stop] for part in self._outputs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def clear(self, slot: int) -> None:
-        assert self._a is not None and self._b is not None, "no slots are open"
-        self._a[slot] = 0
-        self._b[slot] = 0
+        """Makes the slot empty, for all layers of the product."""
+        self.product.products.clear(slot)
 
-    def add(self, x: Tensor, y: Tensor, adapters: AdapterRows) -> None:
-        """x [T, in], y [T, out of the product]: adds to this layer's columns of y, in place."""
-        if self._a is not None and self._b is not None:
-            self._ops.add_low_rank(y[:, self._columns], x, self._a, self._b, adapters.slots)
+
+class TableTarget:
+    """The table of tokens, or this rank's rows of it, in the place of which an adapter may have one of its own."""
+
+    __slots__ = ("_name", "_ops", "_rows", "_shape", "_tables")
+
+    def __init__(self, ops: Ops, name: str, shape: tuple[int, int], rows: range) -> None:
+        self._ops = ops
+        self._name = name
+        self._shape = shape
+        self._rows = rows
+        self._tables: SavedTables | None = None  # None: no slots are open
+
+    def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._tables = self._ops.make_saved_tables(num_slots, self._rows, device, dtype)
+
+    def load(self, slot: int, table: Tensor) -> None:
+        assert self._tables is not None, "no slots are open"
+        if tuple(table.shape) != self._shape:
+            raise ModelError(self._name, f"has a table of shape {tuple(table.shape)}", f"one of shape {self._shape}")
+        self._tables.load(slot, table[self._rows.start : self._rows.stop])
+
+    def clear(self, slot: int) -> None:
+        assert self._tables is not None, "no slots are open"
+        self._tables.clear(slot)
+
+    def replace(self, found: Tensor, ids: Tensor, adapters: AdapterRows) -> None:
+        """found [T, H]: rows whose adapter has a table get that of their id [T], in place."""
+        if self._tables is not None:
+            self._tables.replace(found, ids, adapters.slots)

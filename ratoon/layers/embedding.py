@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.adapters import AdaptedProduct, AdapterRows
 from ratoon.layers.linear import make_product
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import TensorSlice
@@ -51,7 +51,7 @@ class VocabParallelEmbedding:
     """The vocabulary's table, in the format that Ops chose: [T] → [T, size], in new memory. A rank has some of the
     rows."""
 
-    __slots__ = ("lookup", "reduce", "rows", "vocab_size", "weight")
+    __slots__ = ("lookup", "reduce", "rows", "target", "vocab_size", "weight")
 
     def __init__(self, weights: Weights, vocab_size: int, size: int) -> None:
         self.vocab_size = vocab_size
@@ -64,14 +64,17 @@ class VocabParallelEmbedding:
         self.reduce = weights.shard.all_reduce
         if self.reduce is not None:
             self.lookup = weights.ops.cut_embedding(self.lookup, self.weight, self.rows, vocab_size)
+        self.target = weights.add_table((vocab_size, size), self.rows)
 
     @property
     def communicates(self) -> bool:
         """Whether a call holds a collective of all ranks."""
         return self.reduce is not None
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         found = self.lookup(ids)
+        if adapters is not None:
+            self.target.replace(found, ids, adapters)
         return found if self.reduce is None else self.reduce(found)
 
 
@@ -106,7 +109,7 @@ class LMHead:
     1.3 times as long then for one row of 49,152 or 128,256, and 0.9 to 1.0 times for 32 rows (bench/ranks.py).
     """
 
-    __slots__ = ("multiply", "shard", "target", "vocab_size")
+    __slots__ = ("adapted", "multiply", "shard", "vocab_size")
 
     def __init__(
         self, weights: Weights, embedding: VocabParallelEmbedding, tied: bool, bias: Tensor | None = None
@@ -122,7 +125,9 @@ class LMHead:
         if bias is not None:
             bias = bias[rows.start : rows.stop]
         self.multiply = make_product(weights.ops, [weight], bias)
-        self.target = weights.add_target((self.vocab_size, size), range(size), [rows], 0)
+        self.adapted = AdaptedProduct(weights.ops, size)
+        target = weights.add_target(self.adapted, (self.vocab_size, size), range(size), [rows])
+        target.is_head = bias is None  # a weight of an adapter would lose the bias
 
     @property
     def communicates(self) -> bool:
@@ -132,7 +137,7 @@ class LMHead:
     def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         logits = self.multiply(hidden)
         if adapters is not None:
-            self.target.add(hidden, logits, adapters)
+            self.adapted.add(logits, hidden, adapters)
         if self.shard.collective is not None:
             logits = self.shard.collective.all_gather(logits, self.vocab_size)
         return logits

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ratoon.layers.adapters import AdapterRows, AdapterTarget
+from ratoon.layers.adapters import AdaptedProduct, AdapterRows
 from ratoon.layers.norm import LinearInput, Normed
 from ratoon.layers.ops import Ops, Product, WeightUse
 from ratoon.layers.stored import StoredTensor, TensorSlice
@@ -38,7 +38,7 @@ class Linear:
     ranks.
     """
 
-    __slots__ = ("fused", "multiply", "reduce", "targets")
+    __slots__ = ("adapted", "fused", "multiply", "reduce")
 
     def __init__(
         self, pieces: Sequence[Piece], in_features: int, transposed: bool = False, inputs: range | None = None
@@ -47,12 +47,10 @@ class Linear:
         weights = pieces[0].weights
         inputs = range(in_features) if inputs is None else inputs
         parts: list[StoredTensor] = []
-        self.targets: list[AdapterTarget] = []
+        self.adapted = AdaptedProduct(weights.ops, len(inputs))
         for piece in pieces:
-            first = sum(part.shape[0] for part in parts)
             parts += [_take_weight(piece, outputs, in_features, inputs, transposed) for outputs in piece.outputs]
-            shape = (piece.out_features, in_features)
-            self.targets.append(piece.weights.add_target(shape, inputs, piece.outputs, first))
+            piece.weights.add_target(self.adapted, (piece.out_features, in_features), inputs, piece.outputs)
         self.multiply = make_product(weights.ops, parts, _take_bias(pieces))
         self.fused = weights.ops.fuse(self.multiply)
         self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
@@ -64,21 +62,25 @@ class Linear:
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
         if isinstance(x, Normed):
-            if self.fused is not None and self.reduce is None and adapters is None:
-                return self.fused(x.stream, x.rms, None)
+            if self.fused is not None and self.reduce is None:
+                y = self.fused(x.stream, x.rms, None)
+                if adapters is not None:
+                    self.adapted.add(y, x.stream, adapters, x.rms)
+                return y
             x = x.compute()
         y = self.multiply(x)
         if adapters is not None:
-            for target in self.targets:
-                target.add(x, y, adapters)
+            self.adapted.add(y, x, adapters)
         return y if self.reduce is None else self.reduce(y)
 
     def add_to(self, stream: Tensor, x: Tensor, adapters: AdapterRows | None = None) -> Tensor | None:
         """Add to the residual stream [T, out] in place. What is yet to be added is returned: all of it, where the
         product and the addition are not one operation."""
-        if self.fused is None or self.reduce is not None or adapters is not None:
+        if self.fused is None or self.reduce is not None:
             return self(x, adapters)
         self.fused(x, None, stream)
+        if adapters is not None:
+            self.adapted.add(stream, x, adapters)
         return None
 
 

@@ -52,7 +52,7 @@ class GatedMLP:
         ops = weights.ops
         self.multiply: Product | None = None
         self.activate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=activation)
-        if activation == "silu":  # the usual case is one fused call, without adapters
+        if activation == "silu":  # the usual case is one fused call; adapters add to what is between its products
             self.activate = ops.silu_and_mul
             self.multiply = ops.make_gated_mlp(self.gate_up.multiply, self.down.multiply)
         self.fused = None if self.multiply is None or self.down.reduce else ops.fuse(self.multiply)

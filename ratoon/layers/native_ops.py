@@ -15,6 +15,7 @@ import torch
 
 from ratoon.layers.native import kernel_set_name, library, reason_for_none
 from ratoon.layers.native.recording import new_floats
+from ratoon.layers.native_adapters import NativeLowRank, NativeTables
 from ratoon.layers.native_choices import KernelChoices
 from ratoon.layers.native_formats import (
     BLOCK,
@@ -24,9 +25,9 @@ from ratoon.layers.native_formats import (
     QuantisedGatedMLP,
     QuantisedLinear,
 )
-from ratoon.layers.ops import FusedProduct, Lookup, Product, WeightFormat, WeightUse
+from ratoon.layers.ops import FusedProduct, Lookup, LowRankProducts, Product, SavedTables, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import add_low_rank, mask_lookup
+from ratoon.layers.torch_ops import mask_lookup
 
 Tensor = torch.Tensor
 
@@ -187,8 +188,18 @@ class NativeOps:
             return JoinedLinears(writers)
         return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
-    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-        add_low_rank(y, x, a, b, slots)
+    def make_low_rank(
+        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> LowRankProducts:
+        return NativeLowRank(num_inputs, num_outputs, num_slots, self._has_few_bits)
+
+    def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
+        return NativeTables(num_slots, rows)
+
+    @property
+    def _has_few_bits(self) -> bool:
+        """Whether some weights are quantised: what adapters lose in 16 bits is far below what these have lost."""
+        return self.formats is not None and bool(self.formats.facts())
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):

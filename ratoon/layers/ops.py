@@ -56,6 +56,40 @@ class WeightFormat(Protocol):
         ...
 
 
+class LowRankProducts(Protocol):
+    """The matrices of adapters beside one product, in slots. A slot is loaded while no row of a step has it, by another
+    thread than that of the steps."""
+
+    def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None:
+        """The matrices a [rank, in] and b [out, rank] for one part of the product. Without `a`, b [out, in] is a weight
+        with which the product is made in place of its own."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Frees the matrices of all parts: the slot adds nothing."""
+        ...
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor, norm: RMSWeights | None = None) -> None:
+        """y [T, all outs] += scale · (x [T, in] · aᵀ) · bᵀ in place, part by part, with the matrices of each row's slot
+        [T] int32; -1: nothing is added. y may be a strided view. With `norm`, of the norm of x."""
+        ...
+
+
+class SavedTables(Protocol):
+    """Tables of tokens that adapters have in place of the model's, in slots."""
+
+    def load(self, slot: int, table: Tensor) -> None:
+        """The rows of a table that this rank has."""
+        ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def replace(self, found: Tensor, ids: Tensor, slots: Tensor) -> None:
+        """found [T, H]: rows whose slot [T] int32 has a table get its row of their id [T], in place, or zeros where
+        another rank has that row."""
+        ...
+
+
 class Ops(Protocol):
     """T tokens, H hidden size. Nothing here synchronises with the device."""
 
@@ -88,11 +122,15 @@ class Ops(Protocol):
         """Products of this Ops over the same input as one: their results side by side."""
         ...
 
-    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-        """y [T, out] += x [T, in] · a[slot]ᵀ · b[slot], in place, with each row's slot [T]; -1: nothing is added.
+    def make_low_rank(
+        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> LowRankProducts:
+        """The adapters of so many slots beside a product of so many inputs, whose columns are those of parts with these
+        numbers of outputs. No memory is taken for their matrices yet."""
+        ...
 
-        a [S, rank, in], b [S, rank, out]. y may be a strided view.
-        """
+    def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
+        """Tables of adapters beside that of the vocabulary, of which this rank has these rows."""
         ...
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import FusedProduct, Lookup, Product, WeightFormat, WeightUse
+from ratoon.layers.ops import FusedProduct, Lookup, LowRankProducts, Product, SavedTables, WeightFormat, WeightUse
 from ratoon.layers.stored import StoredTensor
+from ratoon.layers.torch_adapters import TorchLowRank, TorchTables
 
 Tensor = torch.Tensor
 
@@ -46,8 +47,13 @@ class TorchOps:
     def join(self, products: Sequence[Product]) -> Product:
         return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
-    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-        add_low_rank(y, x, a, b, slots)
+    def make_low_rank(
+        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> LowRankProducts:
+        return TorchLowRank(num_outputs, self.rms_norm, device, dtype)
+
+    def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
+        return TorchTables(rows, device, dtype)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         def feed_forward(x: Tensor) -> Tensor:
@@ -104,15 +110,6 @@ class TorchOps:
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
-
-
-def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """See `Ops`. All slots are multiplied and those of other rows masked, to avoid a synchronisation with the
-    device."""
-    low = functional.linear(x, a.flatten(0, 1)).view(len(x), *a.shape[:2])  # [T, S, rank]
-    others = slots[:, None] != torch.arange(len(a), device=slots.device)  # [T, S]
-    low = low.masked_fill_(others[:, :, None], 0).flatten(1)  # [T, S · rank]
-    y.add_(low @ b.flatten(0, 1))
 
 
 def mask_lookup(lookup: Lookup, rows: range) -> Lookup:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.adapters import AdapterTarget
+from ratoon.layers.adapters import AdaptedProduct, AdapterTarget, TableTarget
 from ratoon.layers.ops import Ops, WeightUse
 from ratoon.layers.shard import Shard, Stage
 from ratoon.layers.stored import FLOAT_FORMATS, StoredTensor, TensorSlice
@@ -120,6 +120,7 @@ class Weights:
         self.stage = stage or Stage()
         self.prefix = ""
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
+        self.adapter_tables: dict[str, TableTarget] = {}
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
@@ -137,7 +138,7 @@ class Weights:
             return self
         elsewhere = copy(self)
         elsewhere.device, elsewhere.ops = torch.device("meta"), TorchOps()
-        elsewhere.adapter_targets, elsewhere.requests = {}, []
+        elsewhere.adapter_targets, elsewhere.adapter_tables, elsewhere.requests = {}, {}, []
         return elsewhere
 
     def has(self, name: str) -> bool:
@@ -182,12 +183,18 @@ class Weights:
             )
 
     def add_target(
-        self, shape: tuple[int, int], inputs: range, outputs: Sequence[range], first_column: int
+        self, product: AdaptedProduct, shape: tuple[int, int], inputs: range, outputs: Sequence[range]
     ) -> AdapterTarget:
-        """Register the adapters' target for the linear layer whose weight is below this prefix."""
+        """Registers the adapters' target for the linear layer whose weight is below this prefix, and whose columns are
+        the next ones of the product."""
         name = self.prefix.removesuffix(".")
-        target = AdapterTarget(self.ops, name, shape, inputs, outputs, first_column)
-        self.adapter_targets[name] = target
+        self.adapter_targets[name] = target = AdapterTarget(product, name, shape, inputs, outputs)
+        return target
+
+    def add_table(self, shape: tuple[int, int], rows: range) -> TableTarget:
+        """Registers the adapters' target for the table of tokens below this prefix."""
+        name = self.prefix.removesuffix(".")
+        self.adapter_tables[name] = target = TableTarget(self.ops, name, shape, rows)
         return target
 
     def ignore(self, *names: str) -> None:

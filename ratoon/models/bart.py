@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ratoon.core.config import ModelConfig
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer
 from ratoon.layers.embedding import Embedding, LMHead, RowEmbeddings, VocabParallelEmbedding
 from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear, RowParallelLinear
@@ -42,8 +43,14 @@ class BartForConditionalGeneration(EncoderDecoderLM):
         self.final_norm = self.build_norm(decoder.on_stages(last=True) / "layer_norm") if self.pre_norm else None
         self.lm_head = self.build_head(weights.on_stages(last=True))
 
-    def embed_tokens(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
-        return self.input(input_ids, positions, embeddings)
+    def embed_tokens(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: RowEmbeddings | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        return self.input(input_ids, positions, embeddings, adapters)
 
     def build_embedding(self, weights: Weights) -> VocabParallelEmbedding:
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
@@ -64,7 +71,7 @@ class BartForConditionalGeneration(EncoderDecoderLM):
         final_norm = self.build_norm(weights / "layer_norm") if self.pre_norm else None
         return Encoder(attention_layers, embed, layers, final_norm)
 
-    def build_encoder_input(self, weights: Weights) -> Callable[[EncoderBatch], Tensor]:
+    def build_encoder_input(self, weights: Weights) -> Callable[[EncoderBatch, AdapterRows | None], Tensor]:
         return self.build_input(weights, self.encoder_config.max_position).of_batch
 
     def build_encoder_layer(self, weights: Weights, attention: AttentionLayer) -> StreamLayer:

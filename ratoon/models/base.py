@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.adapters import AdapterRows, AdapterTarget
+from ratoon.layers.adapters import AdapterRows, AdapterTarget, TableTarget
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
@@ -101,10 +101,11 @@ class LanguageModel:
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
     adapter_targets: Mapping[str, AdapterTarget]  # by the names of the checkpoint's linear layers
+    adapter_tables: Mapping[str, TableTarget]  # the same of its table of tokens
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.adapter_targets = weights.adapter_targets
+        self.adapter_targets, self.adapter_tables = weights.adapter_targets, weights.adapter_tables
         self.shard = weights.shard
         self.stage = weights.stage
         self.device, self.dtype = weights.device, weights.dtype
@@ -127,9 +128,15 @@ class LanguageModel:
         has_head = hasattr(self, "lm_head") and self.lm_head.communicates
         return frozenset(["layers", *(["embed"] if self.embed.communicates else []), *(["head"] if has_head else [])])
 
-    def embed_tokens(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
+    def embed_tokens(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: RowEmbeddings | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """[T], [T] → [T, H], in new memory. `embeddings`: of rows whose token ids are not read."""
-        return embed_rows(self.embed(input_ids), embeddings)
+        return embed_rows(self.embed(input_ids, adapters), embeddings)
 
     def forward(
         self,
@@ -151,7 +158,7 @@ class LanguageModel:
         last product has added that. The hidden state after a layer is their sum. The next norm does the addition, so
         that memory is read once.
         """
-        stream = self.embed_tokens(input_ids, positions, embeddings)
+        stream = self.embed_tokens(input_ids, positions, embeddings, step.adapters)
         positions = positions if rope_positions is None else rope_positions
         return self.forward_stream(stream, positions, step, rows, observers, num_layers)
 

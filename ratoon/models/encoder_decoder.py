@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from ratoon.core.config import EncoderConfig, ModelConfig
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.weights import Weights
@@ -37,7 +38,7 @@ class Encoder:
     def __init__(
         self,
         attention_layers: Sequence[AttentionLayer],
-        embed: Callable[[EncoderBatch], Tensor],
+        embed: Callable[[EncoderBatch, AdapterRows | None], Tensor],
         layers: Sequence[StreamLayer],
         final_norm: RMSNorm | LayerNorm | None,
     ) -> None:
@@ -48,7 +49,7 @@ class Encoder:
 
     def __call__(self, batch: EncoderBatch, step: StepContext, observers: Sequence[StreamObserver] = ()) -> FinalStates:
         """The final states [E, H] of all inputs. `observers` get the stream as in LanguageModel.forward."""
-        stream = self.embed(batch)
+        stream = self.embed(batch, step.adapters)
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             for observer in observers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.core.config import ModelConfig
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import Embedding, LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
@@ -29,8 +30,14 @@ class GPT2LMHeadModel(LanguageModel):
         self.final_norm = LayerNorm(model.on_stages(last=True) / "ln_f", config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings)
 
-    def embed_tokens(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
-        return embed_rows(self.embed(input_ids), embeddings).add_(self.embed_positions(positions))
+    def embed_tokens(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: RowEmbeddings | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        return embed_rows(self.embed(input_ids, adapters), embeddings).add_(self.embed_positions(positions))
 
     def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config, hidden = self.config, self.config.hidden_size

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm
 from ratoon.layers.weights import Weights
@@ -31,9 +32,15 @@ class TextInput:
         self.norm = norm
         self.scale = scale
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, embeddings: RowEmbeddings | None = None) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: RowEmbeddings | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """[T], [T] → [T, H], in new memory. `embeddings`, which are not scaled: of rows whose ids are not read."""
-        stream = self.tokens(input_ids)
+        stream = self.tokens(input_ids, adapters)
         if self.scale != 1.0:
             stream.mul_(self.scale)
         stream = embed_rows(stream, embeddings)
@@ -41,10 +48,10 @@ class TextInput:
             stream.add_(self.positions(positions))
         return stream if self.norm is None else self.norm(stream)
 
-    def of_batch(self, batch: EncoderBatch) -> Tensor:
+    def of_batch(self, batch: EncoderBatch, adapters: AdapterRows | None = None) -> Tensor:
         """The embedding of a text encoder's inputs."""
         assert batch.input_ids is not None, "this encoder reads tokens"
-        return self(batch.input_ids, batch.positions)
+        return self(batch.input_ids, batch.positions, adapters=adapters)
 
 
 def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> VocabParallelEmbedding:

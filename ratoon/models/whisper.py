@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.conv import TimeConvolution
 from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.weights import Weights
@@ -28,7 +29,7 @@ class AudioInput:
         self.conv2 = TimeConvolution(weights / "conv2", hidden_size, hidden_size, stride=2)
         self.positions = Embedding(weights / "embed_positions", max_position, hidden_size)
 
-    def __call__(self, batch: EncoderBatch) -> Tensor:
+    def __call__(self, batch: EncoderBatch, adapters: AdapterRows | None = None) -> Tensor:
         assert batch.features is not None, "this encoder reads audio"
         frames = batch.features.to(self.dtype).transpose(1, 2)  # [N, frames, mel bins]
         x = self.activate(self.conv1(frames))  # [N, frames, H]

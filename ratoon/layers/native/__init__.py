@@ -47,6 +47,26 @@ class QuantisedWeight(ctypes.Structure):
     )
 
 
+class LowRankPart(ctypes.Structure):
+    """`low_rank_part` of kernels.h."""
+
+    _fields_ = (
+        ("a", _POINTER),
+        ("b", _POINTER),
+        ("rank", _INT),
+        ("column", _INT),
+        ("out", _INT),
+        ("scale", _FLOAT),
+        ("format", ctypes.c_int32),
+    )
+
+
+class SavedTable(ctypes.Structure):
+    """`saved_table` of kernels.h."""
+
+    _fields_ = (("numbers", _POINTER), ("rows", _INT), ("format", _INT))
+
+
 class DecodeInputs(ctypes.Structure):
     """`decode_inputs` of kernels.h."""
 
@@ -89,6 +109,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_pack_weight": (None, [_POINTER, _INT, _INT, _POINTER]),
     "ratoon_linear": (None, [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT]),
     "ratoon_gated_mlp": (None, [_POINTER, _INT, _INT, *[_POINTER, _POINTER, _INT] * 2, _INT, _POINTER, _POINTER]),
+    "ratoon_add_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT, *[_POINTER] * 2, _INT]),
+    "ratoon_replace_rows": (None, [_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER]),
     "ratoon_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _INT]),

@@ -19,6 +19,31 @@ void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packe
 void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *gate_up, const float *gate_up_bias, int64_t in,
                       const float *down, const float *down_bias, int64_t inner, int64_t out, float *between, float *y);
 
+// The matrices of an adapter for one part of a product, in panels of 16 columns: a [rank][in] as [panel][in][16], b [rank][out]
+// as [panel][rank][16], with zeros behind the last column. Without `a`, b [in][out] is the part's whole weight, which the result
+// of the product is replaced by. rank 0: the adapter has nothing for this part.
+typedef struct {
+    const void *a, *b;
+    int64_t rank, column, out;  // the part's columns of the product
+    float scale;
+    int32_t format;  // of the numbers: 0 floats, 1 bf16
+} low_rank_part;
+
+// y += scale · (x · aᵀ) · b, in place. entries [num_slots][parts]; slots: of each row; -1: nothing is added. Returns 0, or -1 when
+// there is no memory.
+int ratoon_add_low_rank(const float *x, int64_t ldx, int64_t rows, int64_t in, const low_rank_part *entries, int64_t num_slots,
+                        int64_t parts, const int32_t *slots, float *y, int64_t ldy);
+
+typedef struct {  // a table of an adapter, or a rank's rows of it
+    const void *numbers;  // NULL: the adapter has none
+    int64_t rows;
+    int64_t format;  // 0 floats, 1 bf16
+} saved_table;
+
+// y [rows, width]: rows whose adapter has a table get that of their id, which begins with row `first` of the vocabulary.
+void ratoon_replace_rows(const saved_table *tables, int64_t num_slots, const int32_t *slots, const int64_t *ids, int64_t first,
+                         int64_t rows, int64_t width, float *y);
+
 void ratoon_rms_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, float eps, float *y,
                      int64_t rows, int64_t width);
 void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, const float *bias,

@@ -72,6 +72,15 @@ int ratoon_quantised_gated_mlp_words(const int64_t *w) {
     return 0;
 }
 
+int ratoon_add_low_rank_words(const int64_t *w) {
+    return ratoon_add_low_rank(P(0), w[1], w[2], w[3], P(4), w[5], w[6], P(7), P(8), w[9]);
+}
+
+int ratoon_replace_rows_words(const int64_t *w) {
+    ratoon_replace_rows(P(0), w[1], P(2), P(3), w[4], w[5], w[6], P(7));
+    return 0;
+}
+
 int ratoon_rms_norm_words(const int64_t *w) {
     ratoon_rms_norm(P(0), w[1], P(2), w[3], P(4), F(5), P(6), w[7], w[8]);
     return 0;

@@ -1,0 +1,103 @@
+"""The products of adapters by the CPU kernel (native/low_rank.c). A recorded pass reads the table of slots at each run, so
+that it stays right when slots are loaded.
+
+Matrices in bf16 stay so, and others become it beside weights in few bits: a step reads them once for all rows of their
+slot, and with few rows for each adapter it takes as long as that reading.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from ratoon.layers.native import LowRankPart, SavedTable, library
+from ratoon.layers.ops import RMSWeights
+
+Tensor = torch.Tensor
+
+PANEL = 16  # columns
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class NativeLowRank:
+    """Implements LowRankProducts."""
+
+    def __init__(self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, has_few_bits: bool) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
+        self._num_inputs = num_inputs
+        self._num_parts = len(num_outputs)
+        self._num_slots = num_slots
+        self._has_few_bits = has_few_bits
+        self._entries = (LowRankPart * (num_slots * self._num_parts))()
+        self._pointer = ctypes.addressof(self._entries)
+        self._kept: dict[int, list[Tensor]] = {}  # what entries point to, by slot
+        for index, entry in enumerate(self._entries):
+            part = index % self._num_parts
+            entry.column, entry.out = sum(num_outputs[:part]), num_outputs[part]
+
+    def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None:
+        dtype = torch.bfloat16 if self._has_few_bits or b.dtype == torch.bfloat16 else torch.float32
+        columns = pack_panels(b.to(dtype))  # [panels, rank, 16]
+        low = None if a is None else pack_panels(a.to(dtype))  # [panels, in, 16]
+        entry = self._entries[slot * self._num_parts + part]
+        entry.a, entry.b = None if low is None else low.data_ptr(), columns.data_ptr()
+        entry.scale, entry.format = scale, FORMATS[dtype]
+        entry.rank = self._num_inputs if a is None else len(a)  # last: an entry without rank is not read
+        self._kept.setdefault(slot, []).extend([columns] if low is None else [low, columns])
+
+    def clear(self, slot: int) -> None:
+        for part in range(self._num_parts):
+            entry = self._entries[slot * self._num_parts + part]
+            entry.rank, entry.a, entry.b = 0, None, None
+        self._kept.pop(slot, None)
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor, norm: RMSWeights | None = None) -> None:
+        assert norm is None, "norms are not deferred on a CPU"
+        failed = self._kernels.ratoon_add_low_rank(
+            x.data_ptr(), x.stride(0), x.shape[0], self._num_inputs, self._pointer, self._num_slots, self._num_parts,
+            slots.data_ptr(), y.data_ptr(), y.stride(0),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the products of adapters ran out of memory")
+
+
+class NativeTables:
+    """Implements SavedTables."""
+
+    def __init__(self, num_slots: int, rows: range) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
+        self._num_slots = num_slots
+        self._rows = rows
+        self._entries = (SavedTable * num_slots)()
+        self._pointer = ctypes.addressof(self._entries)
+        self._kept: dict[int, Tensor] = {}
+
+    def load(self, slot: int, table: Tensor) -> None:
+        dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        self._kept[slot] = own = table.to(dtype).contiguous()
+        entry = self._entries[slot]
+        entry.rows, entry.format, entry.numbers = len(own), FORMATS[dtype], own.data_ptr()
+
+    def clear(self, slot: int) -> None:
+        self._entries[slot].numbers = None
+        self._kept.pop(slot, None)
+
+    def replace(self, found: Tensor, ids: Tensor, slots: Tensor) -> None:
+        self._kernels.ratoon_replace_rows(
+            self._pointer, self._num_slots, slots.data_ptr(), ids.data_ptr(), self._rows.start, len(ids),
+            found.shape[1], found.data_ptr(),
+        )  # fmt: skip
+
+
+def pack_panels(matrix: Tensor) -> Tensor:
+    """[columns, depth] → [panels, depth, 16], with zeros behind the last column."""
+    columns, depth = matrix.shape
+    padded = functional.pad(matrix, (0, 0, 0, -columns % PANEL))
+    return padded.view(-1, PANEL, depth).transpose(1, 2).contiguous()
