@@ -17,6 +17,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
 from ratoon.core.machine import usable_cores
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.adapter_slots import AdapterSlots, open_slots
 from ratoon.execution.device_kinds import BITS_OF_FLOATS, BUILT_IN, DeviceKind, OpsSettings, open_device
 from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_dtype, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
@@ -104,9 +105,19 @@ class WorkerParts:
     # ---- what is built ----
 
     def build_model(self) -> LanguageModel:
-        return build_model(
+        model = build_model(
             self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len, self.part
         )
+        if self.config.adapters.num_slots:
+            open_slots(model, self.config.adapters.num_slots)
+        return model
+
+    def make_adapter_slots(self, model: LanguageModel) -> AdapterSlots | None:
+        """None: the engine serves the model alone."""
+        config = self.config.adapters
+        if not config.num_slots:
+            return None
+        return AdapterSlots(model, self.tensors.shapes(), config.num_slots, config.max_lora_rank, self.device)
 
     def make_runner(
         self,
@@ -114,8 +125,9 @@ class WorkerParts:
         kv_config: KVCacheConfig,
         capture: Capture | None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> ModelRunner:
-        return self._runner(model, self.geometry, kv_config, self.device, capture, grammars)
+        return self._runner(model, self.geometry, kv_config, self.device, capture, grammars, adapters)
 
     def make_outline(self, geometry: Geometry, kv_config: KVCacheConfig, capture: Capture) -> ModelRunner:
         """A runner of the same kind on the meta device. `geometry`: with backends of its own."""
@@ -132,6 +144,7 @@ class WorkerParts:
         device: torch.device,
         capture: Capture | None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> ModelRunner:
         scheduler = self.config.scheduler
         return ModelRunner(
@@ -151,6 +164,8 @@ class WorkerParts:
             and may_repeat(model, "can_be_recorded"),
             grammars=grammars,
             jump_forward=device.type == "cpu" if scheduler.jump_forward is None else scheduler.jump_forward,
+            has_adapters=self.config.adapters.num_slots > 0,
+            adapters=adapters,
         )
 
 

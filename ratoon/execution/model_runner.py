@@ -16,6 +16,7 @@ from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, NewRequestData, SchedulerOutput
+from ratoon.execution.adapter_slots import AdapterSlots
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
 from ratoon.execution.inputs.embeddings import EmbeddingTable
@@ -64,12 +65,15 @@ class ModelRunner:
         record: bool = False,
         grammars: GrammarCompiler | None = None,
         jump_forward: bool = False,
+        has_adapters: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
-        structured output. `jump_forward`: tokens without a choice are appended at once."""
+        structured output. `jump_forward`: tokens without a choice are appended at once. `has_adapters`: whether
+        rows may have adapters, which are in the slots of `adapters`."""
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
@@ -90,7 +94,9 @@ class ModelRunner:
             max_encoder_len,
             cross_block_size,
             model.config.rope_axes,
+            has_adapters=has_adapters,
         )
+        self.adapters = adapters
         self._batch_rows = BatchRows(self.input_batch)
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
@@ -144,6 +150,7 @@ class ModelRunner:
         self.num_computed_tokens = 0  # rows run through the model since the start
         self._output = ModelRunnerOutput()  # what the first phase leaves for the second:
         self._executed: list[ExecutedPass] = []
+        self._awaits_adapters = False
 
     @property
     def model(self) -> LanguageModel:
@@ -154,6 +161,10 @@ class ModelRunner:
         """Update the rows and launch the forward pass. Does not wait for the device."""
         self._executed, self._output = [], ModelRunnerOutput()
         self._apply_changes(plan)
+        if self.adapters is not None:
+            self.adapters.begin(plan.adapter_loads)
+            self._awaits_adapters = plan.awaits_adapters
+            self.adapters.require(step.adapter_slot for step in plan.encoder_steps if step.adapter_slot >= 0)
         self.sampling_rows.fill_ahead()  # of new rows
         if plan.encoder_steps:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
@@ -169,6 +180,8 @@ class ModelRunner:
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
         beams = [(self.beam_rows.rows_of(step.req_id), step.num_tokens) for step in plan.beam_steps if step.num_tokens]
         batch = self._batch_rows.lay_out(plan, beams, spans)
+        if batch.adapter_slots is not None and self.adapters is not None:
+            self.adapters.require(set(batch.adapter_slots.tolist()) - {-1})
         layout = StepLayout(plan, batch)
         readers: list[RowReader] = []
         for source in self._sources:
@@ -256,6 +269,8 @@ class ModelRunner:
         """Sample a token for every branch in `sampled_req_ids`, and read out all other results. On CUDA this waits only
         if one of these needs the host; otherwise the output is pending."""
         executed, self._executed, output = self._executed, [], self._output
+        if self.adapters is not None:
+            output.adapters = self.adapters.report(waits=self._awaits_adapters)
         if self._resident is not None:
             cast("DeviceInputs", self.inputs).note_launched()
         finish = join([forward_pass.read(output) for forward_pass in executed])

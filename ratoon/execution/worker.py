@@ -26,6 +26,7 @@ from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.worker import Measurements, PoolSize, WeightFacts, WorkerChoices, WorkerFacts, WorkerStats
+from ratoon.execution.adapter_slots import bytes_of_slots
 from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.grammar.compiler import GrammarCompiler
@@ -125,7 +126,9 @@ class Worker:
             with timer.phase("compile kernels"):
                 self._kernels.wait()
         step_bytes, token_seconds = measure(choices, self._model, self._capture, timer)
-        pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes)
+        adapters = self._config.adapters
+        adapter_bytes = bytes_of_slots(self._model, adapters.num_slots, adapters.max_lora_rank)
+        pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes + adapter_bytes)
         fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype_name(choices.dtype))
         self._pool = replace(pool, fingerprint=fingerprint)
         size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
@@ -142,7 +145,8 @@ class Worker:
             on_cuda = choices.device.type == "cuda"
             vocab_size = self._model_config.vocab_size
             self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, on_cuda))
-            self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars)
+            adapters = choices.make_adapter_slots(self._model)
+            self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars, adapters)
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover)
@@ -228,6 +232,8 @@ class Worker:
 
     def close(self) -> None:
         self.grammars.shutdown()
+        if self.runner.adapters is not None:
+            self.runner.adapters.close()
         if self._mover is not None:
             self._mover.close()
 
@@ -314,13 +320,17 @@ class Worker:
         if self.runner.recorded is not None:
             self.runner.recorded.clear()
         if level >= 2:
+            if self.runner.adapters is not None:
+                self.runner.adapters.release()
             del self.runner.program.model
         return_freed_memory()
 
     def wake_up(self) -> None:
         if not hasattr(self.runner, "model"):
             with torch.inference_mode():
-                self.runner.program.model = self._choices.build_model()
+                self.runner.program.model = model = self._choices.build_model()
+            if self.runner.adapters is not None:
+                self.runner.adapters.reload(model)
         self.runner.kv.allocate()
 
 

@@ -1,5 +1,5 @@
-"""The products of adapters by the CPU kernel (native/low_rank.c). A recorded pass reads the table of slots at each run, so
-that it stays right when slots are loaded.
+"""The products of adapters by the CPU kernel (native/low_rank.c). A recorded pass reads the table of slots at each run,
+so that it stays right when slots are loaded.
 
 Matrices in bf16 stay so, and others become it beside weights in few bits: a step reads them once for all rows of their
 slot, and with few rows for each adapter it takes as long as that reading.

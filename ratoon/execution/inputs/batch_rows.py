@@ -32,6 +32,7 @@ class StepBatch:
     num_scheduled: np.ndarray  # [R]
     cu_num_tokens: np.ndarray  # [R]
     unwritten: np.ndarray | None  # [R] bool: those whose keys and values are not kept
+    adapter_slots: np.ndarray | None = None  # [R]; None: no row has an adapter
 
 
 class BatchRows:
@@ -65,6 +66,9 @@ class BatchRows:
             num_scheduled += spans.counts
         scheduled = np.array(num_scheduled, np.int64)
         batch = StepBatch(ids, np.array(rows, np.int64), scheduled, scheduled.cumsum(), unwritten)
+        if branches.adapter_slots is not None:
+            slots = branches.adapter_slots[batch.rows]
+            batch.adapter_slots = slots if (slots >= 0).any() else None
         if is_plain:
             self._last, self._of = batch, (counts, branches.num_table_changes)
         return batch

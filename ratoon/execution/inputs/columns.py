@@ -3,9 +3,9 @@
 A column has one entry for each request, token or row that is read. Those of SENT are written by the host and travel to
 the device with the step, those of PREPARED are made there from the rows of the branches (device_inputs.py), or on the
 host for a CPU (step_inputs.py). Packing, the copy, padding and graphs go over the declarations: a new input is a line
-here, and what reads it. The slots of adapters, for example, would be a number of each branch in InputBatch, a column of
-SENT with `of_rows` and `only_with` that name it, and one of PREPARED that repeats it for every token, from which the
-program makes the AdapterRows of its pass.
+here, and what reads it. The slots of adapters, for example, are a number of each branch in InputBatch, a column of SENT
+with `of_rows` and `only_with` that name it, and one of PREPARED that repeats it for every token, from which the program
+makes the AdapterRows of its pass.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ SENT = (
     # Tokens whose rope positions are listed, and what is added to the positions of those behind them
     Column("rope_lens", Per.REQUEST, torch.int32, of_rows="rope_lens", only_with="rope_rows"),
     Column("rope_deltas", Per.REQUEST, torch.int32, of_rows="rope_deltas", only_with="rope_rows"),
+    Column("adapter_slots", Per.REQUEST, torch.int32, of_rows="adapter_slots", only_with="adapter_slots"),
     # The arguments of layers.sampling.sample_plain, and which row of the masks is that of the row; -1: it has none
     Column("temperature", Per.ROW, torch.float32),
     Column("top_k", Per.ROW, torch.int64),
@@ -91,6 +92,7 @@ PREPARED = (
     # By which heads are rotated. Without rope_rows the positions in the sequence are, and there is no such column.
     PreparedColumn("rope_positions", Per.TOKEN, torch.int64, times="rope_axes", only_with="rope_rows"),
     PreparedColumn("slot_mapping", Per.TOKEN, torch.int64, times="num_groups"),
+    PreparedColumn("adapter_slots", Per.TOKEN, torch.int32, only_with="adapter_slots"),  # padding has -1
     PreparedColumn("query_start_loc", Per.BOUND, torch.int32),
     PreparedColumn("seq_lens", Per.REQUEST, torch.int32),
     PreparedColumn("block_table", Per.REQUEST, torch.int32, times="num_groups", width="max_blocks"),

@@ -16,6 +16,7 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata, SharedPrefixes
 from ratoon.core.errors import ConfigError
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.cells import all_to_device
 from ratoon.execution.inputs.columns import PREPARED, SAMPLING_NUMBERS, SENT, SENT_BY_NAME, Per, Sizes
@@ -24,6 +25,7 @@ from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.inputs.packed import PackedBuffer
 from ratoon.execution.inputs.step_inputs import StepInputs
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import RowEmbeddings
 from ratoon.layers.sampling import Masks, Mode, sample_plain
 
@@ -264,11 +266,13 @@ class DeviceInputs:
             packed.get("encoder_lens", packed["rows"]),
             packed.get("rope_lens", packed["rows"]),
             packed.get("rope_deltas", packed["rows"]),
+            packed.get("adapter_slots", packed["rows"]),
             rows.rope_start,
             made["input_ids"],
             made["positions"],
             made["rope_positions"],
             made["rope_positions"].stride(0),
+            made["adapter_slots"],
             made["slot_mapping"],
             made["slot_mapping"].stride(0),
             made["query_start_loc"],
@@ -287,6 +291,7 @@ class DeviceInputs:
             num_groups=rows.num_groups,
             rope_axes=rows.rope_axes,
             has_cross=rows.cross_tables is not None,
+            has_adapters=rows.adapter_slots is not None,
             block_size=self._one_block_size,
         )
 
@@ -336,6 +341,14 @@ class DeviceInputs:
         """Those of a step that is padded to `size` tokens."""
         assert self._embeddings is not None, "there were some"
         return RowEmbeddings(self._packed.device["embedding_rows"][:size], self._embeddings)
+
+    def adapters(self, num_tokens: int) -> AdapterRows:
+        """Those of the first tokens; padding has none."""
+        return AdapterRows(self.prepared["adapter_slots"][:num_tokens])
+
+    def adapters_of(self, batch: StepBatch) -> AdapterRows | None:
+        """As InputPreparation.adapters_of."""
+        return None if batch.adapter_slots is None else self.adapters(int(batch.cu_num_tokens[-1]))
 
     def columns(self, rows: slice) -> SentColumns:
         """Those that `send` has brought for the end that these rows are read for."""

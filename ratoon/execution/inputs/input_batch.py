@@ -34,9 +34,11 @@ class InputBatch:
         max_encoder_len: int = 0,
         cross_block_size: int = 1,
         rope_axes: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         """`block_sizes`: tokens in a block of each KV group; `cross_block_size`: the same of cross-attention.
-        `rope_axes`: of the rope positions that branches may bring; 0: they bring none."""
+        `rope_axes`: of the rope positions that branches may bring; 0: they bring none. `has_adapters`: whether branches
+        may have adapters."""
         self.num_groups = num_groups = len(block_sizes)
         self.rope_axes = rope_axes
         self.max_model_len = max_model_len
@@ -65,6 +67,7 @@ class InputBatch:
         self.rope_deltas = np.zeros(max_rows, np.int32)  # what those behind them add to their positions
         self.embeddings: dict[int, Sequence[EmbeddingSpan]] = {}  # of rows that have some
         self.encoder_lens = np.zeros(max_rows, np.int32)
+        self.adapter_slots: np.ndarray | None = np.full(max_rows, -1, np.int32) if has_adapters else None
         self.num_tokens = np.zeros(max_rows, np.int64)
         self.num_computed = np.zeros(max_rows, np.int64)
         self.num_prompt = np.zeros(max_rows, np.int64)
@@ -103,6 +106,8 @@ class InputBatch:
         self.append_blocks(row, new.block_ids)
         self.set_cross_table(row, new.cross_block_ids, new.num_encoder_positions)
         self.set_overrides(row, new.overrides)
+        if new.adapter_slot >= 0:
+            self.set_adapter(row, new.adapter_slot)
         return row
 
     def drop(self, req_id: str) -> int | None:
@@ -115,6 +120,8 @@ class InputBatch:
                 table[row, : counts[row]] = NULL_BLOCK
                 counts[row] = 0
             self.encoder_lens[row] = 0
+            if self.adapter_slots is not None:
+                self.adapter_slots[row] = -1
             self._clear_overrides([row])
             self._free_rows.append(row)
         return row
@@ -132,6 +139,8 @@ class InputBatch:
             table[rows, : counts[rows].max()] = NULL_BLOCK
             counts[rows] = 0
         self.encoder_lens[rows] = 0
+        if self.adapter_slots is not None:
+            self.adapter_slots[rows] = -1
         self._clear_overrides(rows.tolist())
         self._free_rows += rows.tolist()
 
@@ -158,6 +167,13 @@ class InputBatch:
             self.cross_tables[row, : len(block_ids)] = block_ids
             self.note_cross_table(row)
             self.encoder_lens[row] = num_positions
+
+    def set_adapter(self, rows: int | np.ndarray, slot: int) -> None:
+        """Sets the slot of the rows' adapter. It does not change while a branch has the row. Raises ValueError if there
+        are no slots."""
+        if self.adapter_slots is None:
+            raise ValueError(f"a branch has the adapter in slot {slot}, and there are no slots")
+        self.adapter_slots[rows] = slot
 
     def set_overrides(self, row: int, overrides: InputOverrides | None) -> None:
         """Set what the model reads in place of the row's ids and positions. It does not change while the branch has the

@@ -87,11 +87,13 @@ def _prepare(  # type: ignore[no-untyped-def]
     encoder_lens,
     rope_lens,  # of tokens whose rope positions are in `memory`
     rope_deltas,
+    adapter_slots,
     rope_start,  # where in `memory` they begin
     input_ids,  # [T] and so on: what the model reads
     positions,
     rope_positions,  # [axes, capacity]
     rope_stride,
+    token_adapters,
     slots,  # [groups, capacity]
     slots_stride,
     query_start_loc,
@@ -109,6 +111,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     block_sizes,  # of the groups
     NUM_GROUPS: tl.constexpr,
     ROPE_AXES: tl.constexpr,  # 0: rope positions are those in the sequence
+    HAS_ADAPTERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: groups have different ones
     NUM_TOKENS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -153,6 +156,9 @@ def _prepare(  # type: ignore[no-untyped-def]
                     listed = tl.load(memory + place, mask=inside & is_listed, other=0)
                     out_place = rope_positions + axis * rope_stride + start + offsets
                     tl.store(out_place, tl.where(is_listed, listed, shifted).to(tl.int64), mask=inside)
+            if HAS_ADAPTERS:
+                adapter = tl.load(adapter_slots + request, mask=is_real, other=-1)
+                tl.store(token_adapters + start + offsets, tl.where(inside, adapter, -1), mask=inside)
             if part == 0:
                 tl.store(seq_lens + request, seq_len)
                 tl.store(query_start_loc + request, start)
@@ -190,6 +196,7 @@ def prepare(
     num_groups: int,
     rope_axes: int,
     has_cross: bool,
+    has_adapters: bool,
     block_size: int,
 ) -> None:
     """`arguments`: all of the kernel's that are no constants. `block_size`: that of all groups; 0: they differ."""
@@ -201,6 +208,7 @@ def prepare(
         *arguments,
         NUM_GROUPS=num_groups,
         ROPE_AXES=rope_axes,
+        HAS_ADAPTERS=has_adapters,
         BLOCK_SIZE=block_size,
         NUM_TOKENS=num_tokens,
         NUM_COLUMNS=TABLE_COLUMNS,

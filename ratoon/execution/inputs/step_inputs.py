@@ -15,9 +15,11 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.buffers import StepBuffer
 from ratoon.execution.inputs.cells import all_to_device
 from ratoon.execution.inputs.input_batch import InputBatch
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import RowEmbeddings
 from ratoon.layers.native import DecodeInputs, DecodeTables, library
 
@@ -36,6 +38,7 @@ class StepInputs:
     writes_nothing: bool  # no token's keys and values are kept
     cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
     embeddings: RowEmbeddings | None = None  # the inputs of rows that are no token ids
+    adapters: AdapterRows | None = None  # of each token's row; None: no row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class InputPreparation:
         self.rope_positions: StepBuffer | None = None
         if rows.rope_rows is not None:
             self.rope_positions = make(rows.rope_axes, max_num_tokens, dtype=torch.int64)
+        self.adapter_slots = None if rows.adapter_slots is None else make(max_num_tokens, dtype=torch.int32)
         self.query_start_loc = make(max_num_reqs + 1, dtype=torch.int32)
         self.seq_lens = make(max_num_reqs, dtype=torch.int32)
         num_groups = len(rows.block_tables)
@@ -153,6 +157,15 @@ class InputPreparation:
         return StepInputs(
             input_ids, self.positions.tensor(total), rope_positions, groups, cu_num_tokens, writes_nothing, cross
         )
+
+    def adapters_of(self, batch: StepBatch) -> AdapterRows | None:
+        """The adapters of the tokens of a batch."""
+        if batch.adapter_slots is None:
+            return None
+        assert self.adapter_slots is not None
+        total = int(batch.cu_num_tokens[-1])
+        self.adapter_slots.array[:total] = np.repeat(batch.adapter_slots, batch.num_scheduled)
+        return AdapterRows(self.adapter_slots.tensor(total))
 
     def _rope_positions(self, req_indices: np.ndarray, total: int) -> torch.Tensor | None:
         """[T] or [axes, T], for tokens of these rows. None: they are the positions in the sequence."""

@@ -43,6 +43,7 @@ class Calls:
         wanted = step.wanted
         inputs = self._inputs.prepare(step.batch.rows, step.batch.num_scheduled, step.batch.unwritten)
         inputs.embeddings = None if step.embeddings is None else step.embeddings.on_device(self._device)
+        inputs.adapters = self._inputs.adapters_of(step.batch)
         ends = ProgramEnds.of([each.end for each in wanted], [len(each.rows) for each in wanted])
         columns = self._columns(step)
         rows: np.ndarray | None = None  # all

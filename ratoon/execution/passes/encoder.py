@@ -19,6 +19,7 @@ from ratoon.execution.passes.program import HOST_COLUMNS
 from ratoon.execution.passes.step_context import EncoderPass
 from ratoon.execution.readers.hidden_states import CapturedRows, CaptureReader, capture_readers
 from ratoon.execution.readers.interface import ExecutedPass
+from ratoon.layers.adapters import AdapterRows
 from ratoon.models.encoder_decoder import EncoderBatch, EncoderDecoderLM
 
 Tensor = torch.Tensor
@@ -53,13 +54,15 @@ class EncoderRunner:
         lengths = np.array([step.encoder_input.num_positions for step in steps])
         stage, is_stored = model.stage, any(step.block_ids for step in steps)
         stored = self._kv.cross_backend.build_metadata(self._stored_inputs(steps, lengths))
+        adapters = self._adapters(steps, lengths)
         readers = self._readers(steps, lengths, model.encoder_config.num_layers)
         if stage.is_first:
             metadata = self._backend.build_metadata(self._own_inputs(lengths))
-            context = EncoderPass(self._backend, self._kv, self._scratch_for(model, lengths), metadata, stored)
+            scratch = self._scratch_for(model, lengths)
+            context = EncoderPass(self._backend, self._kv, scratch, metadata, stored, adapters)
             states, results = self._encode(model, self._batch(steps, lengths), context, readers)
         else:
-            context = EncoderPass(self._backend, self._kv, (), None, stored)
+            context = EncoderPass(self._backend, self._kv, (), None, stored, adapters)
             states, results = self._receive(model, int(lengths.sum()), readers)
         if not stage.is_last:
             model.send_rows(torch.cat([states, *(result.flatten(0, 1) for result in results)]))
@@ -98,6 +101,13 @@ class EncoderRunner:
             return EncoderBatch(positions, torch.tensor(tokens, dtype=torch.int64, device=self._device), None)
         stacked = torch.stack([_features(step) for step in steps])  # [N, mel bins, frames]
         return EncoderBatch(positions, None, stacked.to(device=self._device, dtype=self._dtype))
+
+    def _adapters(self, steps: list[EncoderStep], lengths: np.ndarray) -> AdapterRows | None:
+        """Those of all positions; keys and values for cross-attention are made with them as well."""
+        slots = np.array([step.adapter_slot for step in steps], np.int32)
+        if (slots < 0).all():
+            return None
+        return AdapterRows(torch.from_numpy(np.repeat(slots, lengths)).to(self._device))
 
     # ---- attention's inputs ----
 

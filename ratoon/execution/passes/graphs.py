@@ -87,6 +87,7 @@ class ProgramKey(NamedTuple):
     num_layers: int | None = None  # that are run; None: all of them
     num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
     has_embeddings: bool = False  # rows that are no token ids
+    has_adapters: bool = False  # rows that have one
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
     has_few: bool = False  # no request has more than FEW_TOKENS
 
@@ -427,16 +428,19 @@ class Graphs:
                 return None
             longest = max(step.batch.num_scheduled.max(), -(-(size - num_tokens) // max(num_reqs - count, 1)))
             has_few = bool(size > FEW_TOKENS >= longest)
-        has_embeddings = step.embeddings is not None
+        has_embeddings, has_adapters = step.embeddings is not None, step.batch.adapter_slots is not None
         if is_decode and step.reads_all:
             ends: tuple[PaddedEnd, ...] = (PaddedEnd(step.wanted[0].end.in_pass, None),)
-            return ProgramKey(size, num_reqs, ends, has_embeddings=has_embeddings)
+            return ProgramKey(size, num_reqs, ends, has_embeddings=has_embeddings, has_adapters=has_adapters)
         ends = tuple(PaddedEnd(each.end.in_pass, padded_read(len(each.rows), size)) for each in step.wanted)
         if sum(end.num_rows or 0 for end in ends) > self._inputs.max_rows or any(
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
             return None
-        return ProgramKey(size, num_reqs, ends, step.num_layers, has_embeddings=has_embeddings, has_few=has_few)
+        return ProgramKey(
+            size, num_reqs, ends, step.num_layers,
+            has_embeddings=has_embeddings, has_adapters=has_adapters, has_few=has_few,
+        )  # fmt: skip
 
     def _run_padded(self, key: ProgramKey) -> list[Any]:
         """The program of the step that `inputs.send` has brought to the device."""
@@ -446,6 +450,8 @@ class Graphs:
         step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs)
         if key.has_embeddings:
             step.embeddings = inputs.embeddings(key.size)
+        if key.has_adapters:
+            step.adapters = inputs.adapters(key.size)
         places = ends.places
         rows = None
         if not key.reads_all:

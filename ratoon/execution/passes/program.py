@@ -29,6 +29,7 @@ from ratoon.execution.passes.stages import run_stage
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.execution.sampling.tokens import SampledTokens
 from ratoon.layers import sampling
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.sampling import Masks, Mode
 from ratoon.models.base import FinalStates, LanguageModel
 
@@ -121,20 +122,31 @@ class StepProgram:
         kv = self.kv
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
-        step = PagedStep(kv, metadata, cross, read)
+        step = PagedStep(kv, metadata, cross, read, adapters=inputs.adapters)
         observer = self._observer(ends, rows, inputs)
         with_states = None if rows is None else rows[: ends.num_with_states]
         states = run_stage(self.model, inputs, step, with_states, observer, num_layers)
-        return [] if states is None else self.finish(states, ends, columns, observer)
+        if states is None:
+            return []
+        adapters = inputs.adapters if inputs.adapters is None or rows is None else inputs.adapters.select(rows)
+        return self.finish(states, ends, columns, observer, adapters)
 
     def finish(
-        self, states: FinalStates, ends: ProgramEnds, columns: Sequence[RowColumns], observer: LayerRows | None = None
+        self,
+        states: FinalStates,
+        ends: ProgramEnds,
+        columns: Sequence[RowColumns],
+        observer: LayerRows | None = None,
+        adapters: AdapterRows | None = None,
     ) -> list[Any]:
-        """The ends of a program whose final states are there."""
+        """The ends of a program whose final states are there. `adapters`: of the rows that are read."""
         count = ends.num_with_logits
         logits = None
         if count:
-            logits = self.model.compute_logits(states.normed if count == len(states.normed) else states.normed[:count])
+            normed = states.normed if count == len(states.normed) else states.normed[:count]
+            if adapters is not None and count < len(adapters.slots):
+                adapters = adapters.select(slice(0, count))
+            logits = self.model.compute_logits(normed, adapters)
         results = []
         for index, (end, place) in enumerate(ends.pairs):
             rows = ProgramRows(

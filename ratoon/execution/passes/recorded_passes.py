@@ -42,6 +42,7 @@ class PassShape(NamedTuple):
     num_reqs: int
     end: End  # for all rows
     has_embeddings: bool  # rows that are no token ids: then the pass begins behind the embeddings
+    has_adapters: bool  # rows that have one
 
 
 class PassResult(NamedTuple):
@@ -98,16 +99,19 @@ class RecordedPasses:
         end: End = STATES
         if rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
-        has_embeddings = inputs.embeddings is not None
-        found = self._run_shape(PassShape(num_tokens, len(inputs.cu_num_tokens), end, has_embeddings), program, inputs)
+        shape = PassShape(
+            num_tokens, len(inputs.cu_num_tokens), end, inputs.embeddings is not None, inputs.adapters is not None
+        )
+        found = self._run_shape(shape, program, inputs)
         if found is None:
             return None
         if found.result is not None:
             return [found.result]
-        states = found.states
+        states, adapters = found.states, inputs.adapters
         if rows is not None:
-            states = states.select(torch.from_numpy(rows[: ends.num_with_states]))
-        return program.finish(states, ends, columns)
+            read = torch.from_numpy(rows[: ends.num_with_states])
+            states, adapters = states.select(read), None if adapters is None else adapters.select(read)
+        return program.finish(states, ends, columns, adapters=adapters)
 
     def _run_shape(self, shape: PassShape, program: StepProgram, inputs: StepInputs) -> PassResult | None:
         recorded = self._passes.pop(shape, None)
@@ -138,7 +142,7 @@ class RecordedPasses:
         if not in_place:
             return None
         if recorded.stream is not None:
-            recorded.stream.copy_(model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings))
+            recorded.stream.copy_(_embed(model, inputs))
         recorded.program.run()
         return recorded.result
 
@@ -148,19 +152,21 @@ class RecordedPasses:
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
         with Recording(self._arena) as begin:
-            stream = model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings)
+            stream = _embed(model, inputs)
         begins_with_ids = not begin.obstacles and inputs.embeddings is None
         if not begins_with_ids:
             embeddings = stream
             stream = self._arena.take(embeddings.nbytes).view(embeddings.dtype).view(embeddings.shape)
             stream.copy_(embeddings)
         with Recording(self._arena) as layers:
-            states = model.forward_stream(stream, inputs.rope_positions, PagedStep(kv, metadata, cross))
+            step = PagedStep(kv, metadata, cross, adapters=inputs.adapters)
+            states = model.forward_stream(stream, inputs.rope_positions, step)
         result = PassResult(states)
         recordings = [begin, layers] if begins_with_ids else [layers]
         if shape.end != STATES:
             with Recording(self._arena) as end:
-                (found,) = program.finish(states, ProgramEnds.of([shape.end], [shape.num_tokens]), [HOST_COLUMNS])
+                ends = ProgramEnds.of([shape.end], [shape.num_tokens])
+                (found,) = program.finish(states, ends, [HOST_COLUMNS], adapters=inputs.adapters)
             if not end.obstacles:
                 recordings.append(end)
                 result = PassResult(states, found)
@@ -181,5 +187,10 @@ def _can_be_recorded(end: End, columns: RowColumns) -> bool:
     return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
 
 
+def _embed(model: LanguageModel, inputs: StepInputs) -> torch.Tensor:
+    return model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings, inputs.adapters)
+
+
 def _places(inputs: StepInputs) -> tuple[int, ...]:
-    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.rope_positions.data_ptr()
+    slots = 0 if inputs.adapters is None else inputs.adapters.slots.data_ptr()
+    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.rope_positions.data_ptr(), slots

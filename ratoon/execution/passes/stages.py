@@ -35,7 +35,7 @@ def run_stage(
             inputs.embeddings,
         )  # fmt: skip
     if stage.is_first:
-        stream = model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings)
+        stream = model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings, inputs.adapters)
     else:
         stream = _receive(model, len(inputs.input_ids), observer)
     if stage.is_last:

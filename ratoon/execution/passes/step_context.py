@@ -19,8 +19,7 @@ class PagedStep:
     """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of its
     cross-attention. `read`: the rows that are read, where the last layer attends with these only."""
 
-    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows")
-    adapters: AdapterRows | None = None
+    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows", "adapters")
 
     def __init__(
         self,
@@ -29,7 +28,9 @@ class PagedStep:
         cross: Any = None,
         read: ReadRows | None = None,
         rows: Tensor | None = None,
+        adapters: AdapterRows | None = None,
     ) -> None:
+        self.adapters = adapters
         self._kv = kv
         self._metadata = metadata
         self._cross = cross
@@ -47,7 +48,9 @@ class PagedStep:
         return backend.forward_rows(layer, q, k, v, cache, metadata, transform, self._rows, alone)
 
     def reading(self, rows: Tensor) -> PagedStep | None:
-        return None if self._read is None else PagedStep(self._kv, self._metadata, self._cross, self._read, rows)
+        if self._read is None:
+            return None
+        return PagedStep(self._kv, self._metadata, self._cross, self._read, rows, self.adapters)
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
         return self._kv.cross_backend.attend(layer, q, self._kv.of_cross_layer[layer.index], self._cross)
@@ -60,12 +63,18 @@ class EncoderPass:
     """One pass of an encoder: self-attention uses a scratch cache; keys and values for cross-attention go to the paged
     one."""
 
-    __slots__ = ("_backend", "_kv", "_metadata", "_scratch", "_stored")
-    adapters: AdapterRows | None = None
+    __slots__ = ("_backend", "_kv", "_metadata", "_scratch", "_stored", "adapters")
 
     def __init__(
-        self, backend: AttentionBackend, kv: KVTensors, scratch: LayerCache, metadata: Any, stored: Any
+        self,
+        backend: AttentionBackend,
+        kv: KVTensors,
+        scratch: LayerCache,
+        metadata: Any,
+        stored: Any,
+        adapters: AdapterRows | None = None,
     ) -> None:
+        self.adapters = adapters
         self._backend = backend
         self._kv = kv
         self._scratch = scratch

@@ -55,6 +55,8 @@ def lay_out_spans(rows: InputBatch, captures: list[CaptureStep]) -> SpanRows:
     for row, (capture, _) in zip(taken.tolist(), spans):
         rows.set_cross_table(row, capture.cross_block_ids, capture.num_encoder_positions)
         rows.set_overrides(row, capture.overrides)
+        if capture.adapter_slot >= 0:
+            rows.set_adapter(row, capture.adapter_slot)
     return SpanRows(taken, counts, written)
 
 

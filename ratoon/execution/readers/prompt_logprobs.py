@@ -16,6 +16,7 @@ from ratoon.execution.passes.ends import EndRows, States
 from ratoon.execution.passes.program import StepProgram
 from ratoon.execution.readers.interface import Finish, StepLayout
 from ratoon.execution.sampling.tokens import PromptLogprobs
+from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.sampling import token_logprobs
 from ratoon.models.base import FinalStates
 
@@ -31,6 +32,7 @@ class PromptSpan:
     start: int  # prompt position of the first row
     count: int
     num_logprobs: int
+    adapter_slot: int = -1
 
 
 def prompt_spans(plan: SchedulerOutput, branches: InputBatch) -> Iterator[PromptSpan]:
@@ -45,7 +47,8 @@ def prompt_spans(plan: SchedulerOutput, branches: InputBatch) -> Iterator[Prompt
         # The last prompt token has no next one in the prompt.
         count = min(start + num_scheduled, int(branches.num_prompt[row]) - 1) - start
         if count > 0:
-            yield PromptSpan(req_id, row, start, count, params.prompt_logprobs)
+            slot = -1 if branches.adapter_slots is None else int(branches.adapter_slots[row])
+            yield PromptSpan(req_id, row, start, count, params.prompt_logprobs, slot)
 
 
 class PromptLogprobsReaders:
@@ -93,7 +96,12 @@ class PromptLogprobsReader:
         parts = []
         for part in states.split(ROWS_AT_ONCE):
             next_ids = self._branches.token_ids[span.row, position : position + len(part)].astype(np.int64)
-            logits = self._program.model.compute_logits(part)
+            adapters = None
+            if span.adapter_slot >= 0:
+                adapters = AdapterRows(
+                    torch.full((len(part),), span.adapter_slot, dtype=torch.int32, device=part.device)
+                )
+            logits = self._program.model.compute_logits(part, adapters)
             parts.append(token_logprobs(logits, to_device(next_ids, logits.device), span.num_logprobs))
             position += len(part)
         return PromptLogprobs(parts)

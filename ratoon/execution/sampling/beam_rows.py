@@ -101,6 +101,8 @@ class BeamRows:
             rows.note_blocks(group, added, 0, num_columns)
         rows.num_prompt[added] = rows.num_prompt[trunk]
         rows.rope_deltas[added] = rows.rope_deltas[trunk]  # what is listed is of the prompt, which is computed
+        if rows.adapter_slots is not None:
+            rows.set_adapter(added, int(rows.adapter_slots[trunk]))
         if rows.cross_tables is not None:
             rows.cross_tables[added] = rows.cross_tables[trunk]
             rows.encoder_lens[added] = rows.encoder_lens[trunk]

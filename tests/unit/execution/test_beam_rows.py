@@ -233,7 +233,7 @@ def test_a_search_with_nan_logits_fails_alone() -> None:
     model = driver.runner.model
     compute = model.compute_logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+    def poisoned(hidden: torch.Tensor, adapters: object = None) -> torch.Tensor:
         logits = compute(hidden)
         logits[1] = torch.nan  # the second row: a beam of s
         return logits

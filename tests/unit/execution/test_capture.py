@@ -376,7 +376,7 @@ class NumberedRows:
                 observer.observe(layer, stream(layer, every) - 7.0, torch.full((len(ids), 1), 7.0))
         return FinalStates(stream(3, rows), stream(4, rows))
 
-    def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, normed: torch.Tensor, adapters: object = None) -> torch.Tensor:
         return normed + 500.0
 
 
@@ -389,6 +389,7 @@ def test_what_is_computed_goes_to_those_who_asked_for_it() -> None:
     readers: list[RowReader] = sorted([*captures, *others], key=lambda reader: reader.wanted.end.rank)
     program = StepProgram(NumberedRows(), SimpleNamespace(backends=[]))  # type: ignore[arg-type]
     inputs: Any = SimpleNamespace(
+        adapters=None,
         input_ids=torch.zeros(11), positions=None, rope_positions=None, groups=[], cross=None, embeddings=None
     )
     ends = ProgramEnds.of([one.wanted.end for one in readers], [len(one.wanted.rows) for one in readers])

@@ -23,7 +23,9 @@ from tests.unit.models.test_build_model import GPT2, LLAMA
 Tensor = torch.Tensor
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 SLOTS = 3
-MIXED = torch.tensor([-1, 0, 2, 0, -1, 2], dtype=torch.int32)  # rows of the base model and of two adapters; slot 1 is empty
+MIXED = torch.tensor(
+    [-1, 0, 2, 0, -1, 2], dtype=torch.int32
+)  # rows of the base model and of two adapters; slot 1 is empty
 
 
 def matrices(num_out: int, num_in: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
