@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -158,11 +157,12 @@ class AdapterSlots:
             table.clear(slot)
 
 
-def open_slots(model: LanguageModel, num_slots: int) -> None:
+def open_slots(model: LanguageModel, num_slots: int, max_rank: int) -> None:
     """Makes room for adapters beside all layers of a model. Their matrices take memory when they are loaded."""
-    targets: Mapping[str, Any] = {**model.adapter_targets, **model.adapter_tables}
-    for target in targets.values():
-        target.open_slots(num_slots, model.device, model.dtype)
+    for target in model.adapter_targets.values():
+        target.open_slots(num_slots, max_rank, model.device, model.dtype)
+    for table in model.adapter_tables.values():
+        table.open_slots(num_slots, model.device, model.dtype)
 
 
 def bytes_of_slots(model: LanguageModel, num_slots: int, max_rank: int) -> int:

@@ -109,7 +109,7 @@ class WorkerParts:
             self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len, self.part
         )
         if self.config.adapters.num_slots:
-            open_slots(model, self.config.adapters.num_slots)
+            open_slots(model, self.config.adapters.num_slots, self.config.adapters.max_lora_rank)
         return model
 
     def make_adapter_slots(self, model: LanguageModel) -> AdapterSlots | None:

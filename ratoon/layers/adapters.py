@@ -31,23 +31,26 @@ class AdapterRows:
 class AdaptedProduct:
     """The adapters beside one product, whose columns are those of one or more layers of the checkpoint."""
 
-    __slots__ = ("_num_inputs", "_ops", "_parts", "_products")
+    __slots__ = ("_num_inputs", "_ops", "_parts", "_products", "max_rank")
 
     def __init__(self, ops: Ops, num_inputs: int) -> None:
         self._ops = ops
         self._num_inputs = num_inputs  # of this rank
         self._parts: list[int] = []  # columns of each layer
         self._products: LowRankProducts | None = None  # None: no slots are open
+        self.max_rank = 0
 
     def add_part(self, num_columns: int) -> int:
         """Adds a layer whose columns follow those of the layers before. Returns its number."""
         self._parts.append(num_columns)
         return len(self._parts) - 1
 
-    def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes room for adapters. A slot that was never loaded adds nothing. Does nothing where they are open."""
         if self._products is None:
-            self._products = self._ops.make_low_rank(self._num_inputs, self._parts, num_slots, device, dtype)
+            make = self._ops.make_low_rank
+            self._products = make(self._num_inputs, self._parts, num_slots, max_rank, device, dtype)
+            self.max_rank = max_rank
 
     @property
     def products(self) -> LowRankProducts:
@@ -82,8 +85,8 @@ class AdapterTarget:
         """The numbers that an adapter has here for each unit of its rank, in this rank's part."""
         return len(self._inputs) + sum(map(len, self._outputs))
 
-    def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.product.open_slots(num_slots, device, dtype)
+    def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.product.open_slots(num_slots, max_rank, device, dtype)
 
     def load(self, slot: int, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
         """The whole matrices of an adapter, of which this rank takes its part: scale · b @ a is added to the layer's
@@ -92,6 +95,8 @@ class AdapterTarget:
         if a.shape[1:] != (num_inputs,) or b.shape != (num_outputs, len(a)):
             problem = f"has matrices of shapes {tuple(a.shape)} and {tuple(b.shape)}"
             raise ModelError(self._name, problem, f"(rank, {num_inputs}) and ({num_outputs}, rank)")
+        if len(a) > self.product.max_rank:
+            raise ModelError(self._name, f"has the rank {len(a)}", f"at most {self.product.max_rank}")
         own = a[:, self._inputs.start : self._inputs.stop]
         self.product.products.load(slot, self._part, own, self._take_rows(b), scale)
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ratoon.layers import fp8
 from ratoon.layers.gpu import has_gluon, has_wgmma
 from ratoon.layers.invariant_choices import Segments, segments_of, wide_of
-from ratoon.layers.ops import FusedProduct, Product, RMSWeights, WeightFormat, WeightUse
+from ratoon.layers.ops import FusedProduct, LowRankProducts, Product, RMSWeights, SavedTables, WeightFormat, WeightUse
 from ratoon.layers.product_choices import (
     PANEL_OUTPUTS,
     Choice,
@@ -30,6 +30,7 @@ from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
+from ratoon.layers.triton.low_rank import TritonLowRank, TritonTables
 from ratoon.layers.triton.matmul import matmul
 from ratoon.layers.triton.quantize import quantize_rows
 
@@ -269,6 +270,22 @@ class CudaOps(TorchOps):
             beyond = invariant_choice(*weight.shape)
             return CudaLinear(weight, bias, few, beyond, self.dependent_launch, segments=segments)
         return CudaLinear(weight, bias, self.choices.of("linear", weight), dependent=self.dependent_launch)
+
+    def make_low_rank(
+        self,
+        num_inputs: int,
+        num_outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> LowRankProducts:
+        return TritonLowRank(
+            num_inputs, num_outputs, num_slots, max_rank, device, dtype, self.dependent_launch, self.batch_invariant
+        )
+
+    def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
+        return TritonTables(num_slots, rows, device, dtype)
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear):

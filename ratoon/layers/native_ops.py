@@ -189,7 +189,13 @@ class NativeOps:
         return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
     def make_low_rank(
-        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+        self,
+        num_inputs: int,
+        num_outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> LowRankProducts:
         return NativeLowRank(num_inputs, num_outputs, num_slots, self._has_few_bits)
 

@@ -123,10 +123,16 @@ class Ops(Protocol):
         ...
 
     def make_low_rank(
-        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+        self,
+        num_inputs: int,
+        num_outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> LowRankProducts:
-        """The adapters of so many slots beside a product of so many inputs, whose columns are those of parts with these
-        numbers of outputs. No memory is taken for their matrices yet."""
+        """The adapters of so many slots, up to this rank, beside a product of so many inputs, whose columns are those
+        of parts with these numbers of outputs. No memory is taken for their matrices yet."""
         ...
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:

@@ -48,7 +48,13 @@ class TorchOps:
         return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
 
     def make_low_rank(
-        self, num_inputs: int, num_outputs: Sequence[int], num_slots: int, device: torch.device, dtype: torch.dtype
+        self,
+        num_inputs: int,
+        num_outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> LowRankProducts:
         return TorchLowRank(num_outputs, self.rms_norm, device, dtype)
 

@@ -36,8 +36,8 @@ class AdapterFile(Protocol):
     """An adapter whose headers were read."""
 
     name: str  # for messages: the file or folder
-    parts: Mapping[str, LowRankPart]  # by the layer that each is added to, under the file's name of it
-    saved: Mapping[str, tuple[int, ...]]  # layers that the adapter has weights of its own for, and their shapes
+    parts: dict[str, LowRankPart]  # by the layer that each is added to, under the file's name of it
+    saved: dict[str, tuple[int, ...]]  # layers that the adapter has weights of its own for, and their shapes
 
     def read(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the matrices a [rank, in] and b [out, rank] of a part, in the floats of the file."""
@@ -131,7 +131,7 @@ def fit(file: AdapterFile, shapes: Shapes) -> FittedAdapter:
 
 def _linear_layers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Layers with a weight of two dimensions that is no table. A head without a weight has that of the table."""
-    found = {
+    found: dict[str, tuple[int, ...]] = {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2:][0] not in (*TABLES, *OTHER_TABLES)

@@ -29,7 +29,7 @@ class AdapterDriver(Driver):
         self, tiny: TinyModel, backend: str = "native", num_slots: int = 8, max_rank: int = 64, **settings: Any
     ) -> None:
         super().__init__(tiny, backend, max_num_reqs=16, has_adapters=True, **settings)
-        open_slots(self.runner.model, num_slots)
+        open_slots(self.runner.model, num_slots, max_rank)
         self.slots = AdapterSlots(self.runner.model, tiny.source.shapes(), num_slots, max_rank, CPU)
         self.runner.adapters = self.slots
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.core.adapters import Adapter
 from tests.golden.adapter_driver import AdapterDriver, Answer
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import (

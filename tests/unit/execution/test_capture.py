@@ -390,7 +390,12 @@ def test_what_is_computed_goes_to_those_who_asked_for_it() -> None:
     program = StepProgram(NumberedRows(), SimpleNamespace(backends=[]))  # type: ignore[arg-type]
     inputs: Any = SimpleNamespace(
         adapters=None,
-        input_ids=torch.zeros(11), positions=None, rope_positions=None, groups=[], cross=None, embeddings=None
+        input_ids=torch.zeros(11),
+        positions=None,
+        rope_positions=None,
+        groups=[],
+        cross=None,
+        embeddings=None,
     )
     ends = ProgramEnds.of([one.wanted.end for one in readers], [len(one.wanted.rows) for one in readers])
     rows = torch.from_numpy(np.concatenate([one.wanted.rows for one in readers]))

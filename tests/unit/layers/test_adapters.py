@@ -22,7 +22,7 @@ from tests.unit.models.test_build_model import GPT2, LLAMA
 
 Tensor = torch.Tensor
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-SLOTS = 3
+SLOTS, MAX_RANK = 3, 4
 MIXED = torch.tensor(
     [-1, 0, 2, 0, -1, 2], dtype=torch.int32
 )  # rows of the base model and of two adapters; slot 1 is empty
@@ -37,7 +37,7 @@ def load_all(targets: dict, shapes: dict[str, tuple[int, int]]) -> dict[int, dic
     """Two adapters of different rank for all these layers; gives what each adds to the layers' weights."""
     added: dict[int, dict[str, Tensor]] = {0: {}, 2: {}}
     for number, (name, shape) in enumerate(shapes.items()):
-        targets[name].open_slots(SLOTS, CPU, torch.float32)
+        targets[name].open_slots(SLOTS, MAX_RANK, CPU, torch.float32)
         for slot, rank in ((0, 2), (2, 4)):
             a, b = matrices(*shape, rank, seed=10 * number + slot)
             targets[name].load(slot, a, b)
@@ -110,7 +110,7 @@ def test_a_head_may_have_an_adapter_too() -> None:
     hidden, rows = torch.randn(3, 8), AdapterRows(torch.tensor([1, -1, 1], dtype=torch.int32))
     base = model.compute_logits(hidden)
     assert torch.equal(model.compute_logits(hidden, rows), base)  # no slot is open: nothing is added
-    target.open_slots(2, CPU, torch.float32)
+    target.open_slots(2, 2, CPU, torch.float32)
     a, b = matrices(LLAMA.vocab_size, 8, 2, seed=1)
     target.load(1, a, b)
     expected = base + torch.tensor([[1.0], [0.0], [1.0]]) * (hidden @ a.T @ b.T)
@@ -129,7 +129,7 @@ def test_a_rank_takes_its_part_of_an_adapter(kind: str) -> None:
         weights = weights_for(source, shard)
         layer = (ColumnParallelLinear if kind == "columns" else RowParallelLinear)(weights, 8, 6)
         target = weights.adapter_targets[""]
-        target.open_slots(SLOTS, CPU, torch.float32)
+        target.open_slots(SLOTS, MAX_RANK, CPU, torch.float32)
         target.load(2, a, b)
         own = x.chunk(2, dim=1)[shard.rank] if shard is not None and kind == "rows" else x
         return layer(own, slots)
@@ -141,8 +141,10 @@ def test_a_rank_takes_its_part_of_an_adapter(kind: str) -> None:
 def test_matrices_that_do_not_fit_the_layer_are_refused() -> None:
     model = build(LLAMA, DummySource(collect_shapes(LLAMA)))
     target = model.adapter_targets["model.layers.0.mlp.up_proj"]
-    target.open_slots(1, CPU, torch.float32)
+    target.open_slots(1, 2, CPU, torch.float32)
     with pytest.raises(ModelError, match=r"up_proj: has matrices of shapes \(2, 9\) and \(12, 2\); \(rank, 8\) and"):
         target.load(0, torch.zeros(2, 9), torch.zeros(12, 2))
+    with pytest.raises(ModelError, match=r"has the rank 3; at most 2"):
+        target.load(0, torch.zeros(3, 8), torch.zeros(12, 3))
     with pytest.raises(ModelError, match="has a weight of shape"):
         target.load_weight(0, torch.zeros(12, 8))

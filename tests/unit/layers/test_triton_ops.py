@@ -401,7 +401,7 @@ def test_models_give_the_same_logits_and_streams_with_either_operations(family: 
         generator = torch.Generator().manual_seed(1)
         for target in model.adapter_targets.values():
             num_outputs, num_inputs = target._shape
-            target.open_slots(1, DEVICE, torch.float32)
+            target.open_slots(1, 2, DEVICE, torch.float32)
             a, b = (torch.randn(*shape, generator=generator) for shape in ((2, num_inputs), (num_outputs, 2)))
             target.load(0, a, b)
     slots = torch.tensor([0, -1, 0, 0, -1], dtype=torch.int32)

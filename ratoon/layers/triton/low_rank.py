@@ -1,0 +1,260 @@
+"""The products of adapters: y += (x · aᵀ) · b for each row, with the matrices of the adapter in the row's slot.
+
+The grid is that of all slots, whatever the step has, so that a graph stays right: a program looks whether one of its
+rows has its slot, and ends if none has. Matrices lie behind a table of addresses, so that each takes the memory of its
+own rank and a slot can be loaded after a graph was captured. The inputs of the low products are cut into a few parts by
+their number alone, whose sums are added up in order: a row's numbers do not depend on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ratoon.layers.ops import RMSWeights
+from ratoon.layers.triton.dependent import launch_options, wait_for_kernel_before
+from ratoon.layers.triton.launch import Launcher
+
+Tensor = torch.Tensor
+
+BLOCK_RANK = 16
+BLOCK_INPUTS = 64
+BLOCK_OUTPUTS = 128
+FEW_ROWS = 16  # of a program
+MANY_ROWS = 64
+MANY_FROM = 129  # rows of a step
+INPUTS_OF_SPLIT, MAX_SPLITS = 512, 4
+COLUMNS_OF_TABLE = 1024
+
+
+class TritonLowRank:
+    """Implements LowRankProducts."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        dependent: bool = False,
+        one_tile: bool = False,
+    ) -> None:
+        """`one_tile`: tiles have the same number of rows in any step, for the same bits. `dependent`: see launch.py."""
+        self._num_inputs = num_inputs
+        self._num_parts = num_parts = len(num_outputs)
+        self._num_slots = num_slots
+        self._max_rank = -(-max_rank // BLOCK_RANK) * BLOCK_RANK
+        self._dtype = dtype
+        self._one_tile = one_tile
+        self._dependent = dependent
+        self._widest = max(num_outputs)
+        self._splits = max(1, min(MAX_SPLITS, -(-num_inputs // INPUTS_OF_SPLIT)))
+        bounds = [sum(num_outputs[:part]) for part in range(num_parts + 1)]
+        self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self._addresses = torch.zeros(num_slots, num_parts, 2, dtype=torch.int64, device=device)  # of a and b
+        self._ranks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)  # 0: the slot has nothing
+        self._scales = torch.zeros(num_slots, num_parts, dtype=torch.float32, device=device)
+        self._kept: dict[int, list[Tensor]] = {}  # what addresses are of, by slot
+
+    def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None:
+        device = self._ranks.device
+        columns = b.to(device, self._dtype).t().contiguous()  # [rank, out], or [in, out]
+        low = None if a is None else a.to(device, self._dtype).contiguous()  # [rank, in]
+        self._addresses[slot, part, 0] = 0 if low is None else low.data_ptr()
+        self._addresses[slot, part, 1] = columns.data_ptr()
+        self._scales[slot, part] = scale
+        self._ranks[slot, part] = len(columns)
+        self._kept.setdefault(slot, []).extend([columns] if low is None else [low, columns])
+
+    def clear(self, slot: int) -> None:
+        self._ranks[slot] = 0
+        self._kept.pop(slot, None)
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor, norm: RMSWeights | None = None) -> None:
+        rows = x.shape[0]
+        tile = MANY_ROWS if rows >= MANY_FROM and not self._one_tile else FEW_ROWS
+        low = torch.empty((self._splits, rows, self._num_parts, self._max_rank), dtype=torch.float32, device=x.device)
+        low_launcher, column_launcher = _launchers(tile, self._splits, norm is not None, self._dependent)
+        row_blocks, entries = -(-rows // tile), self._num_slots * self._num_parts
+        weight, eps = (x, 0.0) if norm is None else norm
+        low_launcher(
+            (row_blocks, entries, self._max_rank // BLOCK_RANK * self._splits),
+            x, slots, self._addresses, self._ranks, self._scales, weight, low, rows, x.stride(0), self._num_inputs,
+            self._num_parts, self._max_rank, eps,
+        )  # fmt: skip
+        column_launcher(
+            (row_blocks, entries, -(-self._widest // BLOCK_OUTPUTS)),
+            x, low, slots, self._addresses, self._ranks, self._bounds, y, rows, x.stride(0), y.stride(0),
+            self._num_inputs, self._num_parts, self._max_rank,
+        )  # fmt: skip
+
+
+class TritonTables:
+    """Implements SavedTables."""
+
+    def __init__(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._addresses = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0: the slot has none
+        self._kept: dict[int, Tensor] = {}
+
+    def load(self, slot: int, table: Tensor) -> None:
+        self._kept[slot] = own = table.to(self._addresses.device, self._dtype).contiguous()
+        self._addresses[slot] = own.data_ptr()
+
+    def clear(self, slot: int) -> None:
+        self._addresses[slot] = 0
+        self._kept.pop(slot, None)
+
+    def replace(self, found: Tensor, ids: Tensor, slots: Tensor) -> None:
+        rows, width = found.shape
+        grid = (rows, -(-width // COLUMNS_OF_TABLE))
+        _replace_launcher()(
+            grid, found, ids, slots, self._addresses, found.stride(0), width, self._rows.start, len(self._rows)
+        )
+
+
+@cache
+def _launchers(tile: int, splits: int, has_norm: bool, dependent: bool) -> tuple[Launcher, Launcher]:
+    options = launch_options(dependent)
+    low = Launcher(
+        _low_kernel, NORM=has_norm, ROWS=tile, RANKS=BLOCK_RANK, INPUTS=BLOCK_INPUTS, SPLITS=splits, num_warps=4,
+        **options,
+    )  # fmt: skip
+    columns = Launcher(
+        _column_kernel, ROWS=tile, RANKS=BLOCK_RANK, INPUTS=BLOCK_INPUTS, OUTPUTS=BLOCK_OUTPUTS, SPLITS=splits,
+        num_warps=4, **options,
+    )  # fmt: skip
+    return low, columns
+
+
+@cache
+def _replace_launcher() -> Launcher:
+    return Launcher(_replace_kernel, COLUMNS=COLUMNS_OF_TABLE, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _low_kernel(  # type: ignore[no-untyped-def]
+    x, slots, addresses, ranks, scales, weight, low, num_rows, x_stride, num_inputs, num_parts, low_width, eps,
+    NORM: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """low [SPLITS, T, parts, low_width]: of so many rows, one slot and part, RANKS columns and a part of the inputs."""
+    if DEPENDENT:
+        wait_for_kernel_before()
+    entry = tl.program_id(1)
+    slot, part = entry // num_parts, entry % num_parts
+    first_rank = (tl.program_id(2) // SPLITS) * RANKS
+    split = tl.program_id(2) % SPLITS
+    rank, address = tl.load(ranks + entry), tl.load(addresses + 2 * entry)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = tl.load(slots + rows, mask=rows < num_rows, other=-1) == slot
+    has_work = (first_rank < rank) & (address != 0)
+    if has_work & (tl.max(own.to(tl.int32), axis=0) > 0):
+        kind = x.dtype.element_ty
+        a = address.to(tl.pointer_type(kind))
+        places, columns = tl.arange(0, INPUTS), first_rank + tl.arange(0, RANKS)
+        row_starts = x + rows.to(tl.int64)[:, None] * x_stride
+        factors = tl.full((ROWS,), 1.0, tl.float32)
+        if NORM:
+            squares = tl.zeros((ROWS,), tl.float32)
+            for k in range(0, num_inputs, INPUTS):
+                inside = own[:, None] & (k + places < num_inputs)[None, :]
+                numbers = tl.load(row_starts + (k + places)[None, :], mask=inside, other=0).to(tl.float32)
+                squares += tl.sum(numbers * numbers, axis=1)
+            factors = tl.rsqrt(squares / num_inputs + eps)
+        share = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
+        sums = tl.zeros((ROWS, RANKS), tl.float32)
+        for k in range(split * share, tl.minimum((split + 1) * share, num_inputs), INPUTS):
+            inputs = k + places
+            inside = own[:, None] & (inputs < num_inputs)[None, :]
+            numbers = tl.load(row_starts + inputs[None, :], mask=inside, other=0)
+            if NORM:
+                weights = tl.load(weight + inputs, mask=inputs < num_inputs, other=0)
+                numbers = (numbers.to(tl.float32) * factors[:, None]).to(kind) * weights[None, :]
+            matrix = tl.load(
+                a + columns[None, :].to(tl.int64) * num_inputs + inputs[:, None],
+                mask=(columns < rank)[None, :] & (inputs < num_inputs)[:, None],
+                other=0,
+            )
+            sums = tl.dot(numbers.to(kind), matrix, sums, input_precision="ieee")
+        sums = sums * tl.load(scales + entry)
+        out = low + ((split * num_rows + rows.to(tl.int64)[:, None]) * num_parts + part) * low_width + columns[None, :]
+        tl.store(out, sums, mask=own[:, None] & (columns < low_width)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _column_kernel(  # type: ignore[no-untyped-def]
+    x, low, slots, addresses, ranks, bounds, y, num_rows, x_stride, y_stride, num_inputs, num_parts, low_width,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """y [T, columns] of so many rows, one slot, and OUTPUTS columns of one part. Where the adapter has a whole weight,
+    y is the product of x with it."""
+    if DEPENDENT:
+        wait_for_kernel_before()
+    entry = tl.program_id(1)
+    slot, part = entry // num_parts, entry % num_parts
+    rank = tl.load(ranks + entry)
+    start = tl.load(bounds + part)
+    num_outputs = tl.load(bounds + part + 1) - start
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = tl.load(slots + rows, mask=rows < num_rows, other=-1) == slot
+    first = tl.program_id(2) * OUTPUTS
+    has_work = (rank > 0) & (first < num_outputs)
+    if has_work & (tl.max(own.to(tl.int32), axis=0) > 0):
+        kind = x.dtype.element_ty
+        is_low = tl.load(addresses + 2 * entry) != 0
+        b = tl.load(addresses + 2 * entry + 1).to(tl.pointer_type(kind))
+        columns = first + tl.arange(0, OUTPUTS)
+        is_column = columns < num_outputs
+        sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        if is_low:
+            for r in range(0, rank, RANKS):
+                depth = r + tl.arange(0, RANKS)
+                inside = own[:, None] & (depth < rank)[None, :]
+                numbers = tl.zeros((ROWS, RANKS), tl.float32)
+                for split in tl.static_range(SPLITS):
+                    place = ((split * num_rows + rows.to(tl.int64)[:, None]) * num_parts + part) * low_width
+                    numbers += tl.load(low + place + depth[None, :], mask=inside, other=0)
+                matrix = tl.load(
+                    b + depth[:, None].to(tl.int64) * num_outputs + columns[None, :],
+                    mask=(depth < rank)[:, None] & is_column[None, :],
+                    other=0,
+                )
+                sums = tl.dot(numbers.to(kind), matrix, sums, input_precision="ieee")
+        else:
+            for k in range(0, num_inputs, INPUTS):
+                depth = k + tl.arange(0, INPUTS)
+                inside = own[:, None] & (depth < num_inputs)[None, :]
+                numbers = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + depth[None, :], mask=inside, other=0)
+                matrix = tl.load(
+                    b + depth[:, None].to(tl.int64) * num_outputs + columns[None, :],
+                    mask=(depth < num_inputs)[:, None] & is_column[None, :],
+                    other=0,
+                )
+                sums = tl.dot(numbers, matrix, sums, input_precision="ieee")
+        out = y + rows.to(tl.int64)[:, None] * y_stride + start + columns[None, :]
+        inside = own[:, None] & is_column[None, :]
+        before = tl.load(out, mask=inside & is_low, other=0).to(tl.float32)
+        tl.store(out, (before + sums).to(kind), mask=inside)
+
+
+@triton.jit
+def _replace_kernel(found, ids, slots, addresses, stride, width, first, count, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    address = tl.load(addresses + tl.maximum(slot, 0))
+    if (slot >= 0) & (address != 0):
+        table = address.to(tl.pointer_type(found.dtype.element_ty))
+        place = tl.load(ids + row) - first
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        is_here = (place >= 0) & (place < count)
+        numbers = tl.load(table + place * width + columns, mask=(columns < width) & is_here, other=0)
+        tl.store(found + row * stride + columns, numbers, mask=columns < width)
