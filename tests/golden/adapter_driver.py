@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ratoon.core.adapters import Adapter, AdapterLoad, AdapterReport
-from ratoon.core.outputs import LogprobsLists
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
+from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.adapter_slots import AdapterSlots, open_slots
+from ratoon.execution.model_runner import ModelRunner
 from tests.golden.tiny_models import TinyModel
 from tests.unit.execution.test_model_runner import BLOCK_SIZE, CPU, Driver, token_of
 
@@ -24,6 +26,22 @@ class Answer(NamedTuple):
     logprobs: list[LogprobsLists]
 
 
+def load_into(runner: ModelRunner, adapters: Mapping[int, Adapter]) -> AdapterReport:
+    """Loads adapters into slots, by plans without tokens, until each is reported."""
+    found, deadline = AdapterReport([], {}), time.monotonic() + LONGEST_WAIT
+    loads = [AdapterLoad(slot, adapter) for slot, adapter in adapters.items()]
+    while len(found.loaded) + len(found.failed) < len(adapters):
+        assert time.monotonic() < deadline
+        runner.execute_model(SchedulerOutput(adapter_loads=loads, awaits_adapters=True))
+        output = runner.sample_tokens()
+        assert isinstance(output, ModelRunnerOutput)
+        loads = []
+        if output.adapters is not None:
+            found.loaded.extend(output.adapters.loaded)
+            found.failed.update(output.adapters.failed)
+    return found
+
+
 class AdapterDriver(Driver):
     def __init__(
         self, tiny: TinyModel, backend: str = "native", num_slots: int = 8, max_rank: int = 64, **settings: Any
@@ -34,17 +52,7 @@ class AdapterDriver(Driver):
         self.runner.adapters = self.slots
 
     def load(self, adapters: Mapping[int, Adapter]) -> AdapterReport:
-        """Loads adapters into slots, by empty plans, until each is reported."""
-        found, deadline = AdapterReport([], {}), time.monotonic() + LONGEST_WAIT
-        loads = [AdapterLoad(slot, adapter) for slot, adapter in adapters.items()]
-        while len(found.loaded) + len(found.failed) < len(adapters):
-            assert time.monotonic() < deadline
-            report = self.step(adapter_loads=loads, awaits_adapters=True).adapters
-            loads = []
-            if report is not None:
-                found.loaded.extend(report.loaded)
-                found.failed.update(report.failed)
-        return found
+        return load_into(self.runner, adapters)
 
     def generate(
         self, prompts: Sequence[tuple[list[int], int]], count: int, params: SamplingParams = WITH_LOGPROBS

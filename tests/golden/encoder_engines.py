@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin, GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 
-from ratoon.core.config import CacheConfig, EngineConfig, SchedulerConfig, fit_to_model
+from ratoon.core.config import AdapterConfig, CacheConfig, EngineConfig, SchedulerConfig, fit_to_model
 from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_encoder
 from ratoon.core.outputs import PromptLogprobsChunk
 from ratoon.core.params import BeamSearchParams, SamplingParams
@@ -354,6 +354,7 @@ def build_core(
     swap_blocks: int = 0,
     executor: Callable[..., UniProcExecutor] = UniProcExecutor,
     attention_backend: str = "auto",
+    adapters: AdapterConfig | None = None,
     **settings: Any,
 ) -> EngineCore:
     of_cache = {name: settings.pop(name) for name in list(settings) if hasattr(CacheConfig, name)}
@@ -363,7 +364,7 @@ def build_core(
     scheduler = SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 32} | depth_settings() | settings)
     config = EngineConfig(
         model="tiny", device="cpu", dtype="float32", num_threads=1, max_model_len=max_model_len,
-        attention_backend=attention_backend, cache=cache, scheduler=scheduler,
+        attention_backend=attention_backend, cache=cache, scheduler=scheduler, adapters=adapters or AdapterConfig(),
     )  # fmt: skip
     config = fit_to_model(config, tiny.config)
     core = EngineCore(config, executor(config, tiny.config, tiny.source, StartupTimer()))

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden.adapter_driver import AdapterDriver, Answer
+from ratoon.core.config import AdapterConfig
+from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
+from ratoon.core.plan import CachedRequestData, EncoderStep, NewRequestData, SchedulerOutput
+from ratoon.execution.model_runner import ModelRunner
+from tests.golden.adapter_driver import WITH_LOGPROBS, AdapterDriver, Answer, load_into
+from tests.golden.encoder_engines import FAMILIES as ENCODER_FAMILIES
+from tests.golden.encoder_engines import Source, build_core, decoder_prompt, source_of
+from tests.golden.encoder_engines import tiny_model as tiny_encoder_model
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import (
     TinyModel,
@@ -68,3 +75,128 @@ def test_a_mixed_batch_gets_what_peft_gives_each_request(family: str, backend: s
     assert sorted(report.loaded) == [0, 2, 3, 5] and not report.failed
     batch = list(zip(PROMPTS, [0, -1, 2, 3, -1, 5, 0]))
     check_all(driver, tiny, batch, adapters)
+
+
+NAMES = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]}
+NAMES["gpt2"] = ["c_attn", "c_proj", "c_fc", "lm_head"]
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in NAMES.items() for name in names])
+def test_every_target_module_acts_alone(family: str, name: str, tmp_path: Path) -> None:
+    tiny = FAMILIES[family]()
+    adapters = {1: PeftAdapter(tiny, tmp_path / name, 1, target_modules=[name], r=3)}
+    driver = AdapterDriver(tiny)
+    assert driver.load({1: adapters[1].inspect(tiny)}).loaded == [1]
+    answers = check_all(driver, tiny, [(PROMPTS[1], 1), (PROMPTS[1], -1)], adapters)
+    assert answers[0].logprobs != answers[1].logprobs
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_numbers_do_not_depend_on_the_adapters_beside_them(backend: str, tmp_path: Path) -> None:
+    """The model and eight adapters in one batch, to the bit: each as it is alone, and as it is beside others."""
+    tiny = FAMILIES["llama"]()
+    adapters = {slot: PeftAdapter(tiny, tmp_path / str(slot), slot, r=1 + 5 * slot, size=0.15) for slot in range(8)}
+    driver = AdapterDriver(tiny, backend)
+    assert len(driver.load({slot: adapter.inspect(tiny) for slot, adapter in adapters.items()}).loaded) == 8
+    batch = list(zip(PROMPTS, [-1, *range(8)]))
+    together = check_all(driver, tiny, batch, adapters)
+    assert (driver.runner.recorded is not None and len(driver.runner.recorded) > 0) == (backend == "recorded")
+    alone = [driver.generate([one], COUNT)[0] for one in batch]
+    assert alone == together
+    assert driver.generate(batch[::-1], COUNT) == together[::-1]
+    plain = AdapterDriver(tiny, backend, num_slots=1)
+    assert plain.generate(batch[:1], COUNT) == together[:1]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied", "gpt2"])
+@pytest.mark.parametrize("backend", ["torch", *NATIVE])
+def test_an_adapter_may_bring_its_own_embeddings_and_head(backend: str, family: str, tmp_path: Path) -> None:
+    tiny = FAMILIES[family]()
+    table = "wte" if family == "gpt2" else "embed_tokens"
+    adapters = {
+        0: PeftAdapter(tiny, tmp_path / "0", 0, modules_to_save=["lm_head"]),
+        1: PeftAdapter(tiny, tmp_path / "1", 1, modules_to_save=[table]),
+        2: PeftAdapter(tiny, tmp_path / "2", 2),
+    }
+    driver = AdapterDriver(tiny, backend)
+    assert sorted(driver.load({slot: adapter.inspect(tiny) for slot, adapter in adapters.items()}).loaded) == [0, 1, 2]
+    check_all(driver, tiny, list(zip(PROMPTS, [0, -1, 1, 2, 0, 1])), adapters)
+    # The next adapter of a slot has none of what was there.
+    adapters[0] = PeftAdapter(tiny, tmp_path / "3", 3, target_modules=["c_attn" if family == "gpt2" else "v_proj"])
+    driver.load({0: adapters[0].inspect(tiny)})
+    check_all(driver, tiny, list(zip(PROMPTS, [0, -1, 1])), adapters)
+
+
+# ---- models with an encoder ----
+
+
+def generate_with_encoder(
+    runner: ModelRunner, asked: list[tuple[Source, list[int], int]], count: int
+) -> list[list[LogprobsLists]]:
+    """The log-probabilities of greedy tokens, of encoder inputs and prompts with their slots, all in one batch."""
+    new, encoders, block = [], [], 1
+    for index, (source, prompt, slot) in enumerate(asked):
+        cross = list(range(block, block + -(-source.num_positions // 16)))
+        block = cross[-1] + 1
+        own = list(range(block, block + (len(prompt) + count) // 16 + 1))
+        block = own[-1] + 1
+        encoders.append(EncoderStep(f"r{index}", source.for_engine(), cross, adapter_slot=slot))
+        new.append(
+            NewRequestData(
+                f"r{index}",
+                prompt,
+                len(prompt),
+                WITH_LOGPROBS,
+                0,
+                (own,),
+                0,
+                cross_block_ids=cross,
+                num_encoder_positions=source.num_positions,
+                adapter_slot=slot,
+            )  # fmt: skip
+        )
+    ids = [branch.req_id for branch in new]
+    counts = {branch.req_id: len(branch.token_ids) for branch in new}
+    plan = SchedulerOutput(
+        scheduled_new_reqs=new, encoder_steps=encoders, num_scheduled_tokens=counts, sampled_req_ids=ids,
+        total_num_scheduled_tokens=sum(counts.values()),
+    )  # fmt: skip
+    found: list[list[LogprobsLists]] = [[] for _ in ids]
+    for step in range(count):
+        runner.execute_model(plan)
+        output = runner.sample_tokens()
+        assert isinstance(output, ModelRunnerOutput) and not output.errors
+        for req_id, of_request in zip(ids, found):
+            of_request.append(output.logprobs[req_id])
+        known = CachedRequestData(ids, [len(branch.token_ids) + step for branch in new], [None] * len(ids))
+        plan = SchedulerOutput(
+            scheduled_cached_reqs=known, num_scheduled_tokens=dict.fromkeys(ids, 1), sampled_req_ids=ids,
+            total_num_scheduled_tokens=len(ids),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("family", ENCODER_FAMILIES)
+def test_encoders_and_decoders_are_adapted_together(family: str, tmp_path: Path) -> None:
+    """All linear layers of both sides: encoder states, and keys and values of cross-attention, are the adapter's."""
+    tiny = tiny_encoder_model(family)
+    adapters = {slot: PeftAdapter(tiny, tmp_path / str(slot), slot, size=0.1) for slot in range(2)}
+    core = build_core(tiny, adapters=AdapterConfig(enable_lora=True, max_loras=2))
+    runner = core.executor._worker.runner  # type: ignore[attr-defined]
+    try:
+        report = load_into(runner, {slot: adapter.inspect(tiny) for slot, adapter in adapters.items()})
+        assert sorted(report.loaded) == [0, 1] and not report.failed
+        sources = [source_of(family, length) for length in (7, 20, 7, 3)]
+        asked = [(source, decoder_prompt(2 + i), slot) for i, (source, slot) in enumerate(zip(sources, (0, -1, 1, 0)))]
+        found = generate_with_encoder(runner, asked, 3)
+    finally:
+        core.shutdown()
+    for (source, prompt, slot), rows in zip(asked, found, strict=True):
+        text = prompt + [row.token_ids[0][0] for row in rows[:-1]]
+        key = "input_features" if family == "whisper" else "input_ids"
+        inputs = {key: source.for_oracle()}
+        logits = logits_of(tiny.oracle, text, **inputs) if slot < 0 else adapters[slot].logits(text, **inputs)
+        expected = logits.log_softmax(-1)[len(prompt) - 1 :]
+        for row, oracle_row in zip(rows, expected, strict=True):
+            numbers = torch.tensor(row.logprobs[0])
+            torch.testing.assert_close(numbers, oracle_row[list(row.token_ids[0])], atol=1e-4, rtol=0)
