@@ -99,5 +99,6 @@ class NativeTables:
 def pack_panels(matrix: Tensor) -> Tensor:
     """[columns, depth] → [panels, depth, 16], with zeros behind the last column."""
     columns, depth = matrix.shape
-    padded = functional.pad(matrix, (0, 0, 0, -columns % PANEL))
-    return padded.view(-1, PANEL, depth).transpose(1, 2).contiguous()
+    if columns % PANEL:
+        matrix = functional.pad(matrix, (0, 0, 0, -columns % PANEL))
+    return matrix.reshape(-1, PANEL, depth).transpose(1, 2).contiguous()

@@ -6,6 +6,7 @@ for beyond that, and is not done here, is refused: the adapter would act in anot
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from ratoon.core.errors import ModelError
 from ratoon.models.adapter_parts import LowRankPart
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import FETCH_AGAIN, reading, show
-from ratoon.models.safetensors_source import FLOATING_BYTES, HeaderEntry, read_header
+from ratoon.models.safetensors_source import DTYPE_NAMES, FLOATING_BYTES, HeaderEntry, read_header
 from ratoon.models.tokenizer import read_json
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class PEFTAdapter:
         self.name = str(folder)
         self.config = ConfigFields(_read_config(folder), str(folder / CONFIG_FILE))
         self._file = find_weights(folder)
+        self._data: bytearray | None = None  # of the file, from the first tensor on
         self._verify_config()
         self._matrices: dict[str, list[HeaderEntry | None]] = {}  # a and b, by the layer
-        self._names: dict[tuple[str, int], str] = {}  # of the tensors
-        self._saved_names: dict[str, str] = {}
+        self._saved: dict[str, HeaderEntry] = {}
         self.saved: dict[str, tuple[int, ...]] = {}
         for name, entry in read_header(self._file).items():
             self._sort(name, entry)
@@ -64,18 +65,26 @@ class PEFTAdapter:
             raise ModelError(self.name, f"has no tensors lora_A and lora_B in {WEIGHTS_FILE}", FETCH_AGAIN)
 
     def read(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(self._names[layer, 0]), self._read(self._names[layer, 1])
+        a, b = self._matrices[layer]
+        assert a is not None and b is not None
+        return self._read(a), self._read(b)
 
     def read_saved(self, layer: str) -> torch.Tensor:
-        return self._read(self._saved_names[layer])
+        return self._read(self._saved[layer])
 
-    def _read(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
+    def _read(self, entry: HeaderEntry) -> torch.Tensor:
+        """The tensor, in memory that the whole file is read to at once: an adapter has hundreds of small ones, and the
+        file may be replaced while it is read, which would end a process that has it mapped."""
+        import torch
 
         with reading(str(self._file)):
-            with safe_open(str(self._file), framework="pt", device="cpu") as file:
-                found: torch.Tensor = file.get_tensor(name)
-            return found
+            if self._data is None:
+                self._data = bytearray(self._file.stat().st_size)
+                with self._file.open("rb") as stream:
+                    stream.readinto(self._data)
+            dtype = getattr(torch, {"F64": "float64", **DTYPE_NAMES}[entry.dtype])
+            numbers = torch.frombuffer(self._data, dtype=dtype, count=math.prod(entry.shape), offset=entry.offset)
+            return numbers.view(entry.shape)
 
     # ---- the config ----
 
@@ -136,7 +145,6 @@ class PEFTAdapter:
         if match is not None:
             place = MATRICES[match[2]]
             self._matrices.setdefault(match[1], [None, None])[place] = entry
-            self._names[match[1], place] = name
             return
         if re.search(r"\.lora_embedding_[AB]$", own):
             problem = f"adapts a table of embeddings ({show(own)})"
@@ -147,7 +155,7 @@ class PEFTAdapter:
             return
         if match is not None and any(layer == saved or layer.endswith(f".{saved}") for saved in self._modules_to_save):
             self.saved[layer] = entry.shape
-            self._saved_names[layer] = name
+            self._saved[layer] = entry
             return
         if match is not None and layer.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head"):
             return  # copies of the model's own, which PEFT saves beside an adapter of the head

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ratoon.core.config import AdapterConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
-from ratoon.core.plan import CachedRequestData, EncoderStep, NewRequestData, SchedulerOutput
+from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.plan import (
+    BeamStep,
+    BlockCopy,
+    CachedRequestData,
+    CaptureStep,
+    EncoderStep,
+    NewRequestData,
+    SchedulerOutput,
+)
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.layers.native_ops import NativeOps
 from tests.golden.adapter_driver import WITH_LOGPROBS, AdapterDriver, Answer, load_into
 from tests.golden.encoder_engines import FAMILIES as ENCODER_FAMILIES
 from tests.golden.encoder_engines import Source, build_core, decoder_prompt, source_of
@@ -153,7 +165,7 @@ def generate_with_encoder(
                 cross_block_ids=cross,
                 num_encoder_positions=source.num_positions,
                 adapter_slot=slot,
-            )  # fmt: skip
+            )
         )
     ids = [branch.req_id for branch in new]
     counts = {branch.req_id: len(branch.token_ids) for branch in new}
@@ -200,3 +212,74 @@ def test_encoders_and_decoders_are_adapted_together(family: str, tmp_path: Path)
         for row, oracle_row in zip(rows, expected, strict=True):
             numbers = torch.tensor(row.logprobs[0])
             torch.testing.assert_close(numbers, oracle_row[list(row.token_ids[0])], atol=1e-4, rtol=0)
+
+
+# ---- quantised weights, and the other kinds of rows ----
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_adapters_act_beside_quantised_weights(backend: str, bits: int, tmp_path: Path) -> None:
+    """Base rows have the bits of a batch without adapters, adapted ones the same in any batch. What an adapter changes
+    is what it changes in float32, but for the rounding of the weights."""
+    tiny = FAMILIES["llama"]()
+    adapters = {slot: PeftAdapter(tiny, tmp_path / str(slot), slot, r=5) for slot in (0, 3)}
+    driver = AdapterDriver(tiny, backend, ops=NativeOps(bits=bits))
+    base = [driver.generate([(prompt, -1)], COUNT)[0] for prompt in PROMPTS[:4]]
+    driver.load({slot: adapter.inspect(tiny) for slot, adapter in adapters.items()})
+    batch = list(zip(PROMPTS[:4], [-1, 0, -1, 3]))
+    mixed = driver.generate(batch, COUNT)
+    assert [mixed[0], mixed[2]] == [base[0], base[2]] and mixed[1] != base[1] and mixed[3] != base[3]
+    assert [driver.generate([one], COUNT)[0] for one in batch] == mixed
+    for (prompt, slot), answer, plain in [(batch[1], mixed[1], base[1]), (batch[3], mixed[3], base[3])]:
+        ids = list(answer.logprobs[0].token_ids[0])
+        adapted, alone = (
+            logits.log_softmax(-1)[-1][ids]
+            for logits in (adapters[slot].logits(prompt), logits_of(tiny.oracle, prompt))
+        )
+        found = torch.tensor(answer.logprobs[0].logprobs[0])
+        assert (found - adapted).abs().max() < 0.5 * (adapted - alone).abs().max()
+        assert plain.logprobs != answer.logprobs
+
+
+@pytest.mark.parametrize("backend", ["torch", *NATIVE])
+def test_prompt_logprobs_captures_and_beams_are_those_of_the_adapter(backend: str, tmp_path: Path) -> None:
+    tiny = FAMILIES["llama"]()
+    adapter = PeftAdapter(tiny, tmp_path / "one", 1, modules_to_save=["lm_head"])
+    driver = AdapterDriver(tiny, backend)
+    driver.load({2: adapter.inspect(tiny)})
+    prompt = PROMPTS[1]
+    expected = adapter.logits(prompt).log_softmax(-1)
+    asked = replace(
+        driver.new("a", prompt, 1, params=SamplingParams(temperature=0.0, prompt_logprobs=2)), adapter_slot=2
+    )
+    search = replace(driver.new("s", prompt, 11, params=BeamSearchParams(beam_width=2, max_tokens=4)), adapter_slot=2)
+    tables = (list(range(21, 24)),)
+    spans = [(0, len(prompt), True)]
+    capture = CaptureStep("x", prompt, spans, tables, [len(prompt) - 1], [tiny.config.num_layers + 1], "float32")
+    counts = {"a": len(prompt), "s": len(prompt)}
+    output = driver.step(
+        new=[asked, search], captures=[replace(capture, adapter_slot=2)], counts=counts, sampled=["a"],
+        beam_steps=[BeamStep("s", num_candidates=4, scores=[0.0])], total_num_scheduled_tokens=3 * len(prompt),
+    )  # fmt: skip
+    own = [row[0] for row in output.prompt_logprobs["a"].rows.logprobs]
+    assert own == pytest.approx([float(expected[i, prompt[i + 1]]) for i in range(len(prompt) - 1)], abs=1e-4)
+    with torch.inference_mode():
+        states = adapter.model.get_base_model().model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    found = np.frombuffer(output.hidden_states["x"].data, np.float32)
+    np.testing.assert_allclose(found, states.numpy(), atol=2e-4)
+    best = expected[-1].topk(4)
+    candidates = output.candidates["s"]
+    assert candidates.token_ids[:4] == best.indices.tolist()
+    # Beams are rows of their own, with the slot of their trunk.
+    tokens = best.indices.tolist()[:2]
+    step = BeamStep(
+        "s", 1, len(prompt), parents=[0, 0], token_ids=tokens, first_columns=[1], block_ids=([12, 31],),
+        num_candidates=4, scores=[0.0, 0.0],
+    )  # fmt: skip
+    copies = [BlockCopy("s", 0, 1, 12, 31)]
+    output = driver.step(beam_steps=[step], total_num_scheduled_tokens=2, block_copies=copies)
+    of_beams = torch.stack([adapter.logits([*prompt, token]).log_softmax(-1)[-1] for token in tokens])
+    expected_best = of_beams.flatten().topk(4)
+    candidates = output.candidates["s"]
+    assert list(candidates.scores[:4]) == pytest.approx(expected_best.values.tolist(), abs=1e-4)

@@ -20,7 +20,7 @@ int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *
 #define WORDS(NAME) int NAME##_words(const int64_t *words);
 WORDS(ratoon_copy) WORDS(ratoon_linear) WORDS(ratoon_gated_mlp) WORDS(ratoon_quantised_linear) WORDS(ratoon_quantised_gated_mlp)
 WORDS(ratoon_rms_norm) WORDS(ratoon_layer_norm) WORDS(ratoon_head_rms_norm) WORDS(ratoon_rotary) WORDS(ratoon_silu_and_mul)
-WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
+WORDS(ratoon_add_low_rank) WORDS(ratoon_replace_rows) WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
 
 static int64_t number(float value) {
     int32_t bits;
@@ -67,6 +67,15 @@ static void compare_row_kernels(const float *x, const float *weight) {
         ratoon_activation(x, WIDTH, direct, ROWS, WIDTH, kind);
         expect_equal(ratoon_activation_words, (int64_t[]){P(x), WIDTH, P(replayed), ROWS, WIDTH, kind}, "activation");
     }
+    const int32_t slots[ROWS] = {0, -1, 0};
+    const low_rank_part part = {.a = x, .b = x, .rank = 3, .column = 1, .out = 16, .scale = 0.5f};
+    ratoon_add_low_rank(weight, 4, ROWS, 5, &part, 1, 1, slots, direct, WIDTH);
+    expect_equal(ratoon_add_low_rank_words, (int64_t[]){P(weight), 4, ROWS, 5, P(&part), 1, 1, P(slots), P(replayed), WIDTH},
+                 "low rank");
+    const saved_table table = {x, 3, 0};
+    ratoon_replace_rows(&table, 1, slots, positions, 0, ROWS, WIDTH, direct);
+    expect_equal(ratoon_replace_rows_words, (int64_t[]){P(&table), 1, P(slots), P(positions), 0, ROWS, WIDTH, P(replayed)},
+                 "rows of tables");
     memcpy(direct, x, 5 * 4);
     expect_equal(ratoon_copy_words, (int64_t[]){P(replayed), P(x), 5 * 4}, "copy");
 }

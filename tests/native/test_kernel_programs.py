@@ -141,4 +141,5 @@ def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_
         "embed",
         "inputs",
         "ranks",
+        "low rank",
     ]

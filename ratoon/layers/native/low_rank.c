@@ -40,11 +40,13 @@ INLINE void rows_chain(int rows, int format, const float *const *a, int64_t k, i
     }
 }
 
-// sums [rows][TILE] = A · B, in stretches.
-INLINE void rows_product(int rows, int format, const float *const *a, int64_t depth, const void *b, float *sums) {
+// out[i] [TILE] = scale · A · B, in stretches; with `adds`, out[i] += A · B.
+INLINE void rows_product(int rows, int format, const float *const *a, int64_t depth, const void *b, float scale, int adds,
+                         float *const *out) {
     vec total[MAX_TILE_ROWS][TILE_VECS];
     clear_tile(rows, total);
-    for (int64_t k = 0; k < depth; k += STRETCH_K) {
+    rows_chain(rows, format, a, 0, depth < STRETCH_K ? depth : STRETCH_K, b, total);
+    for (int64_t k = STRETCH_K; k < depth; k += STRETCH_K) {
         vec acc[MAX_TILE_ROWS][TILE_VECS];
         clear_tile(rows, acc);
         rows_chain(rows, format, a, k, k + STRETCH_K < depth ? k + STRETCH_K : depth, b, acc);
@@ -52,14 +54,16 @@ INLINE void rows_product(int rows, int format, const float *const *a, int64_t de
             UNROLLED for (int j = 0; j < TILE_VECS; j++) total[i][j] += acc[i][j];
     }
     UNROLLED for (int i = 0; i < rows; i++)
-        UNROLLED for (int j = 0; j < TILE_VECS; j++) store(sums + i * TILE + j * W, total[i][j]);
+        UNROLLED for (int j = 0; j < TILE_VECS; j++)
+            store(out[i] + j * W, adds ? load(out[i] + j * W) + total[i][j] : total[i][j] * splat(scale));
 }
 
-typedef void (*product_function)(const float *const *a, int64_t depth, const void *b, float *sums);
+typedef void (*product_function)(const float *const *a, int64_t depth, const void *b, float scale, int adds, float *const *out);
 
-#define PRODUCT(ROWS, FORMAT)                                                                                  \
-    static void product_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const void *b, float *sums) { \
-        rows_product(ROWS, FORMAT, a, depth, b, sums);                                                         \
+#define PRODUCT(ROWS, FORMAT)                                                                                            \
+    static void product_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const void *b, float scale, int adds,   \
+                                          float *const *out) {                                                           \
+        rows_product(ROWS, FORMAT, a, depth, b, scale, adds, out);                                                       \
     }
 #define PRODUCTS(ROWS) PRODUCT(ROWS, FLOATS) PRODUCT(ROWS, BF16)
 PRODUCTS(1)
@@ -124,23 +128,11 @@ static void low_unit(void *context, int64_t index) {
         const float *a[MAX_TILE_ROWS];
         for (int i = 0; i < rows; i++) a[i] = c->x + c->order[g.first + row + i] * c->ldx;
         for (int64_t panel = u.first; panel < u.first + u.panels; panel++) {
-            float sums[MAX_TILE_ROWS * TILE];
-            products[rows - 1][e->format](a, c->in, panel_of(e, e->a, panel, c->in), sums);
-            for (int i = 0; i < rows; i++) {
-                float *low = low_of(c, g.first + row + i, u.part) + panel * TILE;
-                UNROLLED for (int j = 0; j < TILE; j += W) store(low + j, load(sums + i * TILE + j) * splat(e->scale));
-            }
+            float *out[MAX_TILE_ROWS];
+            for (int i = 0; i < rows; i++) out[i] = low_of(c, g.first + row + i, u.part) + panel * TILE;
+            products[rows - 1][e->format](a, c->in, panel_of(e, e->a, panel, c->in), e->scale, 0, out);
         }
     }
-}
-
-// y = sums, or y += sums.
-INLINE void write_sums(float *y, const float *sums, int64_t count, int adds) {
-    if (count >= TILE) {
-        UNROLLED for (int j = 0; j < TILE; j += W) store(y + j, adds ? load(y + j) + load(sums + j) : load(sums + j));
-        return;
-    }
-    for (int64_t j = 0; j < count; j++) y[j] = adds ? y[j] + sums[j] : sums[j];
 }
 
 static void column_unit(void *context, int64_t index) {
@@ -154,12 +146,16 @@ static void column_unit(void *context, int64_t index) {
         for (int i = 0; i < rows; i++)
             a[i] = e->a ? low_of(c, g.first + row + i, u.part) : c->x + c->order[g.first + row + i] * c->ldx;
         for (int64_t panel = u.first; panel < u.first + u.panels; panel++) {
-            float sums[MAX_TILE_ROWS * TILE];
-            products[rows - 1][e->format](a, e->rank, panel_of(e, e->b, panel, e->rank), sums);
+            const int64_t count = e->out - panel * TILE;
+            float last[MAX_TILE_ROWS * TILE], *y[MAX_TILE_ROWS], *out[MAX_TILE_ROWS];
             for (int i = 0; i < rows; i++) {
-                float *y = c->y + c->order[g.first + row + i] * c->ldy + e->column + panel * TILE;
-                write_sums(y, sums + i * TILE, e->out - panel * TILE, e->a != NULL);
+                y[i] = c->y + c->order[g.first + row + i] * c->ldy + e->column + panel * TILE;
+                out[i] = count >= TILE ? y[i] : last + i * TILE;  // a panel may end behind the columns
             }
+            const int adds = e->a && count >= TILE;
+            products[rows - 1][e->format](a, e->rank, panel_of(e, e->b, panel, e->rank), 1, adds, out);
+            for (int i = 0; count < TILE && i < rows; i++)
+                for (int64_t j = 0; j < count; j++) y[i][j] = e->a ? y[i][j] + out[i][j] : out[i][j];
         }
     }
 }

@@ -23,6 +23,7 @@ from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.readers import prompt_logprobs
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
+from ratoon.layers.ops import Ops
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
 from tests.golden.tiny_models import DictSource, TinyModel, random_token_ids, tiny_llama, tiny_qwen2
@@ -50,9 +51,16 @@ BACKENDS = ["torch", *NATIVE, pytest.param("resident", marks=interpreted)]
 class Driver:
     """A runner, with helpers that write plans for it and execute them."""
 
-    def __init__(self, tiny: TinyModel = LLAMA, backend: str = "torch", max_num_reqs: int = 8, **settings: Any) -> None:
-        is_native = backend in ("native", "recorded")
-        ops = NativeOps() if is_native else TorchOps()
+    def __init__(
+        self,
+        tiny: TinyModel = LLAMA,
+        backend: str = "torch",
+        max_num_reqs: int = 8,
+        ops: Ops | None = None,
+        **settings: Any,
+    ) -> None:
+        if ops is None:
+            ops = NativeOps() if backend in ("native", "recorded") else TorchOps()
         settings.setdefault("record", backend == "recorded")
         settings.setdefault("inputs_on_device", backend == "resident")
         model = build_model(tiny.config, tiny.source, ops, CPU, torch.float32)

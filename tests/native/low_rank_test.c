@@ -1,0 +1,135 @@
+// The products of adapters beside a product, and rows of their tables.
+#include <math.h>
+#include <string.h>
+
+#include "checking.h"
+#include "kernels.h"
+
+#define SLOTS 3
+#define PARTS 2
+
+static float from_bf16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)(bits >> 16);
+}
+
+// [columns][depth] as panels; the matrix gets the numbers that the panels have.
+static void *pack(float *matrix, int64_t columns, int64_t depth, int32_t format) {
+    const int64_t panels = (columns + 15) / 16;
+    char *packed = guarded(panels * depth * 16 * (format ? 2 : 4));
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t j = 0; j < 16; j++) {
+                const int64_t column = p * 16 + j, place = (p * depth + k) * 16 + j;
+                float value = column < columns ? matrix[column * depth + k] : 0;
+                if (format) {
+                    ((uint16_t *)packed)[place] = to_bf16(value);
+                    if (column < columns) matrix[column * depth + k] = from_bf16(to_bf16(value));
+                } else {
+                    ((float *)packed)[place] = value;
+                }
+            }
+    return packed;
+}
+
+static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_ranks) {
+    const int64_t width = out[0] + out[1], ldx = in + random_between(0, 3), ldy = width + random_between(0, 3);
+    low_rank_part entries[SLOTS * PARTS];
+    float *a[SLOTS * PARTS], *b[SLOTS * PARTS];
+    for (int e = 0; e < SLOTS * PARTS; e++) {
+        const int part = e % PARTS;
+        const int32_t format = (int32_t)random_between(0, 1);
+        const int is_whole = random_between(0, 4) == 0;
+        const int64_t rank = e == 2 ? 0 : is_whole ? in : random_between(1, most_ranks);
+        a[e] = rank && !is_whole ? random_floats(rank * in, 1) : NULL;
+        b[e] = rank ? random_floats(out[part] * rank, 1) : NULL;
+        entries[e] = (low_rank_part){.a = a[e] ? pack(a[e], rank, in, format) : NULL,
+                                     .b = b[e] ? pack(b[e], out[part], rank, format) : NULL,
+                                     .rank = rank,
+                                     .column = part ? out[0] : 0,
+                                     .out = out[part],
+                                     .scale = 0.5f * (float)(1 + e),
+                                     .format = format};
+    }
+    float *x = random_floats((rows - 1) * ldx + in, 2), *before = random_floats((rows - 1) * ldy + width, 1);
+    float *y = guarded_floats((rows - 1) * ldy + width), *alone = guarded_floats(width);
+    int32_t *slots = guarded(rows * 4);
+    for (int64_t i = 0; i < rows; i++) slots[i] = (int32_t)random_between(-1, SLOTS - 1);
+    memcpy(y, before, (size_t)((rows - 1) * ldy + width) * 4);
+    expect_true(ratoon_add_low_rank(x, ldx, rows, in, entries, SLOTS, PARTS, slots, y, ldy) == 0, "low rank has memory", 0, 0);
+    for (int64_t row = 0; row < rows; row++) {
+        memcpy(alone, before + row * ldy, (size_t)width * 4);
+        ratoon_add_low_rank(x + row * ldx, ldx, 1, in, entries, SLOTS, PARTS, slots + row, alone, width);
+        for (int64_t column = 0; column < width; column++) {
+            const float found = y[row * ldy + column], base = before[row * ldy + column];
+            expect_true(same_bits(found, alone[column]), "low rank, a row alone", row, column);
+            const int part = column >= out[0];
+            const int64_t e = slots[row] * PARTS + part, own = column - (part ? out[0] : 0);
+            if (slots[row] < 0 || !entries[e].rank) {
+                expect_true(same_bits(found, base), "low rank, a row without", row, column);
+                continue;
+            }
+            const int64_t rank = entries[e].rank;
+            double sum = a[e] ? base : 0, sizes = fabs(sum), error = 0;
+            for (int64_t r = 0; r < rank; r++) {
+                double low = a[e] ? 0 : x[row * ldx + r], low_sizes = fabs(low), low_error = 0;
+                if (a[e]) {
+                    for (int64_t k = 0; k < in; k++) {
+                        low += (double)x[row * ldx + k] * a[e][r * in + k];
+                        low_sizes += fabs((double)x[row * ldx + k] * a[e][r * in + k]);
+                    }
+                    low *= entries[e].scale;
+                    low_sizes *= entries[e].scale;
+                    low_error = (sum_error(in) + 2 * UNIT) * low_sizes;
+                }
+                sum += low * b[e][own * rank + r];
+                sizes += low_sizes * fabs((double)b[e][own * rank + r]);
+                error += low_error * fabs((double)b[e][own * rank + r]);
+            }
+            expect(found, sum, error + (sum_error(rank) + 2 * UNIT) * sizes, "low rank", row, column);
+        }
+    }
+    release_all();
+}
+
+static void compare_tables(void) {
+    const int64_t count = 7, width = 21, first = 4, rows = 9;
+    float *floats = random_floats(count * width, 1);
+    uint16_t *halves = guarded(count * width * 2);
+    for (int64_t i = 0; i < count * width; i++) halves[i] = to_bf16(random_float());
+    const saved_table tables[3] = {{floats, count, 0}, {NULL, 0, 0}, {halves, count, 1}};
+    const int32_t slots[9] = {0, 1, 2, -1, 0, 2, 0, 2, 1};
+    int64_t *ids = guarded(rows * 8);
+    for (int64_t i = 0; i < rows; i++) ids[i] = random_between(0, first + count + 2);
+    float *before = random_floats(rows * width, 1), *y = guarded_floats(rows * width);
+    memcpy(y, before, (size_t)(rows * width) * 4);
+    ratoon_replace_rows(tables, 3, slots, ids, first, rows, width, y);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < width; j++) {
+            const int64_t row = ids[i] - first;
+            float expected = before[i * width + j];
+            if (slots[i] == 0 || slots[i] == 2)
+                expected = row < 0 || row >= count ? 0
+                           : slots[i] == 0         ? floats[row * width + j]
+                                                   : from_bf16(halves[row * width + j]);
+            expect_true(same_bits(y[i * width + j], expected), "rows of tables", i, j);
+        }
+    release_all();
+}
+
+void check_low_rank(void) {
+    compare(1, 1, (int64_t[]){1, 1}, 1);
+    compare(40, 130, (int64_t[]){300, 17}, 40);
+    compare(75, 70, (int64_t[]){16, 32}, 16);
+    for (int i = 0; i < 12; i++)
+        compare(random_between(1, 20), random_between(1, 200), (int64_t[]){random_between(1, 90), random_between(1, 60)}, 70);
+    for (int i = 0; i < 5; i++) compare_tables();
+}
