@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,7 +38,10 @@ from ratoon.execution.passes.graphs import (
 from ratoon.execution.readers import beams as beam_candidates
 from ratoon.execution.worker import Worker
 from ratoon.layers.beams import SearchShape
+from ratoon.layers.cuda_ops import CudaOps
 from ratoon.layers.sampling import Mode
+from tests.golden.adapter_driver import AdapterDriver, Answer
+from tests.golden.peft_oracle import PeftAdapter
 from tests.triton_interpreter import repair_interpreter
 from tests.unit.execution.test_model_runner import (
     BLOCK_SIZE,
@@ -682,3 +686,33 @@ def test_a_graph_is_brought_to_the_device_when_it_is_captured(monkeypatch: pytes
     graphs.upload(SimpleNamespace(raw_cuda_graph_exec=lambda: 5))  # type: ignore[arg-type]
     graphs.upload(SimpleNamespace())  # type: ignore[arg-type]  # of a torch that does not tell
     assert uploads == [(5, 7)]
+
+
+@interpreted
+def test_adapters_are_a_part_of_the_key_and_slots_may_be_loaded_behind_a_capture(tmp_path: Path) -> None:
+    """Rows of padding have none. A graph of some adapters is the graph of all: it reads which row has which."""
+    oracles = {slot: PeftAdapter(LLAMA, tmp_path / str(slot), slot, r=3, size=0.2) for slot in range(3)}
+    plain = AdapterDriver(LLAMA, "native")
+    made = AdapterDriver(LLAMA, "resident", capture=RunAgain, ops=CudaOps())
+    first = {slot: oracles[slot].inspect(LLAMA) for slot in (0, 2)}
+    plain.load(first)
+    made.load(first)
+    batch = [(OTHER[:7], 0), (PROMPT[:5], -1), (OTHER[:3], 2)]
+    assert tokens(made.generate(batch, 4)) == tokens(plain.generate(batch, 4))
+    assert made.runner.graphs is not None
+    keys = [key for key in made.runner.graphs._graphs if key.chosen is None]
+    assert keys and all(key.has_adapters for key in keys)
+    # Another mix, in which one slot has another adapter: the same keys.
+    for driver in (plain, made):
+        driver.load({2: oracles[1].inspect(LLAMA)})
+    changed = [(OTHER[:7], 2), (PROMPT[:5], 0), (OTHER[:3], -1)]
+    assert tokens(made.generate(changed, 4)) == tokens(plain.generate(changed, 4)) != tokens(plain.generate(batch, 4))
+    decodes = [key for key in made.runner.graphs._graphs if key.num_reqs is None]
+    assert decodes == [key for key in keys if key.num_reqs is None]
+    alone = [(prompt, -1) for prompt, _ in batch]
+    assert tokens(made.generate(alone, 4)) == tokens(plain.generate(alone, 4))
+    assert any(not key.has_adapters for key in made.runner.graphs._graphs)
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]

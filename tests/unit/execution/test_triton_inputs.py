@@ -15,6 +15,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, InputOverrides, NewRequestData
 from ratoon.execution.inputs import device_inputs
+from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import receive
@@ -35,9 +36,14 @@ MAX_REQS, MAX_TOKENS = 8, 256
 
 
 def make_rows(
-    block_sizes: Sequence[int] = (16,), max_encoder_len: int = 0, cross_block_size: int = 16, rope_axes: int = 0
+    block_sizes: Sequence[int] = (16,),
+    max_encoder_len: int = 0,
+    cross_block_size: int = 16,
+    rope_axes: int = 0,
+    has_adapters: bool = False,
 ) -> InputBatch:
-    return InputBatch(MAX_REQS, MAX_MODEL_LEN, block_sizes, RowWrites(), max_encoder_len, cross_block_size, rope_axes)
+    sizes = (max_encoder_len, cross_block_size, rope_axes, has_adapters)
+    return InputBatch(MAX_REQS, MAX_MODEL_LEN, block_sizes, RowWrites(), *sizes)
 
 
 def make_inputs(rows: InputBatch, max_padded: int = 0) -> DeviceInputs:
@@ -141,7 +147,8 @@ def test_many_steps_are_prepared_as_on_the_host(
     for the rotation of heads."""
     generator = np.random.default_rng(seed)
     num_groups = len(block_sizes)
-    rows = make_rows(block_sizes, max_encoder_len, cross_block_size, rope_axes)
+    has_adapters = rope_axes > 0 or max_encoder_len == 0
+    rows = make_rows(block_sizes, max_encoder_len, cross_block_size, rope_axes, has_adapters)
     on_device, on_host = make_inputs(rows), InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu"))
     for step in range(6):
         for name in list(rows.row_of):
@@ -157,6 +164,7 @@ def test_many_steps_are_prepared_as_on_the_host(
                 count = int(generator.integers(1, len(tokens) + 1))
                 listed = generator.integers(0, MAX_MODEL_LEN, (rope_axes, count)).astype(np.int32)
                 new.overrides = InputOverrides(listed.tobytes(), -int(generator.integers(0, count + 1)))
+            new.adapter_slot = int(generator.integers(-1, 4)) if has_adapters else -1
             rows.add(new)
         for name, row in rows.row_of.items():
             rows.num_computed[row] = generator.integers(0, rows.num_tokens[row])
@@ -167,6 +175,10 @@ def test_many_steps_are_prepared_as_on_the_host(
         counts = np.minimum(left, generator.integers(1, 20, len(batch)))
         unwritten = None if step % 3 else generator.random(len(batch)) < 0.5
         equal_inputs(on_device.prepare(batch, counts, unwritten), on_host.prepare(batch, counts, unwritten))
+        if rows.adapter_slots is not None:
+            laid_out = StepBatch([], batch, counts, counts.cumsum(), unwritten, rows.adapter_slots[batch])
+            found, expected = on_device.adapters_of(laid_out), on_host.adapters_of(laid_out)
+            assert found is not None and expected is not None and found.slots.tolist() == expected.slots.tolist()
 
 
 def test_a_sampled_token_is_fed_without_the_host() -> None:
