@@ -53,8 +53,9 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 def values_of(config: EngineConfig) -> dict[str, Any]:
     """All settings of an engine by their names."""
-    parts: tuple[Any, ...] = (config, config.cache, config.scheduler, config.speculation, config.adapters)
-    return {one.name: getattr(part, one.field) for part in parts for one in settings_of(type(part))}
+    parts = (config, config.cache, config.scheduler, config.speculation, config.adapters)
+    kinds = (EngineConfig, *PARTS)
+    return {one.name: getattr(part, one.field) for part, kind in zip(parts, kinds) for one in settings_of(kind)}
 
 
 def changed_values(config: EngineConfig) -> dict[str, Any]:
