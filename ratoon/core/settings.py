@@ -53,9 +53,14 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 def values_of(config: EngineConfig) -> dict[str, Any]:
     """All settings of an engine by their names."""
-    parts = (config, config.cache, config.scheduler, config.speculation, config.adapters)
-    kinds = (EngineConfig, *PARTS)
-    return {one.name: getattr(part, one.field) for part, kind in zip(parts, kinds) for one in settings_of(kind)}
+    kinds: dict[type, Any] = {
+        EngineConfig: config,
+        CacheConfig: config.cache,
+        SchedulerConfig: config.scheduler,
+        SpeculationConfig: config.speculation,
+        AdapterConfig: config.adapters,
+    }
+    return {one.name: getattr(part, one.field) for kind, part in kinds.items() for one in settings_of(kind)}
 
 
 def changed_values(config: EngineConfig) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class WorkerParts:
             jump_forward=device.type == "cpu" if scheduler.jump_forward is None else scheduler.jump_forward,
             has_adapters=self.config.adapters.num_slots > 0,
             adapters=adapters,
+            by_rejection=self.config.speculation.acceptance == "rejection",
         )
 
 

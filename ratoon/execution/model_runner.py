@@ -67,13 +67,15 @@ class ModelRunner:
         jump_forward: bool = False,
         has_adapters: bool = False,
         adapters: AdapterSlots | None = None,
+        by_rejection: bool = False,
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
         structured output. `jump_forward`: tokens without a choice are appended at once. `has_adapters`: whether
-        rows may have adapters, which are in the slots of `adapters`."""
+        rows may have adapters, which are in the slots of `adapters`. `by_rejection`: drafts are accepted by rejection
+        sampling."""
         self.device = device
         self.kv = KVTensors(kv_config, backends, device)
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
@@ -142,7 +144,7 @@ class ModelRunner:
         if self._has_results:
             jumps = jump_forward and grammars is not None
             self._sources[:0] = [
-                SampledReaders(self.input_batch, Sampler(self.sampling_rows), self._resident, jumps),
+                SampledReaders(self.input_batch, Sampler(self.sampling_rows, by_rejection), self._resident, jumps),
                 BeamReaders(self.beam_rows, device, model.config.vocab_size),
                 PromptLogprobsReaders(self.input_batch, self.program),
                 self.pooling,

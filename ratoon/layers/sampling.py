@@ -225,7 +225,7 @@ def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Chosen:
     """Draw from softmax(logits / temperature): [R, V], [R], [R] float64 in [0, 1)."""
     if _has_kernel(logits):
         return _draw_by_kernel(logits, temperature, None, uniforms)
-    return _draw_from(exact_probabilities(logits / temperature[:, None]), uniforms)
+    return draw_from(exact_probabilities(logits / temperature[:, None]), uniforms)
 
 
 DrawRows = Callable[["Tensor | slice"], Chosen]  # rows of the batch → what was drawn for them
@@ -267,7 +267,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 
 def _draw_by_kernel(logits: Tensor, temperature: Tensor, filters: Filters | None, uniforms: Tensor) -> Chosen:
-    """What `_draw_sorted` does, or `_draw_from` where there are no filters, without sorting."""
+    """What `_draw_sorted` does, or `draw_from` where there are no filters, without sorting."""
     kernels = native.library()
     assert kernels is not None
     scaled = logits if bool((temperature == 1).all()) else logits / temperature[:, None]
@@ -286,8 +286,13 @@ def _draw_by_kernel(logits: Tensor, temperature: Tensor, filters: Filters | None
 
 def _draw_sorted(probabilities: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
     """The general method, by a full sort."""
+    return draw_from(filtered(probabilities, filters), uniforms)
+
+
+def filtered(probabilities: Tensor, filters: Filters) -> Tensor:
+    """0 in the place of exact probabilities [R, V] that do not pass the filters."""
     threshold, _ = keep_threshold(_sort(probabilities), filters)
-    return _draw_from(_cut(probabilities, threshold), uniforms)
+    return _cut(probabilities, threshold)
 
 
 def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
@@ -334,7 +339,7 @@ def _cut(probabilities: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _draw_candidates(probabilities: Tensor, token_ids: Tensor, threshold: Tensor, uniforms: Tensor) -> Chosen:
-    """Draw from [R, K] candidates in the order of their ids, as _draw_from does: both give the same token."""
+    """Draw from [R, K] candidates in the order of their ids, as draw_from does: both give the same token."""
     token_ids, order = token_ids.sort(dim=-1)
     kept = _cut(probabilities, threshold).gather(1, order)
     cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
@@ -387,7 +392,7 @@ def keep_threshold(ascending: Tensor, filters: Filters, whole: Tensor | None = N
     return ascending.gather(1, last).squeeze(1), floor
 
 
-def _draw_from(probabilities: Tensor, uniforms: Tensor) -> Chosen:
+def draw_from(probabilities: Tensor, uniforms: Tensor) -> Chosen:
     """Invert the cumulative distribution, first over chunks of columns, then inside one chunk."""
     cumulative = chunk_sums(probabilities).cumsum(dim=-1)  # [R, C] float64
     total = cumulative[:, -1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.golden.test_encoder_decoder_api import INPUTS
 from tests.golden.test_encoder_decoder_api import engine as encoder_engine
 from tests.golden.test_steps_in_flight import LLAMA, TWO_GROUPS, WIDE_WINDOW, all_of, served
 from tests.golden.test_steps_in_flight import ask as ask_everything
+from tests.unit.layers.test_rejection import highest_statistic
 
 pytestmark = exact_on_cpu
 
@@ -149,3 +152,35 @@ def test_a_prediction_changes_no_text_and_takes_fewer_steps() -> None:
         assert again.metrics is not None
         assert again.metrics.num_accepted_prediction_tokens > 20 > again.metrics.num_rejected_prediction_tokens > 0
         assert scheduler_of(llm).planner.num_steps - before < 20
+
+
+def test_rejection_sampling_keeps_the_distribution() -> None:
+    """Of texts over three tokens, from engines with and without drafts: by a test of chi-square for two samples."""
+
+    def count_texts(**settings: Any) -> tuple[Counter[tuple[int, ...]], int]:
+        texts: Counter[tuple[int, ...]] = Counter()
+        with engine(LLAMA, num_blocks=400, max_num_seqs=256, **settings) as llm:
+            for seed in range(20):
+                params = SamplingParams(n=60, seed=seed, max_tokens=5, allowed_token_ids=[4, 7, 9], ignore_eos=True)
+                (output,) = llm.generate([{"prompt_token_ids": [4, 7, 9, 4, 4, 7]}], params, progress=False)
+                texts.update(tuple(choice.token_ids[1:4]) for choice in output.outputs)
+            return texts, num_checked(llm)[1]
+
+    drafts = SETTINGS | {"speculate_max_seqs": 64}
+    plain, _ = count_texts()
+    kept, num_accepted = count_texts(draft_acceptance="rejection", **drafts)
+    assert num_accepted > 300 and plain.total() == kept.total() and plain != kept
+    cells = [(plain[text], kept[text]) for text in plain.keys() | kept.keys()]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in cells)
+    assert statistic < highest_statistic(len(cells) - 1)
+
+
+def test_rejection_sampling_changes_no_greedy_text_and_obeys_grammars() -> None:
+    with engine(LLAMA) as llm:
+        expected = [ask(llm, PARAMS[name]) for name in ("greedy", "stopped", "biased")]
+    with engine(LLAMA, draft_acceptance="rejection", **SETTINGS) as llm:
+        assert [ask(llm, PARAMS[name]) for name in ("greedy", "stopped", "biased")] == expected
+        assert len(ask(llm, PARAMS["choices"])[0][4]) == 30, "log-probabilities of all tokens"
+        assert num_checked(llm)[1] > 0
+    texts = forced_texts(draft_acceptance="rejection", **SETTINGS).answers
+    assert all(json.loads(text) for _, text, why, _ in texts if why == "stop" and text.endswith("}"))

@@ -272,11 +272,12 @@ class ParamsProcessor:
 
     def _expected_tokens(self, prediction: str | list[int]) -> list[int]:
         """Returns the tokens of a prediction, as many as an answer can have."""
-        if not isinstance(prediction, str):
-            return prediction[: self._max_model_len]
-        assert self._tokenizer is not None
-        tokens: list[int] = self._tokenizer.encode(prediction, add_special_tokens=False)
-        return tokens[: self._max_model_len]
+        if isinstance(prediction, str):
+            assert self._tokenizer is not None
+            tokens: list[int] = self._tokenizer.encode(prediction, add_special_tokens=False)
+        else:
+            tokens = prediction
+        return list(tokens[: self._max_model_len])
 
     def _bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is written at the start of a text and in the middle of one."""

@@ -113,7 +113,8 @@ class DraftsReader:
             logits = logits[to_device(np.array([row for each in checked for row in each.rows]), logits.device)]
         own, counts = [each.row for each in checked], [len(each.rows) for each in checked]
         slots = np.array([slot for each in checked for slot in (each.row, *each.spare)])
-        sampled = self._sampler.sample(logits, slots, branches.seeds[own].repeat(counts))
+        drafts = np.array([draft for each in checked for draft in (*each.drafts, -1)])
+        sampled = self._sampler.sample_beside(logits, slots, branches.seeds[own].repeat(counts), drafts)
         drawn, bad, logprobs = sampled.to_numpy().tolist(), set(sampled.bad_rows), sampled.logprobs_lists()
         first = 0
         for each in checked:

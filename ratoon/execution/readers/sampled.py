@@ -91,7 +91,7 @@ class SampledReaders:
     ) -> RowReader | None:
         """Reads the branches with drafts, and `others` of `ids`, whose rows are `own`. None: the program can't choose
         their tokens."""
-        if self._resident is None:
+        if self._resident is None or self._sampler.by_rejection:
             return None
         drafted = np.array([layout.batch_rows[layout.place_of[req_id]] for req_id in drafts])
         if all_of(self._sampler.rows.needs[drafted]) & ~(Needs.RANDOM | Needs.FILTER):

@@ -11,17 +11,20 @@ import torch
 from ratoon.execution.inputs.cells import all_to_device, take, to_device
 from ratoon.execution.sampling.sampling_rows import Needs, SamplingRows
 from ratoon.execution.sampling.tokens import SampledTokens
-from ratoon.layers import sampling
+from ratoon.layers import rejection, sampling
 from ratoon.layers.sampling import Chosen, Mode
 
 Tensor = torch.Tensor
+OF_DRAFTS = np.uint64(0xA5A5A5A55A5A5A5A)  # makes of a seed that of the numbers which decide on drafts
 
 
 class Sampler:
     """Chooses a token for each row of logits by the params of its request."""
 
-    def __init__(self, rows: SamplingRows) -> None:
+    def __init__(self, rows: SamplingRows, by_rejection: bool = False) -> None:
+        """`by_rejection`: drafts are accepted by rejection sampling, not where they equal what is sampled."""
         self.rows = rows
+        self.by_rejection = by_rejection
 
     def sample(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray) -> SampledTokens:
         """One token for each row of logits [R, V]. Of these, only those that a grammar forbids may be changed.
@@ -36,7 +39,31 @@ class Sampler:
         if not needs.any():
             return SampledTokens.of(sampling.greedy(logits))
         choose = self._choose_in_groups if on_cpu else self._choose_together
-        chosen = choose(logits, slots, seeds, needs)
+        return self._with_logprobs(choose(logits, slots, seeds, needs), logits, slots, needs)
+
+    def sample_beside(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, drafts: np.ndarray) -> SampledTokens:
+        """The same for rows behind which there is a draft [R]; -1: there is none. A row's token is its draft exactly
+        where that is accepted."""
+        if not self.by_rejection:
+            return self.sample(logits, slots, seeds)
+        rows, device, needs = self.rows, logits.device, self.rows.needs[slots]
+        edited = _rows_with(needs, Needs.EDITS)
+        changed = logits.float().clone()
+        if len(edited):
+            index = to_device(edited, device)
+            part = changed[index]  # a copy
+            rows.edit(part, slots[edited])
+            changed[index] = part
+        numbers = self._plain_numbers(slots, seeds, needs)
+        deciding = sampling.uniform(seeds ^ OF_DRAFTS, rows.num_outputs[slots])
+        temperature, top_k, top_p, min_p, drawing, accepting, guesses = all_to_device(
+            [*numbers.values(), deciding, drafts], device
+        )
+        probabilities = rejection.distribution(changed, temperature, sampling.Filters(top_k, top_p, min_p))
+        chosen = rejection.accept_or_draw(probabilities, guesses, None, accepting, drawing)
+        return self._with_logprobs(chosen, logits, slots, needs)
+
+    def _with_logprobs(self, chosen: Chosen, logits: Tensor, slots: np.ndarray, needs: np.ndarray) -> SampledTokens:
         asked = _rows_with(needs, Needs.LOGPROBS)
         if len(asked) == 0:
             return SampledTokens.of(chosen)
