@@ -92,7 +92,7 @@ class StepPlanner:
         state, most = self._state, self._state.config.token_budget
         wants: Counter[Owner] = Counter()
         for branch in state.running:
-            wants[branch.request.owner] += max(_gap_of(branch), 0)  # less while drafts are checked
+            wants[branch.request.owner] += max(_gap_of(branch), 0) + len(branch.draft_tokens)  # less while checked
         for trunk in state.all_or_none.values():
             if trunk.status == BranchStatus.RUNNING and trunk.num_computed_tokens == trunk.num_tokens:
                 wants[trunk.request.owner] += trunk.num_rows

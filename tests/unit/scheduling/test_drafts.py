@@ -177,3 +177,12 @@ def test_blocks_of_drafts_are_no_part_of_a_lease() -> None:
     answer(scheduler, plan, [7, 7])
     (lease,) = scheduler.leases.sequences()
     assert len(lease.block_tables[0]) == -(-lease.num_computed_tokens // BLOCK_SIZE)
+
+
+def test_drafts_are_among_the_tokens_that_an_owner_wants_of_a_shared_step() -> None:
+    scheduler = scheduler_of(max_steps_in_flight=1)
+    for owner in ("ada", "bob"):
+        add(scheduler, owner, 3, owner=owner)
+    step(scheduler)
+    scheduler.state.branches["ada"].propose([5, 6])
+    assert scheduler.planner._wanted_tokens() == {"ada": 3, "bob": 1}
