@@ -273,6 +273,7 @@ class LLM(BaseLLM):
     def forget(self, request_id: str, owner: str | None = None) -> None:
         """Delete an ended request, and free what its leases hold. UnknownParentError: there is none."""
         root = self._running().output_processor.roots.remove(request_id, owner)
+        self._running().tell_dropped_roots()
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases
                 self._call("end_leases", root.branch_ids)

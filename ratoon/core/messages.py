@@ -78,6 +78,12 @@ class Fault(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     expected: str = ""
 
 
+class ForgottenRoots(msgspec.Struct, array_like=True, gc=False):
+    """Branches whose texts the engine should not keep any more, because they are those of no root."""
+
+    branch_ids: list[str]
+
+
 class UtilityCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A call of one of the engine's utilities, answered by a UtilityResult with the same number."""
 

@@ -30,6 +30,7 @@ class EngineCoreRequestType(enum.Enum):
     # A stop string ended these choices: like ABORT, but leases and hidden states that they asked for are given
     STOP = b"\x07"
     OUTPUTS_TAKEN = b"\x06"  # how many output messages the client has received so far
+    FORGET_ROOTS = b"\x08"  # the texts of these branches are those of no root any more
 
 
 class FinishReason(enum.IntEnum):

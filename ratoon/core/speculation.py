@@ -14,7 +14,7 @@ PREDICTION = "prediction"  # the source that a request brings itself
 MAX_DRAFT_TOKENS = 64
 SOURCES = "ngram, roots, draft:MODEL or head:PATH, several with commas between them, or off"
 NAMES_A_FILE = {"ngram": False, "roots": False, "draft": True, "head": True}  # sources; some have a model or file
-SUPPORTED = ("ngram",)  # sources that scheduling/drafters/build.py makes
+SUPPORTED = ("ngram", "roots")  # sources that scheduling/drafters/build.py makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,26 @@ class SpeculationConfig:
         at_least(1),
         name="speculate_ngram_max",
     )
+    roots_bytes: int = setting(
+        64 * 2**20,
+        "memory for the texts of ended requests from which the source roots drafts; of the owner that has most of "
+        "them, the least recently used text goes first",
+        at_least(0),
+        name="speculate_roots_memory",
+        size=True,
+    )
+    roots_min_probability: float = setting(
+        0.1,
+        "a draft of the source roots ends where a smaller share of the texts that it comes from agrees with all of it",
+        number(lambda value: 0 <= value <= 1, "0 to 1"),
+        name="speculate_roots_min_probability",
+    )
+    roots_factor: float = setting(
+        1.0,
+        "how many times as long as the text that was found before it a draft of the source roots may be",
+        number(lambda value: value > 0, "more than 0"),
+        name="speculate_roots_factor",
+    )
     acceptance: str = setting(
         "exact",
         "exact: a draft is kept where the token that is sampled is the same, so answers are those without drafts; "
@@ -80,6 +100,11 @@ class SpeculationConfig:
     def sources(self) -> tuple[DraftSource, ...]:
         """The sources in the order of priority; none: it is off. Raises ConfigError."""
         return _parse_sources(self.speculate)
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether engines keep the texts of roots, and so must be told which roots are gone."""
+        return any(source.kind == "roots" for source in self.sources)
 
 
 def _parse_sources(text: Any) -> tuple[DraftSource, ...]:
@@ -121,9 +146,19 @@ FIELDS = {
     "prompt_lookup_min": "speculate_ngram_min",
     "prompt_lookup_max": "speculate_ngram_max",
     "disable_by_batch_size": "speculate_max_seqs",
+    "suffix_decoding_max_spec_factor": "speculate_roots_factor",
+    "suffix_decoding_min_token_prob": "speculate_roots_min_probability",
 }
-# Of which the values have no effect here: one model, on the engine's own ranks
-NO_EFFECT = ("draft_tensor_parallel_size", "quantization", "max_model_len", "revision", "disable_padded_drafter_batch")
+# Of which the values have no effect here: one model, on the engine's own ranks; texts are limited by memory
+NO_EFFECT = (
+    "draft_tensor_parallel_size",
+    "quantization",
+    "max_model_len",
+    "revision",
+    "disable_padded_drafter_batch",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+)
 
 
 def from_vllm(value: Any) -> dict[str, Any]:

@@ -316,6 +316,7 @@ class AsyncLLM(BaseLLM):
             await self._shared_roots.remove(request_id, owner)
             return
         root = self._running().output_processor.roots.remove(request_id, owner)
+        self._running().tell_dropped_roots()
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases
                 await self._call("end_leases", root.branch_ids)

@@ -104,6 +104,7 @@ class BaseLLM:
             tracer=self.tracer,
             throughput=self._throughput,
             shared_roots=getattr(client, "shared_roots", None),
+            notes_dropped_roots=self.config.speculation.keeps_texts,
         )
         if self.tracer is not None:
             self.tracer.model_name = source.name

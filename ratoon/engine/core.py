@@ -268,6 +268,10 @@ class EngineCore:
         """Give the memory of ended branches back now. How many there were."""
         return sum(self.scheduler.leases.end(branch_id) for branch_id in branch_ids)
 
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        """Drops what is kept of the texts of these branches to draft from."""
+        self.scheduler.forget_roots(branch_ids)
+
     def reset_prefix_cache(self) -> bool:
         """False while requests hold blocks."""
         return self.scheduler.reset_prefix_cache()

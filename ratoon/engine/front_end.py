@@ -228,12 +228,20 @@ class FrontEnd:
         outputs."""
         outputs, _, aborted = self.output_processor.abort_requests(external_ids, owner)
         self._abort(aborted)
+        self.tell_dropped_roots()
         return outputs
 
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
             with suppress(EngineDeadError):  # what is dead has nothing left to abort
                 self._taker.abort_requests(request_ids)
+
+    def tell_dropped_roots(self) -> None:
+        """Tells the engines which roots are gone since the last call, if they keep texts of roots."""
+        dropped = self.output_processor.roots.take_dropped()
+        if dropped:
+            with suppress(EngineDeadError):
+                self._taker.forget_roots(dropped)
 
     def count_refused(self) -> None:
         if self._metrics is not None:
@@ -248,6 +256,7 @@ class FrontEnd:
             with suppress(EngineDeadError):
                 self._taker.stop_requests(stopped)
         self._abort(aborted)
+        self.tell_dropped_roots()
         return outputs
 
     def record_stats(self, step: EngineCoreOutputs) -> None:

@@ -150,6 +150,7 @@ class LLMEngine(FrontEnd):
         self._inboxes.pop((None, request_id), None)
         with suppress(UnknownParentError):
             self.output_processor.roots.remove(request_id)
+        self.tell_dropped_roots()
 
 
 SIGINT: int = _signal.SIGINT

@@ -167,6 +167,10 @@ class Scheduler:
         for branch in sorted(found.values(), key=state.order, reverse=True):
             self.kinds.of(branch.request).enqueue_again(branch)
 
+    def forget_roots(self, branch_ids: Iterable[str]) -> None:
+        """Roots are gone: nothing is drafted from the texts of these branches any more. Unknown ids are ignored."""
+        self.state.speculation.forget_texts(branch_ids)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.state.requests)
 
@@ -204,11 +208,12 @@ class Scheduler:
 
     @property
     def has_work_beside_step(self) -> bool:
-        return self.kv_cache.has_unregistered_blocks
+        return self.kv_cache.has_unregistered_blocks or self.state.speculation.has_work_beside_step
 
     def work_beside_step(self) -> None:
         """What planning has left undone, because it can be done while the step runs."""
         self.kv_cache.register_blocks()
+        self.state.speculation.work_beside_step()
 
     def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
         """A plan was executed at time `now` (default: the last known time): its keys and values are written.

@@ -18,6 +18,7 @@ from ratoon.core.stats import DraftStats
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.drafters.prediction import PredictionDrafter
+from ratoon.scheduling.drafters.roots import RootsDrafter
 from ratoon.scheduling.pace import StepPace
 
 FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
@@ -83,6 +84,7 @@ class Speculation:
         self.stats: dict[str, DraftStats] = {}  # by source
         self._drafters = drafters
         self._prediction = PredictionDrafter()
+        self._roots = next((one for one in drafters if isinstance(one, RootsDrafter)), None)
         self._drafts: dict[Branch, BranchDrafts] = {}  # of unfinished branches that may draft
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
@@ -104,6 +106,32 @@ class Speculation:
             branch.speculates = False
             for record in self._drafts.pop(branch).records:
                 record.drafter.drop(branch)
+
+    # ---- texts of ended requests ----
+
+    def text_ended(self, branch: Branch) -> None:
+        """The text of a branch stays as a root, also if the branch was aborted: later ones may draft from it."""
+        if self._roots is not None and branch.num_output_tokens:
+            self._roots.add(branch)
+
+    def forget_texts(self, branch_ids: Iterable[str]) -> None:
+        if self._roots is not None:
+            self._roots.forget(branch_ids)
+            self._roots.work()
+
+    @property
+    def has_work_beside_step(self) -> bool:
+        return self._roots is not None and self._roots.has_work
+
+    def work_beside_step(self) -> None:
+        """Does a part of what texts that came or went have left to do."""
+        if self._roots is not None:
+            self._roots.work()
+
+    def check(self) -> None:
+        """Raises AssertionError unless what is kept of texts agrees with its counts. Slow: for tests."""
+        if self._roots is not None:
+            self._roots.check()
 
     def snapshot(self) -> dict[str, DraftStats]:
         return {name: stats.copy() for name, stats in self.stats.items()} if self.stats else {}

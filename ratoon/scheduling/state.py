@@ -339,6 +339,8 @@ class SchedulerState:
             is_there = self.discard_in_flight(branch)
             self.speculation.close(branch)
             is_text = ended_well and request.task.branches_are_texts
+            if trusted and request.task.branches_are_texts:
+                self.speculation.text_ended(branch)
             if not is_there:
                 self.kv_cache.free(branch, trusted)
             if is_text:
@@ -377,6 +379,7 @@ class SchedulerState:
         `own_running`, `own_waiting`: what kinds of requests hold and queue beyond the shared queues."""
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held])
         self.leases.check()
+        self.speculation.check()
         self.shares.check(request.owner for request in self.requests.values())
         running, waiting, loading = set(self.running), set(self.waiting), self.loads.outside()
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"

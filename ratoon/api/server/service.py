@@ -128,7 +128,9 @@ class Service:
         self._client = make_async_client(
             self._config, own.num_replicas, self.startup_timer, not own.data_parallel_external_lb, own.ray
         )
-        self._hub = EngineHub(self._client, self._config.max_roots, self._kill, self._survives)
+        self._hub = EngineHub(
+            self._client, self._config.max_roots, self._kill, self._survives, self._config.speculation.keeps_texts
+        )
         self._hub.observe = self._observe
         self._queue = Queue(settings.max_queue)
         self._names = RequestNames(num_names(self._config.max_roots, settings.max_queue))

@@ -75,6 +75,7 @@ class OutputProcessor:
         tracer: RequestTracer | None = None,
         throughput: ThroughputLog | None = None,
         shared_roots: EndedRequests | None = None,  # of several front ends, in the place of this one's own
+        notes_dropped_roots: bool = False,  # see RootTable
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
@@ -85,7 +86,8 @@ class OutputProcessor:
         self._throughput = throughput
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
-        self.roots = RootTable(max_roots)  # what has ended and can be continued
+        # What has ended and can be continued
+        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots and shared_roots is None)
         self.shared_roots = shared_roots
 
     def add_request(
@@ -245,6 +247,8 @@ class OutputProcessor:
         if state.reads is None:
             del self._internal_ids[state.owner, state.external_id]
             root = state.as_root() if state.error is None else None
+            if root is None:
+                self.roots.note_dropped(branch_id_of(state.request_id, choice.index) for choice in state.choices)
             (self.shared_roots or self.roots).note_end(state.owner, state.external_id, state.request_id, root)
         if self._metrics is not None:
             measure_end(self._metrics, state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ratoon.core.config import MAX_ROOTS
@@ -84,8 +85,13 @@ class _OwnersRoots:
 
 
 class RootTable:
-    def __init__(self, max_roots: int = MAX_ROOTS, max_feature_bytes: int = MAX_FEATURE_BYTES) -> None:
+    def __init__(
+        self, max_roots: int = MAX_ROOTS, max_feature_bytes: int = MAX_FEATURE_BYTES, *, notes_dropped: bool = False
+    ) -> None:
+        """`notes_dropped`: engines keep texts of roots, and are told which roots are gone (`take_dropped`)."""
         self._max_roots = max_roots
+        self._notes_dropped = notes_dropped
+        self._dropped: list[str] = []  # branches of roots that are gone, since they were last taken
         self._max_feature_bytes = max_feature_bytes
         self._feature_bytes = 0  # of all that are here
         self._num_roots = 0
@@ -114,6 +120,16 @@ class RootTable:
         if root is not None:
             self.add(root)
 
+    def note_dropped(self, branch_ids: Iterable[str]) -> None:
+        """These branches are those of no root."""
+        if self._notes_dropped:
+            self._dropped += branch_ids
+
+    def take_dropped(self) -> list[str]:
+        """Returns the branches of roots that are gone, each once: they were evicted, replaced or removed."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def find(self, request_id: str, owner: str | None = None) -> Root:
         """UnknownParentError, the same for an unknown id and for one of another owner."""
         own = self._by_owner.get(owner)
@@ -140,6 +156,7 @@ class RootTable:
         self._feature_bytes -= root.feature_bytes
         if not own.roots:
             del self._by_owner[root.owner]
+        self.note_dropped(root.branch_ids)
         return root
 
     def list(self, owner: str | None = None) -> list[Root]:

@@ -20,7 +20,7 @@ from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, RequestError
 from ratoon.core.faults import error_of
 from ratoon.core.health import Health
-from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, UtilityCall, UtilityResult
+from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, ForgottenRoots, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
 from ratoon.engine.processes.coordinator import DPCoordinator
@@ -190,6 +190,11 @@ class AsyncMPClient:
 
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
         self._take_back(EngineCoreRequestType.STOP, *self._ledger.stop(stopped))
+
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        for replica in self.replicas:
+            if replica.can_serve:  # one that is started again has no texts
+                replica.send(EngineCoreRequestType.FORGET_ROOTS, ForgottenRoots(branch_ids))
 
     def _take_back(self, kind: EngineCoreRequestType, to_send: Mapping[int, Any], ended: list[Entry]) -> None:
         for engine, message in to_send.items():

@@ -38,6 +38,9 @@ class InprocClient:
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
         self.core.stop_requests(stopped)
 
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        self.core.forget_roots(branch_ids)
+
     def has_work(self) -> bool:
         return self.core.has_work()
 

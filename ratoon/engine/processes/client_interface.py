@@ -26,6 +26,10 @@ class RequestClient(Protocol):
         """The state of each engine that a request may name."""
         ...
 
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        """Has the engines drop the texts of these branches, which are those of no root any more. What is handed over
+        later is not drafted from them."""
+
 
 class EngineClient(RequestClient, Protocol):
     """The client of LLMEngine: one engine, and one caller, which waits."""

@@ -44,6 +44,7 @@ from ratoon.core.messages import (
     EngineMessageType,
     EngineReady,
     Fault,
+    ForgottenRoots,
     Heartbeat,
     UtilityCall,
 )
@@ -214,6 +215,8 @@ class EngineCoreProcess:
             core.stop_requests(message)
         elif isinstance(message, int):
             self._num_outputs_taken = message
+        elif isinstance(message, ForgottenRoots):
+            core.forget_roots(message.branch_ids)
         elif isinstance(message, DPWave):
             if self._steps_left is not None:
                 self._wave, self._steps_left = message, STEPS_IN_ROUND
@@ -239,6 +242,7 @@ class EngineCoreProcess:
             EngineCoreRequestType.EXECUTOR_FAILED.value: Decoder(Fault).decode,
             EngineCoreRequestType.OUTPUTS_TAKEN.value: Decoder(int).decode,
             EngineCoreRequestType.START_DP_WAVE.value: Decoder(DPWave).decode,
+            EngineCoreRequestType.FORGET_ROOTS.value: Decoder(ForgottenRoots).decode,
         }
         while True:
             kind, *frames = socket.recv_multipart()

@@ -28,7 +28,7 @@ from ratoon.core.health import Health
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.readings import reading_id
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, branch_id_of
 from ratoon.engine.output.roots import Root, RootTable
 from ratoon.engine.processes.async_client import AsyncMPClient
 from ratoon.engine.processes.link import Link
@@ -79,6 +79,10 @@ class Running:
             [rank for chunk in chunks for rank in chunk.sampled_ranks][start:stop],
         )
 
+    @property
+    def branch_ids(self) -> list[str]:
+        return [branch_id_of(self.request.request_id, choice) for choice in range(self.request.num_choices)]
+
     def as_root(self) -> Root:
         """The request as far as it has come."""
         request, params = self.request, self.request.generation_params
@@ -127,12 +131,13 @@ class EngineHub:
         max_roots: int,
         kill: Callable[[int], None],
         survives: Callable[[str | None, str], bool] = lambda owner, external_id: False,
+        notes_dropped_roots: bool = False,  # see RootTable
     ) -> None:
         """`kill` ends the front end with this index, which takes nothing any more. `survives` tells whether the request
         with this owner and id goes on when its front end is gone, because another one will take it over."""
         self._survives = survives
         self.client = client
-        self.roots = RootTable(max_roots)
+        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots)
         self._kill = kill
         self._readers: dict[int, Reader] = {}
         self._running: dict[str, Running] = {}  # by internal id
@@ -188,7 +193,9 @@ class EngineHub:
             else:
                 aborted.append(running.request.request_id)
                 self._forget(running)
+                self.roots.note_dropped(running.branch_ids)
         self._abort(aborted)
+        self._tell_dropped_roots()
         self._progress.set()
 
     # ---- requests ----
@@ -223,11 +230,14 @@ class EngineHub:
             self.client.stop_requests(stopped)
 
     def _ended(self, owner: str | None, external_id: str, request_id: str, root: Root | None) -> None:
-        if root is not None:
-            self.roots.add(root)
         running = self._running.get(request_id)
         if running is not None:
             self._forget(running)
+        if root is not None:
+            self.roots.add(root)
+        elif running is not None:
+            self.roots.note_dropped(running.branch_ids)
+        self._tell_dropped_roots()
 
     def _forget(self, running: Running) -> None:
         del self._running[running.request.request_id]
@@ -240,6 +250,8 @@ class EngineHub:
         if running is not None and running.is_paused:
             self._abort([running.request.request_id])
             self._forget(running)
+            self.roots.note_dropped(running.branch_ids)
+            self._tell_dropped_roots()
 
     def held_request(self, owner: str | None, external_id: str) -> EngineCoreRequest | None:
         running = self._by_key.get((owner, external_id))
@@ -288,9 +300,15 @@ class EngineHub:
         if (running := self._by_key.get((owner, external_id))) is not None and running.last is not None:
             await running.ended.wait()
         root = self.roots.remove(external_id, owner)
+        self._tell_dropped_roots()
         if root.leased:
             with suppress(EngineAwayError):  # an engine that is started again has no leases
                 await self.client.call_utility("end_leases", root.branch_ids)
+
+    def _tell_dropped_roots(self) -> None:
+        dropped = self.roots.take_dropped()
+        if dropped and self.dead is None:
+            self.client.forget_roots(dropped)
 
     def is_running(self, owner: str | None, external_id: str) -> bool:
         return (owner, external_id) in self._by_key

@@ -102,6 +102,9 @@ class HubClient:
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
         self.link.tell("stop_requests", stopped)
 
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        """The hub has the roots, and tells the engines."""
+
     async def get_outputs(self) -> list[EngineCoreOutputs]:
         steps = [await self._outputs.get()]
         while not self._outputs.empty():

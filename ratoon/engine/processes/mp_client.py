@@ -17,7 +17,7 @@ from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import EngineAwayError, EngineDeadError
 from ratoon.core.faults import error_of
 from ratoon.core.health import Health
-from ratoon.core.messages import EngineMessageType, UtilityCall, UtilityResult
+from ratoon.core.messages import EngineMessageType, ForgottenRoots, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.ledger import Ledger
 from ratoon.engine.processes.replica import Replica
@@ -73,6 +73,11 @@ class SyncMPClient:
             for counts in to_send.values():
                 self._replica.send(EngineCoreRequestType.STOP, counts)
             self._dispatch()
+
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        with self._lock:
+            if self._replica.can_serve:  # one that is started again has no texts
+                self._replica.send(EngineCoreRequestType.FORGET_ROOTS, ForgottenRoots(branch_ids))
 
     def has_work(self) -> bool:
         return bool(self._arrived) or len(self._ledger) > 0

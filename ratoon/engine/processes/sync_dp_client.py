@@ -48,6 +48,9 @@ class SyncDPClient:
     def stop_requests(self, stopped: dict[str, int | None]) -> None:
         self._call(lambda: self._client.stop_requests(stopped))
 
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        self._call(lambda: self._client.forget_roots(branch_ids))
+
     def has_work(self) -> bool:
         return not self._arrived.empty() or self._call(lambda: self._client.has_work or not self._arrived.empty())
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.drafters.own_text import NgramDrafter
+from ratoon.scheduling.drafters.roots import RootsDrafter
 
 MAKERS: dict[str, Callable[[SpeculationConfig], Drafter]] = {
     "ngram": lambda config: NgramDrafter(config.ngram_min, config.ngram_max),
+    "roots": lambda config: RootsDrafter(config.roots_bytes, config.roots_min_probability, config.roots_factor),
 }
 
 

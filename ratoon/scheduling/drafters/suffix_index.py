@@ -318,8 +318,8 @@ class SuffixIndex:
 def follow(places: Sequence[Place], token: int) -> list[Place]:
     """Returns the places behind those of `places` that have this token.
 
-    Of the longest match of a text, these are the longest match of the text with this token: a longer one would have been
-    longer before.
+    Of the longest match of a text, these are the longest match of the text with this token: a longer one would have
+    been longer before.
     """
     found: list[Place] = []
     for node, position in places:

@@ -25,6 +25,7 @@ class FakeClient:
         self.outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self.added: list[str] = []
         self.aborted: list[str] = []
+        self.forgotten: list[str] = []
         self.num_taken = 0
         self.num_engines = 2
 
@@ -36,6 +37,9 @@ class FakeClient:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    def forget_roots(self, branch_ids: list[str]) -> None:
+        self.forgotten += branch_ids
 
     async def add_replica(self) -> int:
         self.num_engines += 1
@@ -74,7 +78,7 @@ def root(name: str) -> Root:
 class Hub:
     def __init__(self, survives=lambda owner, name: False) -> None:
         self.client = FakeClient()
-        self.hub = EngineHub(self.client, 8, lambda index: None, survives)  # type: ignore[arg-type]
+        self.hub = EngineHub(self.client, 8, lambda index: None, survives, notes_dropped_roots=True)  # type: ignore[arg-type]
         self.links = [FakeLink(), FakeLink()]
         self.calls = [self.hub.handlers(index) for index in (0, 1)]
         for index, link in enumerate(self.links):
@@ -191,4 +195,25 @@ async def test_the_engines_wait_for_a_front_end_that_is_behind():
     made.calls[0]["outputs_taken"](MAX_STEPS_BEHIND)
     await made.step()
     assert made.client.num_taken > MAX_STEPS_BEHIND
+    await made.hub.stop()
+
+
+@on_event_loop
+async def test_engines_are_told_which_texts_are_those_of_no_root():
+    made = Hub()
+    for name in ("kept", "failed", "removed"):
+        made.calls[0]["add_request"](request(name))
+    made.calls[1]["add_request"](request("orphan"))
+    made.calls[0]["request_ended"](None, "kept", "kept-12345678", root("kept"))
+    made.calls[0]["request_ended"](None, "removed", "removed-12345678", root("removed"))
+    assert made.client.forgotten == []
+    made.calls[0]["request_ended"](None, "failed", "failed-12345678", None)
+    assert made.client.forgotten == ["failed-12345678"]
+    await made.calls[0]["remove_root"](None, "removed")
+    made.hub.remove_reader(1)
+    assert made.client.forgotten == ["failed-12345678", "removed-12345678", "orphan-12345678"]
+    for number in range(8):
+        made.calls[0]["add_request"](request(str(number)))
+        made.calls[0]["request_ended"](None, str(number), f"{number}-12345678", root(str(number)))
+    assert made.client.forgotten[3:] == ["kept-12345678"]
     await made.hub.stop()

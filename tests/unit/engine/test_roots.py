@@ -63,3 +63,25 @@ def test_the_size_is_a_setting() -> None:
     assert engine_config("m", max_roots=7).max_roots == 7
     with pytest.raises(ConfigError, match="max_roots"):
         engine_config("m", max_roots=-1)
+
+
+def test_engines_are_told_of_roots_that_are_gone() -> None:
+    table = RootTable(2, notes_dropped=True)
+    for name in "ab":
+        table.add(root(name))
+    assert table.take_dropped() == []
+    table.add(root("c"))  # there is room for two
+    assert table.take_dropped() == ["a-x"] and table.take_dropped() == []
+    table.add(Root("b", "b-y", [1], [[2], [3]]))  # the same id again
+    table.remove("b")
+    assert table.take_dropped() == ["b-x", "b-y", "b-y#1"]
+    table.note_dropped(["d-x"])
+    assert table.take_dropped() == ["d-x"]
+
+
+def test_without_engines_that_keep_texts_nothing_is_noted() -> None:
+    table = RootTable(1)
+    for name in "abc":
+        table.add(root(name))
+    table.note_dropped(["d-x"])
+    assert table.take_dropped() == []

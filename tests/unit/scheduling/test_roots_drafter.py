@@ -11,9 +11,13 @@ import pytest
 
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest
+from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch, Request
 from ratoon.scheduling.drafters.roots import TOKENS_BETWEEN_COUNTS, RootsDrafter
 from ratoon.scheduling.drafters.suffix_index import ANCHOR_BYTES, TOKEN_BYTES
+from ratoon.scheduling.scheduler import Scheduler
+from tests.unit.scheduling.steps import add as add_request
+from tests.unit.scheduling.steps import scheduler_of, step
 
 ALL = 1 << 40
 TEXT = list(range(100, 140))
@@ -227,3 +231,54 @@ def test_an_ended_branch_leaves_nothing_behind() -> None:
     drafter.drop(branch)
     assert not any(scope.places for scope in drafter._scopes.values())
     drafter.drop(branch)
+
+
+# ---- in the scheduler ----
+
+
+def kept_by(scheduler: Scheduler) -> RootsDrafter:
+    roots = scheduler.state.speculation._roots
+    assert roots is not None
+    return roots
+
+
+def scheduler_with_roots() -> Scheduler:
+    return scheduler_of(max_steps_in_flight=1, speculation=SpeculationConfig(speculate="roots"))
+
+
+def test_a_text_is_kept_when_its_branch_has_ended_or_was_aborted() -> None:
+    scheduler = scheduler_with_roots()
+    add_request(scheduler, "ended", 5, max_tokens=2)
+    add_request(scheduler, "aborted", 5)
+    add_request(scheduler, "failed", 5)
+    step(scheduler)
+    assert len(kept_by(scheduler)) == 0
+    step(scheduler)
+    add_request(scheduler, "never ran", 5)
+    scheduler.abort_requests(["aborted", "never ran"])
+    scheduler.fail_requests(["failed"], "it broke")
+    assert set(kept_by(scheduler)._owner_of) == {"ended", "aborted"}
+    assert scheduler.has_work_beside_step
+    scheduler.work_beside_step()
+    assert not scheduler.has_work_beside_step
+    scheduler.forget_roots(["ended", "aborted", "another"])
+    assert kept_by(scheduler).num_bytes == 0, "freed at once, where that takes little time"
+    scheduler.check()
+
+
+def test_nothing_is_kept_without_the_source() -> None:
+    scheduler = scheduler_of(max_steps_in_flight=1)
+    add_request(scheduler, "a", 5, max_tokens=1)
+    step(scheduler)
+    assert not scheduler.has_work_beside_step
+    scheduler.forget_roots(["a"])
+
+
+def test_choices_are_texts_of_their_own() -> None:
+    scheduler = scheduler_with_roots()
+    add_request(scheduler, "a", 5, n=2, max_tokens=2)
+    step(scheduler)
+    step(scheduler)
+    assert set(kept_by(scheduler)._owner_of) == {"a", "a#1"}
+    scheduler.forget_roots(["a", "a#1"])
+    assert len(kept_by(scheduler)) == 0
