@@ -40,6 +40,7 @@ def load(args: argparse.Namespace) -> Calls:
 
     known = Known()
     facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"], "describe": lambda: describe(llm)}
+    facts["reset_prefix_cache"] = llm.reset_prefix_cache
     calls = {"generate": generate, "answer": answer, **facts, **_searches(llm, known), **_device_calls(llm)}
     return {**calls, **state_calls(llm, known)}
 
