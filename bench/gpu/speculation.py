@@ -3,9 +3,9 @@
     python3 bench/gpu/speculation.py                                   # Ratoon alone
     python3 bench/gpu/speculation.py --vllm-path /tmp/vllm --json out.json
 
-The models have random weights of the shapes in models/. A bias lets every request generate one token again and again,
-so what comes next is known, and a source of drafts that belongs to this program alone guesses it right with the given
-probability, token by token. "ngram" is the source that users have, on the same text (nearly all of its drafts are
+The models have random weights of the shapes in models/, but for the last product: it is zero, so that a greedy request
+generates one token again and again (vLLM's does so by a bias). What comes next is known, and a source of drafts that
+belongs to this program alone guesses it right with the given probability, token by token. "ngram" is the source that users have, on the same text (nearly all of its drafts are
 right) and on one that is drawn freely (none is). vLLM's n-gram mode, and vLLM without drafts, do the same two texts. A
 figure is (whole - first token) / the other tokens of a request; ratios are against the same engine without drafts. The
 length of drafts follows from what was right of late, as it does for users; with --always it is the longest.
@@ -25,6 +25,7 @@ from typing import Any
 
 from compare import COMMON, OUR_SETTINGS, add_options, gpu_name, module_path, settle_options
 from compare_parts.models import prepare_model
+from in_graphs import runner_of
 from harness import OURS, align, format_spread, ratios_of, spread
 from peers.machine import usable_cores
 from peers.process import EngineFailedError, EngineProcess
@@ -37,8 +38,7 @@ from ratoon.scheduling.drafters.own_text import NgramDrafter
 from ratoon.scheduling.speculation import Speculation
 
 SEED = 0
-TOKEN = 11  # that requests generate
-BIAS = 100.0
+TOKEN = 0  # that requests generate: the first of equals
 MAX_MODEL_LEN = 2048
 OFF = "off"
 
@@ -71,6 +71,7 @@ class OurWays:
             del settings["gpu_memory_utilization"]
         settings |= {"max_model_len": MAX_MODEL_LEN, "skip_tokenizer": True, "disable_log_stats": True}
         self.llm = LLM(str(model), enable_prefix_caching=False, **settings)
+        runner_of(self.llm.engine.client.core.executor).model.lm_head.multiply.weight.zero_()
         self._source = PromptSource(SEED, json.loads((shape / "config.json").read_text())["vocab_size"])
         always: dict[str, Any] = {"min_acceptance": 0.0, "max_seqs": 1 << 20} if args.always else {}
         self._config = SpeculationConfig(speculate="ngram", num_tokens=args.draft, **always)
@@ -105,7 +106,7 @@ class OurWays:
         return (seconds[1] - seconds[0]) / (self._args.tokens - 1)
 
     def _generate(self, prompts: list[list[int]], num_tokens: int, repeats: bool) -> float:
-        chosen = {"temperature": 0.0, "logit_bias": {TOKEN: BIAS}} if repeats else {"temperature": 1.0, "seed": SEED}
+        chosen = {"temperature": 0.0} if repeats else {"temperature": 1.0, "seed": SEED}
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False, **chosen)
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, progress=False)
@@ -192,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="that a request generates (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--always", action="store_true", help="drafts of full length, whatever they are worth")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --settings, to try it")
     args = settle_options(parser)
     args.batches = [int(text) for text in args.batches.split(",")]
     args.acceptances = [float(text) for text in args.acceptances.split(",")]
