@@ -5,10 +5,11 @@
 
 The models have random weights of the shapes in models/, but for the last product: it is zero, so that a greedy request
 generates one token again and again (vLLM's does so by a bias). What comes next is known, and a source of drafts that
-belongs to this program alone guesses it right with the given probability, token by token. "ngram" is the source that users have, on the same text (nearly all of its drafts are
-right) and on one that is drawn freely (none is). vLLM's n-gram mode, and vLLM without drafts, do the same two texts. A
-figure is (whole - first token) / the other tokens of a request; ratios are against the same engine without drafts. The
-length of drafts follows from what was right of late, as it does for users; with --always it is the longest.
+belongs to this program alone guesses it right with the given probability, token by token. "ngram" is the source that
+users have, on the same text (nearly all of its drafts are right) and on one that is drawn freely (none is). vLLM's
+n-gram mode, and vLLM without drafts, do the same two texts. A figure is (whole - first token) / the other tokens of a
+request; ratios are against the same engine without drafts. The length of drafts follows from what was right of late, as
+it does for users; with --always it is the longest.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from compare import COMMON, OUR_SETTINGS, add_options, gpu_name, module_path, settle_options
 from compare_parts.models import prepare_model
-from in_graphs import runner_of
 from harness import OURS, align, format_spread, ratios_of, spread
+from in_graphs import runner_of
 from peers.machine import usable_cores
 from peers.process import EngineFailedError, EngineProcess
 from workloads import PromptSource
@@ -71,7 +73,8 @@ class OurWays:
             del settings["gpu_memory_utilization"]
         settings |= {"max_model_len": MAX_MODEL_LEN, "skip_tokenizer": True, "disable_log_stats": True}
         self.llm = LLM(str(model), enable_prefix_caching=False, **settings)
-        runner_of(self.llm.engine.client.core.executor).model.lm_head.multiply.weight.zero_()
+        with torch.inference_mode():
+            runner_of(self.llm.engine.client.core.executor).model.lm_head.multiply.weight.zero_()
         self._source = PromptSource(SEED, json.loads((shape / "config.json").read_text())["vocab_size"])
         always: dict[str, Any] = {"min_acceptance": 0.0, "max_seqs": 1 << 20} if args.always else {}
         self._config = SpeculationConfig(speculate="ngram", num_tokens=args.draft, **always)
