@@ -10,7 +10,7 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
 from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings, whole_between
-from ratoon.core.speculation import SpeculationConfig, verify_speculation
+from ratoon.core.speculation import GPU_FREE_ROWS, SpeculationConfig, verify_speculation
 
 MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
 
@@ -388,6 +388,8 @@ class FrontEndConfig:
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
     """Resolve settings whose defaults depend on the GPU's memory; 0: there is no GPU. A large one computes long prompts
     faster in large steps, and has the memory for them."""
+    if gpu_bytes:
+        config = replace(config, speculation=replace(config.speculation, free_rows=GPU_FREE_ROWS))
     if config.scheduler.max_num_batched_tokens is not None or gpu_bytes < LARGE_GPU_BYTES:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=LARGE_GPU_TOKEN_BUDGET))

@@ -12,6 +12,7 @@ from ratoon.core.setting import at_least, json_object, number, one_of, setting, 
 OFF = "off"
 PREDICTION = "prediction"  # the source that a request brings itself
 MAX_DRAFT_TOKENS = 64
+CPU_FREE_ROWS, GPU_FREE_ROWS = 16, 512
 SOURCES = "ngram, roots, draft:MODEL or head:PATH, several with commas between them, or off"
 NAMES_A_FILE = {"ngram": False, "roots": False, "draft": True, "head": True}  # sources; some have a model or file
 SUPPORTED = ("ngram", "roots")  # sources that scheduling/drafters/build.py makes
@@ -38,7 +39,7 @@ class SpeculationConfig:
         metavar="SOURCES",
     )
     num_tokens: int = setting(
-        8,
+        7,  # with the newest token, a step has as many of a sequence as kernels of GPUs take at once
         "most tokens of a draft; it is shorter where fewer were right of late, or where many sequences run",
         whole_between(1, MAX_DRAFT_TOKENS),
         name="speculate_tokens",
@@ -95,6 +96,8 @@ class SpeculationConfig:
         one_of("exact", "rejection"),
         name="draft_acceptance",
     )
+    # Rows that take as long as the rest of a step, before any step was observed. Follows from the device.
+    free_rows: int = CPU_FREE_ROWS
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:

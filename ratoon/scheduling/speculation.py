@@ -25,8 +25,6 @@ FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
 FIRST_RATES = {PredictionDrafter.name: 0.9}  # the same of sources that promise more
 WEIGHT = 1 / 8  # of the newest guess in that share
 LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
-# Rows that take as long as the rest of a step, before any step was observed
-USUAL_FREE_ROWS = 16
 MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
 LEAST_COST = 0.02
 ROWS_AHEAD = 4  # rows for drafts over which their cost is taken
@@ -214,4 +212,4 @@ class Speculation:
         if self.config.max_seqs is not None:
             return MOST_COST + 1 if num_rows > self.config.max_seqs else LEAST_COST
         cost = self._pace.cost_of_rows(max(1, num_rows), ROWS_AHEAD)
-        return max(num_rows / (num_rows + USUAL_FREE_ROWS) if cost is None else cost, LEAST_COST)
+        return max(num_rows / (num_rows + self.config.free_rows) if cost is None else cost, LEAST_COST)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ratoon.attention.interface import FEW_TOKENS
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.execution.devices import use_device
@@ -22,6 +23,7 @@ from ratoon.execution.model_runner import ModelRunner
 from ratoon.execution.passes.ends import BeamKeys, Logits
 from ratoon.execution.passes.graphs import (
     MAX_TOKENS,
+    REQUEST_SIZES,
     Captured,
     PaddedEnd,
     ProgramKey,
@@ -178,6 +180,11 @@ def launch_later_steps(runner: ModelRunner) -> None:
     sizes = [size for size in graph_sizes(MAX_TOKENS) if size <= FEW_ROWS]
     _launch_decodes(runner, (32, *sizes, *MANY_ROWS), (Mode.GREEDY,))
     _launch_prompts(runner, [size for size in sizes if size > 1])
+    for num_reqs in (*REQUEST_SIZES[:-1], FEW_TOKENS):  # that check drafts, or go on by a few tokens
+        tokens = FEW_TOKENS if num_reqs <= FEW_TOKENS else (num_reqs - 1) * FEW_TOKENS
+        if (size := runner.graphs.size_of_few(tokens)) is not None:
+            few = sampling_key(size, num_reqs, size if num_reqs > 2 else 1, Mode.GREEDY)
+            _launch_padded(runner, few._replace(has_few=size > FEW_TOKENS))
     if (size := runner.graphs.size_for(FEW_ROWS)) is not None:  # many requests, some of more than one token
         _launch_padded(runner, sampling_key(size, size, 1, Mode.GREEDY))
     _launch_beams(runner)

@@ -89,7 +89,7 @@ class ProgramKey(NamedTuple):
     has_embeddings: bool = False  # rows that are no token ids
     has_adapters: bool = False  # rows that have one
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
-    has_few: bool = False  # no request has more than FEW_TOKENS
+    has_few: bool = False  # no request has more than FEW_TOKENS, but for padding, which is attended to in part
 
     @property
     def max_query_len(self) -> int:
@@ -244,6 +244,11 @@ class StepGraphs:
             return None
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else None
+
+    def size_of_few(self, num_tokens: int) -> int | None:
+        """The same for a step whose requests have FEW_TOKENS at most, but not all of them one. None: they are too many
+        for the few sizes that such steps are padded to."""
+        return self.size_for(max(FEW_TOKENS, 1 << (num_tokens - 1).bit_length()), is_decode=False)
 
     def run(self, key: ProgramKey) -> Any:
         graph = self._graphs.get(key)
@@ -418,7 +423,12 @@ class Graphs:
         """None: the step must run by calls."""
         num_tokens, count = step.num_tokens, len(step.batch.rows)
         is_decode = count == num_tokens
-        size = self.steps.size_for(num_tokens, is_decode)
+        longest = 1 if is_decode else int(step.batch.num_scheduled.max())
+        # Lengths of drafts differ from step to step: few sizes, and one number of rows that are read.
+        size = self.steps.size_of_few(num_tokens) if 1 < longest <= FEW_TOKENS else None
+        has_one_read = size is not None
+        if size is None:
+            size = self.steps.size_for(num_tokens, is_decode)
         if size is None:
             return None
         num_reqs, has_few = None, False
@@ -426,13 +436,20 @@ class Graphs:
             num_reqs = padded_reqs(count, size - num_tokens, size, self._inputs.rows.max_model_len)
             if num_reqs is None:
                 return None
-            longest = max(step.batch.num_scheduled.max(), -(-(size - num_tokens) // max(num_reqs - count, 1)))
-            has_few = bool(size > FEW_TOKENS >= longest)
+            has_few = size > FEW_TOKENS >= longest
         has_embeddings, has_adapters = step.embeddings is not None, step.batch.adapter_slots is not None
         if is_decode and step.reads_all:
             ends: tuple[PaddedEnd, ...] = (PaddedEnd(step.wanted[0].end.in_pass, None),)
             return ProgramKey(size, num_reqs, ends, has_embeddings=has_embeddings, has_adapters=has_adapters)
-        ends = tuple(PaddedEnd(each.end.in_pass, padded_read(len(each.rows), size)) for each in step.wanted)
+        ends = tuple(
+            PaddedEnd(
+                each.end.in_pass,
+                min(size, MAX_DECODES)
+                if has_one_read and each.end.needs_logits and len(each.rows) > 1
+                else padded_read(len(each.rows), size),
+            )
+            for each in step.wanted
+        )
         if sum(end.num_rows or 0 for end in ends) > self._inputs.max_rows or any(
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
@@ -446,7 +463,7 @@ class Graphs:
         """The program of the step that `inputs.send` has brought to the device."""
         inputs, ends = self._inputs, key.program_ends
         num_reqs = key.size if key.num_reqs is None else key.num_reqs
-        inputs.compute(key.size, num_reqs, key.max_query_len)
+        inputs.compute(key.size, num_reqs, 1 if key.num_reqs is None else key.size)  # padding may have all tokens
         step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs)
         if key.has_embeddings:
             step.embeddings = inputs.embeddings(key.size)

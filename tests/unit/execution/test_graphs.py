@@ -412,7 +412,7 @@ def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
     assert keys[1:] == [
         sampling_key(24, 9, 8, Mode.GREEDY),
         ProgramKey(16, 2, ()),
-        sampling_key(16, 9, 8, Mode.GREEDY)._replace(has_few=True),
+        sampling_key(16, 9, 16, Mode.GREEDY)._replace(has_few=True),
     ]
 
 

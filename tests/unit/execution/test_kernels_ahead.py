@@ -99,7 +99,8 @@ with torch.inference_mode(), ShapesOnly(), kernels, launches_go_to(kernels.recor
         compile_ahead._launch_step(runner, compile_ahead.step_of(requests, [16]))
 
     run("decode", *((size, None, None, Mode.GREEDY) for size in (1, 2, 8, 16, 32, 48, 128, 256)))
-    run("continuation", (8, 8, 1, Mode.GREEDY), (24, 8, 1, Mode.GREEDY), (64, 32, 8, Mode.RANDOM), (96, 8, 1))
+    run("continuation", (8, 2, 1, Mode.GREEDY), (24, 2, 1, Mode.GREEDY), (64, 33, 8, Mode.RANDOM), (96, 9, 1))
+    run("few tokens", (8, 8, 8, Mode.GREEDY), (16, 9, 16, Mode.GREEDY), (128, 33, 128, Mode.RANDOM))
     run("prompts", (160, 128, 8, Mode.GREEDY))
     run_requests(*[(0, 300)] * 8, (700, 1), (700, 5))
     run_requests((0, 3500), *[(700, 1)] * 3)
