@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
@@ -99,7 +100,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     arrival_time: float = 0.0
     priority: int = 0  # lower goes first
     cache_salt: str | None = None  # requests with different salts never share cached blocks
-    adapter: str | None = None  # adapters (LoRA) tag the cache in the same way
+    adapter: Adapter | None = None  # the digest of an adapter (LoRA) tags the cache in the same way
     data_parallel_rank: int | None = None
     external_id: str | None = None
     # For an encoder-decoder model: its encoder's input. The prompt is then the decoder's.

@@ -66,6 +66,19 @@ class DraftStats(msgspec.Struct, gc=False):
             self.accepted_per_pos[place] += 1
 
 
+class AdapterStats(msgspec.Struct, gc=False):
+    """Adapters (LoRA) on the device. The first three are current, as is the last; the others since the start."""
+
+    num_slots: int = 0
+    num_loaded: int = 0  # slots that have an adapter
+    num_waiting: int = 0  # requests that wait until theirs is loaded
+    loads: int = 0
+    failed: int = 0
+    evicted: int = 0  # for another one
+    seconds: float = 0.0  # that loads took, one after the other
+    holders: dict[str, int] = {}  # requests that are queued or run with each adapter, by its digest
+
+
 class SchedulerStats(msgspec.Struct, gc=False):
     """A snapshot after a step."""
 
@@ -81,3 +94,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     store: StoreStats = msgspec.field(default_factory=StoreStats)
     graphs: GraphStats = msgspec.field(default_factory=GraphStats)
     drafts: dict[str, DraftStats] = {}  # by source; sources that drafted nothing are not there
+    adapters: AdapterStats = msgspec.field(default_factory=AdapterStats)

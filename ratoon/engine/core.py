@@ -73,6 +73,7 @@ class EngineCore:
             facts.max_model_len,
             facts.swap_costs,
             config.speculation,
+            config.adapters.num_slots,
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
         if config.cache.kv_connector is not None:

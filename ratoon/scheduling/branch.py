@@ -14,6 +14,7 @@ from hashlib import blake2b
 from ratoon.core.plan import BlockIds, NewRequestData
 from ratoon.core.readings import asks_for_states
 from ratoon.core.request import EngineCoreRequest, branch_id_of
+from ratoon.memory.adapter_slots import NO_SLOT
 from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.task import Task
@@ -33,6 +34,8 @@ class Request:
     """The state that all branches of a request share."""
 
     __slots__ = (
+        "adapter",
+        "adapter_slot",
         "arrival_time",
         "branch_ids",
         "branches",
@@ -77,6 +80,8 @@ class Request:
         # Kept where hidden states are read when its texts have ended
         self.original = request if asks_for_states(request) else None
         self.encoder_input = request.encoder_input
+        self.adapter = request.adapter
+        self.adapter_slot = NO_SLOT  # that it holds
         self.num_choices = num_choices
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = max_total_tokens
@@ -97,6 +102,10 @@ class Request:
         self.finished_choices: set[int] = set()
         self.packed_prompt = b""  # as NewRequestData has it; set once it is checked
         self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
+
+    @property
+    def unfinished_branches(self) -> list[Branch]:
+        return [branch for branch in self.branches if branch.status != BranchStatus.FINISHED]
 
     def fork_branch(self, choice: int) -> Branch:
         """A further choice at the end of the prompt, without memory yet."""
@@ -194,6 +203,7 @@ class Branch(TokenSequence):
             num_encoder_positions=0 if self.cross is None else self.cross.num_positions,
             encoder_token_ids=encoder_token_ids or [],
             packed_prompt=request.packed_prompt,
+            adapter_slot=request.adapter_slot,
         )
 
 
@@ -201,7 +211,7 @@ def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
     """What besides tokens must be equal for two requests to share blocks."""
     keys = []
     if request.adapter is not None:
-        keys.append(("adapter", request.adapter))
+        keys.append(("adapter", request.adapter.digest))
     if request.cache_salt is not None:
         keys.append(("salt", request.cache_salt))
     if request.encoder_input is not None:

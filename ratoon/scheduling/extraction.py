@@ -38,11 +38,12 @@ class ExtractionTask(Task):
         "queue",
     )
 
-    def __init__(self, branch: Branch, extraction: Extraction, queue: ExtractionQueue) -> None:
+    def __init__(self, branch: Branch, extraction: Extraction, queue: ExtractionQueue, now: float) -> None:
         self.queue = queue
         self.branch = branch
         self.extraction = extraction
-        self.deadline: float | None = None  # on the scheduler's clock
+        # On the scheduler's clock
+        self.deadline: float | None = None if extraction.deadline is None else now + extraction.deadline
         self.is_in_flight = False  # a step of it is in flight: the next rows are known when it is done
         self.num_captured = 0
         self.num_passed_by = 0  # times that others were planned first since its last result
@@ -114,6 +115,7 @@ class ExtractionTask(Task):
             dtype=self.extraction.dtype,
             cross_block_ids=[] if self.branch.cross is None else self.branch.cross.block_ids,
             num_encoder_positions=0 if self.branch.cross is None else self.branch.cross.num_positions,
+            adapter_slot=self.branch.request.adapter_slot,
         )
 
     def take_rows(self, branch_id: str, first: int) -> CaptureStep:
@@ -136,7 +138,13 @@ class ExtractionTask(Task):
         assert encoder_input is not None
         self.is_in_flight = True
         return EncoderStep(
-            self.branch.branch_id, encoder_input, [], extraction.positions, extraction.layers, extraction.dtype
+            self.branch.branch_id,
+            encoder_input,
+            [],
+            extraction.positions,
+            extraction.layers,
+            extraction.dtype,
+            self.branch.request.adapter_slot,
         )
 
     def confirm(self, step: CaptureStep | EncoderStep) -> None:
@@ -195,19 +203,17 @@ class ExtractionQueue:
         first = self.first
         return first if first is not None and first.num_passed_by >= PATIENCE else None
 
-    def add(self, state: ExtractionTask, now: float) -> None:
+    def add(self, state: ExtractionTask) -> None:
         """QueueFullError: its owner has too many that wait."""
         waiting = Counter(other.owner for other in self._waiting) if len(self._waiting) >= MAX_WAITING else {}
         if not has_room(waiting, state.owner, 1, MAX_WAITING):
             raise QueueFullError(
                 "hidden_states", f"{len(self._waiting)} extractions are waiting already", "try again in a moment"
             )
-        self.add_reading(state, now)
+        self.add_reading(state)
 
-    def add_reading(self, state: ExtractionTask, now: float) -> None:
+    def add_reading(self, state: ExtractionTask) -> None:
         """Adds, without a limit, a reading of a text that has ended: its request was admitted."""
-        if state.extraction.deadline is not None:
-            state.deadline = now + state.extraction.deadline
         self._waiting.insert(self._place_for(state), state)
 
     def _place_for(self, state: ExtractionTask) -> int:
@@ -235,11 +241,5 @@ class ExtractionQueue:
     def remove(self, state: ExtractionTask) -> None:
         if state in self.running:
             self.running.remove(state)
-        else:
+        elif state in self._waiting:  # else it waits for its adapter
             self._waiting.remove(state)
-
-    def overdue(self, now: float) -> list[ExtractionTask]:
-        return [state for state in self if state.deadline is not None and state.deadline <= now]
-
-    def next_deadline(self) -> float | None:
-        return min((state.deadline for state in self if state.deadline is not None), default=None)

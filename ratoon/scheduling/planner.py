@@ -37,6 +37,7 @@ class StepPlanner:
         was_drained = self._state.wants_drain
         if self._state.may_take_memory:
             self._state.wants_drain = False
+        self._state.adapters.begin_loads(self._state.now)
         step = StepDraft(self._state.config.token_budget, self._state.config.max_num_encoder_tokens)
         if self._state.config.num_rounds > 1 and not was_drained:
             step.max_decodes = -(-len(self._state.running) // self._state.config.num_rounds)
@@ -445,6 +446,9 @@ class StepPlanner:
         if self._state.kv_cache.has_tier:
             plan.stores, plan.loads = self._state.kv_cache.store.take_transfers()
             plan.fetches, plan.saves = self._state.kv_cache.store.take_connector_transfers()
+        plan.adapter_loads = self._state.adapters.take_loads()
+        if self._state.adapters.awaits_load and not self._state.in_flight and plan.is_void:
+            plan.awaits_adapters = True
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         if self._state.kv_cache.gives_blocks_back:
             self._state.note_given_back()
@@ -459,7 +463,9 @@ class StepPlanner:
     def _write_encoder_steps(self, plan: SchedulerOutput) -> None:
         for holder_id, table in self._state.kv_cache.take_encoder_writes():
             assert table.encoder_input is not None
-            plan.encoder_steps.append(EncoderStep(holder_id, table.encoder_input, table.block_ids))
+            slot = self._state.branches[holder_id].request.adapter_slot
+            step = EncoderStep(holder_id, table.encoder_input, table.block_ids, adapter_slot=slot)
+            plan.encoder_steps.append(step)
 
     def _write_down(self, plan: SchedulerOutput, branch: Branch, num_new_tokens: int, appended: BlockIds) -> None:
         branch_id = branch.branch_id

@@ -44,6 +44,13 @@ class FirstComeQueue:
     def prepend(self, branch: Branch) -> None:
         self._branches.appendleft(branch)
 
+    def insert(self, branch: Branch) -> None:
+        """Puts a branch behind those that arrived before it."""
+        place = len(self._branches)
+        while place and first_come_order(self._branches[place - 1]) > first_come_order(branch):
+            place -= 1
+        self._branches.insert(place, branch)
+
     def peek(self) -> Branch:
         return self._branches[0]
 
@@ -71,6 +78,9 @@ class PriorityQueue:
         heapq.heappush(self._heap, (priority_order(branch), branch))  # orders are unique: branches are never compared
 
     def prepend(self, branch: Branch) -> None:
+        self.add(branch)
+
+    def insert(self, branch: Branch) -> None:
         self.add(branch)
 
     def peek(self) -> Branch:
@@ -113,15 +123,19 @@ class FairQueue:
     def prepend(self, branch: Branch) -> None:
         self._queue_of(branch).prepend(branch)
 
+    def insert(self, branch: Branch) -> None:
+        """Puts a branch that waited elsewhere in its place in the order."""
+        self._queue_of(branch).insert(branch)
+
     def peek(self) -> Branch:
         """The next branch to admit."""
         heads = [queue.peek() for queue in self._queues.values()]
-        return heads[0] if len(heads) == 1 else min(heads, key=self._turn)
+        return heads[0] if len(heads) == 1 else min(heads, key=self.turn)
 
     def peek_among(self, may_start: Callable[[Owner], bool]) -> Branch | None:
         """The next branch of the owners that may have one started."""
         heads = [queue.peek() for owner, queue in self._queues.items() if may_start(owner)]
-        return min(heads, key=self._turn, default=None)
+        return min(heads, key=self.turn, default=None)
 
     def take(self, branch: Branch) -> None:
         """Remove the branch that `peek` returned."""
@@ -144,6 +158,7 @@ class FairQueue:
             queue = self._queues[owner] = PriorityQueue() if self._knows_priorities else FirstComeQueue()
         return queue
 
-    def _turn(self, branch: Branch) -> tuple[float, ...]:
+    def turn(self, branch: Branch) -> tuple[float, ...]:
+        """What decides among the first branches of owners: the lowest goes first."""
         priority = branch.request.priority if self._knows_priorities else 0
         return priority, self._shares.served(branch.request.owner), *self._order(branch)

@@ -29,9 +29,11 @@ class StepResults:
         """
         if output.transfers is not None:
             self._state.take_transfers(output.transfers)
+        outputs: list[EngineCoreOutput] = []
+        if output.adapters is not None:
+            outputs += self._state.take_adapters(output.adapters)
         children = [child for kind in self._kinds for child in kind.fork(plan)] if plan.fanout else []
         inherited = self._state.inherited.copy()  # a request may end with its first token
-        outputs: list[EngineCoreOutput] = []
         for branch_id, message in output.errors.items():
             outputs += self._state.fail_requests([branch_id], message)
         for branch_id, problem in output.refused.items():

@@ -37,12 +37,15 @@ class Scheduler:
         max_model_len: int,
         swap_costs: SwapCosts | None = None,
         speculation: SpeculationConfig | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
-        self.state = SchedulerState(scheduler_config, self.kv_cache, self.leases, swap_costs, speculation)
+        self.state = SchedulerState(
+            scheduler_config, self.kv_cache, self.leases, swap_costs, speculation, num_adapter_slots
+        )
         beginnings, self.preemption = SharedPrefills(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)
         self.planner = StepPlanner(self.state, self.kinds, beginnings, self.preemption)
@@ -61,7 +64,8 @@ class Scheduler:
         opened = kind.open(request, self._num_added)
         opened.packed_prompt = packed
         self.state.verify_ids(opened)
-        kind.enqueue(opened)
+        if self.state.adapters.enter(opened, lambda: kind.enqueue(opened), self.state.now):
+            kind.enqueue(opened)
         self.state.add(opened)
         self._num_added += 1
 
@@ -138,9 +142,10 @@ class Scheduler:
         failed = state.steps_failed()
         still_there = self._still_there(plan)
         suspects = state.find_requests(still_there)
-        outputs = []
-        if len(suspects) == 1 and len(still_there) == len(plan.req_ids) and not plan.loads:
-            outputs = state.fail_requests([suspects[0].request_id], message)
+        outputs = state.loads_of_adapters_failed(failed, message)
+        is_alone = len(suspects) == 1 and len(still_there) == len(plan.req_ids)
+        if is_alone and not plan.loads and not plan.adapter_loads:
+            outputs += state.fail_requests([suspects[0].request_id], message)
         else:
             state.quarantined.update((request.request_id, request) for request in suspects)
         self._plan_anew(failed)
@@ -186,7 +191,8 @@ class Scheduler:
         """Set the current time: expired leases and overdue requests end."""
         self.state.now = now
         self.leases.expire(now)
-        return [output for kind in self.kinds.all for output in kind.end_overdue()]
+        overdue = [output for kind in self.kinds.all for output in kind.end_overdue()]
+        return overdue + self.state.admit_with_adapters()
 
     def next_expiry(self) -> float | None:
         """When the next lease or deadline ends; None: there is none."""
@@ -241,7 +247,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.state.running),
-            num_waiting=len(self.state.waiting) + len(self.state.loads),
+            num_waiting=len(self.state.waiting) + len(self.state.loads) + len(self.state.adapters),
             kv_usage=self.kv_cache.usage,
             num_preemptions=self.preemption.num_preemptions,
             num_scheduled_tokens=self.planner.num_scheduled_tokens,
@@ -251,6 +257,7 @@ class Scheduler:
             num_encoder_runs=self.planner.num_encoder_runs,
             store=self.kv_cache.store.snapshot(),
             drafts=self.state.speculation.snapshot(),
+            adapters=self.state.adapters.stats(),
         )
 
     def check(self) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ratoon.core.adapters import AdapterReport
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
+from ratoon.core.faults import fault_of
 from ratoon.core.kv import SwapCosts
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import TransferReport
@@ -20,6 +22,7 @@ from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
+from ratoon.scheduling.adapter_gate import AdapterGate
 from ratoon.scheduling.admission import max_step_tokens
 from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.drafters.build import build_drafters
@@ -42,6 +45,7 @@ class SchedulerState:
         leases: LeaseTable,
         swap_costs: SwapCosts | None = None,  # None: preempted branches are swapped out wherever there is room
         speculation: SpeculationConfig | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.config = config
         self.swap_costs = swap_costs
@@ -60,6 +64,7 @@ class SchedulerState:
         self.speculation = Speculation(asked, build_drafters(asked), self.pace, config.max_num_seqs)
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
+        self.adapters = AdapterGate(num_adapter_slots, self.waiting.turn)
         # Unfinished branches with several rows that run all or none: one token of each in every step
         self.all_or_none: dict[str, Branch] = {}
         # Branches whose last token is computed, and will be again in this step: what their grammar allows next is not
@@ -151,7 +156,23 @@ class SchedulerState:
         self.in_flight = [plan for plan in self.in_flight if plan.step > step]
         if self.left_in_flight:
             self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]
+        self.adapters.step_done(step)
         self.events.step_done(step, self.now)
+
+    def take_adapters(self, report: AdapterReport) -> list[EngineCoreOutput]:
+        """Adapters were loaded, or could not be: requests that waited for them are queued, or fail."""
+        return self._refuse_each(self.adapters.take_report(report, self.now)) + self.admit_with_adapters()
+
+    def admit_with_adapters(self) -> list[EngineCoreOutput]:
+        """Queues requests whose adapters are there by now."""
+        return self._refuse_each(self.adapters.let_through()) if self.adapters else []
+
+    def _refuse_each(self, refused: list[tuple[Request, RequestError]]) -> list[EngineCoreOutput]:
+        return [
+            output
+            for request, error in refused
+            for output in self.refuse_requests([request.request_id], fault_of(error))
+        ]
 
     def take_transfers(self, report: TransferReport) -> None:
         """Blocks were loaded or stored: branches that waited for them go back to the front of the queue."""
@@ -175,6 +196,16 @@ class SchedulerState:
             self.kv_cache.uncache(blocks)
         self._put_in_front(self.loads.fail())
         return failed
+
+    def loads_of_adapters_failed(self, failed: list[SchedulerOutput], message: str) -> list[EngineCoreOutput]:
+        """Steps failed that may have told workers of adapters, or been told: the next plan tells of them again. If the
+        first did nothing but load adapters, these are the cause, and requests that wait for them fail."""
+        self.adapters.step_done(failed[-1].step)
+        first, outputs = failed[0], []
+        if first.is_empty and first.adapter_loads:
+            outputs = self.take_adapters(AdapterReport(failed={load.slot: message for load in first.adapter_loads}))
+        self.adapters.send_again()
+        return outputs
 
     def has_rows_for(self, branch: Branch) -> bool:
         """Whether there are enough free rows. While searches run, rows are limited to the token budget, so that all of
@@ -371,6 +402,8 @@ class SchedulerState:
             self._reserved_ids.difference_update(request.branch_ids)
             self.quarantined.pop(request.request_id, None)
             self.inherited.pop(request.request_id, None)
+            if request.adapter is not None:
+                self.adapters.leave(request, self.in_flight[-1].step if self.in_flight else 0)
             if request.continuation_of is not None:
                 self.leases.continuation_left(request.continuation_of, request.request_id)
 
@@ -381,11 +414,13 @@ class SchedulerState:
         self.leases.check()
         self.speculation.check()
         self.shares.check(request.owner for request in self.requests.values())
+        self.adapters.check(self.requests)
         running, waiting, loading = set(self.running), set(self.waiting), self.loads.outside()
+        at_gate = self.adapters.outside()
         assert len(running) == len(self.running) and len(waiting) == len(self.waiting), "a branch is queued twice"
         assert self.events.request_ids() <= self.requests.keys(), "events of a request that is gone"
         assert self.quarantined.keys() <= self.requests.keys(), "a request is quarantined that is gone"
-        queues = (running, waiting, loading, own_running, own_waiting)
+        queues = (running, waiting, loading, own_running, own_waiting, at_gate)
         assert set().union(*queues) == set(self.branches.values()), "the queues do not hold the unfinished branches"
         assert sum(map(len, queues)) == len(self.branches), "a branch is in several queues"
         assert self.all_or_none.keys() <= self.branches.keys(), "rows of a branch that is gone"
@@ -394,7 +429,7 @@ class SchedulerState:
         for branch in running | own_running:
             assert branch.status == BranchStatus.RUNNING, f"{branch.branch_id} runs with status {branch.status!r}"
         assert self.loads.holders() <= waiting, "a branch that does not wait is kept with its blocks"
-        for branch in waiting | own_waiting | loading:
+        for branch in waiting | own_waiting | loading | at_gate:
             assert branch.status in (BranchStatus.WAITING, BranchStatus.PREEMPTED), (
                 f"{branch.branch_id}: {branch.status!r}"
             )

@@ -100,8 +100,8 @@ def test_a_table_from_the_cache_gives_the_bits_of_a_fresh_one() -> None:
 # ---- not shared ----
 
 
-def test_salts_and_adapters_never_share() -> None:
-    tags = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": "a"}, {"cache_salt": "a", "adapter": "a"}]
+def test_salts_never_share() -> None:
+    tags = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
     with core_of(FAMILY, max_num_batched_tokens=256) as driver:
         for number, tag in enumerate(tags * 2):  # twice: those with the same tag do
             driver.ask(f"together {number}", ONE, PROMPT, greedy(4), **tag)

@@ -28,6 +28,7 @@ from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.scheduler import Scheduler
 from ratoon.scheduling.speculation import Speculation
+from tests.property.adapters import FakeAdapters
 from tests.property.extractions import Reading, rows_of
 from tests.property.fake_runner import FakeRunner, Row
 from tests.property.loads import VOCABULARY, Child, Load
@@ -113,8 +114,12 @@ class Drive:
             load.kv,
             load.max_model_len,
             load.swap_costs,
+            num_adapter_slots=load.num_adapter_slots,
         )
-        self.runner = FakeRunner(load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots)
+        adapters = FakeAdapters(load.num_adapter_slots, load.adapter_slowness, load.broken_adapters)
+        self.runner = FakeRunner(
+            load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots, adapters
+        )
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         if load.num_guesses and load.num_sources:
             state = self.scheduler.state
@@ -267,6 +272,7 @@ class Drive:
                 child.params,
                 arrival_time=100.0 + child.step,
                 cache_salt=parent.cache_salt,
+                adapter=parent.adapter,
                 encoder_input=parent.encoder_input,
                 continuation_of=branch_id_of(parent.request_id, child.choice),
                 continuation_token_ids=child.suffix,
@@ -289,7 +295,9 @@ class Drive:
         ]
         event("extraction of a parent that " + ("runs" if received.finish is None else "has ended"))
         branch_id = branch_id_of(parent.request_id, reading.choice)
-        self.arrive(reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id))
+        request = reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id)
+        request.adapter = parent.adapter
+        self.arrive(request)
 
     def plan_steps(self) -> None:
         """As many as may be in flight."""
@@ -310,6 +318,7 @@ class Drive:
             if self.in_flight:
                 event("planned ahead")
             self.in_flight.append((plan, decoded, quarantined))
+            self.runner.adapters.announce(decoded.adapter_loads)
 
     def guess(self) -> None:
         """Guess next tokens of some branches, some of them wrongly."""
@@ -399,7 +408,8 @@ class Drive:
         for capture in plan.captures:
             is_run = 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
             assert is_run != (capture.branch_id in plan.num_scheduled_tokens)
-        if plan.is_empty and not plan.loads and not self.in_flight:
+        loads = plan.loads or self.scheduler.state.adapters.awaits_load
+        if plan.is_empty and not loads and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 
     def take(self, outputs: list[EngineCoreOutput]) -> None:

@@ -17,6 +17,7 @@ from ratoon.core.outputs import ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import BeamStep, CaptureStep, NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
+from tests.property.adapters import FakeAdapters
 from tests.property.block_store import BlockStore
 from tests.property.extractions import states_of
 from tests.property.references import (
@@ -35,6 +36,7 @@ class Row:
     token_ids: list[int]
     tables: list[list[int]]
     salt: int
+    slot: int  # of its adapter
     cross: list[int]  # blocks that only the encoder writes to
     encoder_input: EncoderInput | None
     num_prompt_tokens: int = 0
@@ -78,6 +80,7 @@ class FakeRunner:
         burst: int = 1,
         lateness: int = 0,
         lost_slots: frozenset[int] = frozenset(),
+        adapters: FakeAdapters | None = None,
     ) -> None:
         self.sizes = [group.spec.block_size for group in kv_config.groups]
         self.cross_size = 1 if kv_config.cross is None else kv_config.cross.spec.block_size
@@ -94,6 +97,7 @@ class FakeRunner:
         self.beams: dict[str, list[Row]] = {}  # by the trunk's id
         self.store = BlockStore(max(*self.sizes, self.cross_size))
         self.lost_slots = lost_slots  # transfers from and to these fail
+        self.adapters = adapters or FakeAdapters()
         self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
         self.ran: dict[str, tuple[Row, int]] = {}  # of the last plan: rows before it, and their tokens
         self.named_before: set[str] = set()  # by steps that raised: they may be named again, known or not
@@ -101,6 +105,7 @@ class FakeRunner:
     # ---- a step, in the order of core/plan.py ----
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.adapters.load(plan.adapter_loads)
         self._drop_rows(plan)
         self._check_transfers(plan)
         report = self.store.move(plan, lambda transfer: transfer.slot in self.lost_slots)
@@ -126,8 +131,12 @@ class FakeRunner:
         for row_id, row, count in scheduled:
             self._read(row_id, row, count)
             self._read_across(row_id, row)
+            self.adapters.read(row.slot, self._request_of(row_id.rpartition(" of ")[2]))
+        for step in plan.encoder_steps:
+            self.adapters.read(step.adapter_slot, self._request_of(step.req_id))
         result = self._results(plan)
         result.transfers = report
+        result.adapters = self.adapters.report()
         return result
 
     def fail(self, plan: SchedulerOutput, held_elsewhere: set[int], begun: bool) -> None:
@@ -202,13 +211,15 @@ class FakeRunner:
         assert plan.num_encoder_positions == num_positions
         assert len(plan.cross_block_ids) == -(-num_positions // self.cross_size)
         tables = [list(ids) for ids in plan.block_ids]
-        return Row([], tables, self._salt_of(branch_id), plan.cross_block_ids, encoder_input)
+        return Row([], tables, self._salt_of(branch_id), plan.adapter_slot, plan.cross_block_ids, encoder_input)
 
     def _request_of(self, branch_id: str) -> EngineCoreRequest:
         return self.requests[branch_id.split("#")[0]]
 
     def _salt_of(self, branch_id: str) -> int:
-        return hash(tuple(map(ord, self._request_of(branch_id).cache_salt or "")))
+        request = self._request_of(branch_id)
+        salt = hash(tuple(map(ord, request.cache_salt or "")))
+        return salt if request.adapter is None else hash((salt, int(request.adapter.digest, 16)))
 
     def _spans_of(self, capture: CaptureStep) -> list[tuple[str, Row, int]]:
         """Each span as a row whose computed tokens are those before it."""

@@ -21,6 +21,7 @@ from ratoon.core.kv import (
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.structured import StructuredOutput
+from tests.property.adapters import ADAPTERS
 from tests.property.choices import among, number, number_or_none
 from tests.property.extractions import Reading, readings, states_of_texts
 
@@ -93,6 +94,9 @@ class Load:
     seconds_to_tell: int  # steps until the front end tells how many tokens count of a text that ended in the engine
     swap_costs: SwapCosts | None  # by which some preempted branches are computed again
     lost_slots: frozenset[int]  # of the block store: transfers from and to these fail
+    num_adapter_slots: int
+    adapter_slowness: int  # steps until an adapter is loaded, at the most
+    broken_adapters: frozenset[str]  # digests of those that can't be loaded
     num_guesses: int  # that a branch of some requests has for its next tokens, at the most
     num_sources: int  # of drafts, from which these come; 0: they are proposed from outside
 
@@ -175,6 +179,7 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
         arrival_time=float(index),
         priority=draw(number(0, 2)),
         cache_salt=draw(among(None, None, "a", "b")),
+        adapter=draw(among(None, *ADAPTERS)) if "adapted" in traits else None,
         encoder_input=draw(INPUT) if has_encoder else None,
         retain_kv=draw(among(1000.0, 1000.0, 4.0, None)),
     )
@@ -221,8 +226,8 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     """rooted: memory for leases, and many continuations; searching: many beams, and memory for a few of them; reading:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
     some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
-    tokens are guessed."""
-    rooted, swapping = "rooted" in traits, "swapping" in traits
+    tokens are guessed; adapted: requests name adapters, of which there are more than slots."""
+    rooted, swapping, adapted = "rooted" in traits, "swapping" in traits, "adapted" in traits
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]
     has_encoder = "encoding" in traits or draw(among(False, False, True))
@@ -275,6 +280,9 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         seconds_to_tell=draw(among(0, 0, 1, 4)),
         swap_costs=draw(among(None, None, SwapCosts(3.0, 1.0), SwapCosts(4.0, 1.0))),
         lost_slots=draw(LOST_SLOTS),
+        num_adapter_slots=draw(number(1, 3)) if adapted else 0,
+        adapter_slowness=draw(among(0, 1, 4)),
+        broken_adapters=draw(among(frozenset(), frozenset(), frozenset({ADAPTERS[0].digest}))),
         num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
         num_sources=draw(among(0, 1, 2)),
     )

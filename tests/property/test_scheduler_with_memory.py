@@ -107,6 +107,22 @@ def test_searches_that_were_swapped_go_on_where_their_beams_were(load: Load) -> 
     run(load)
 
 
+@examples(200)
+@given(loads("adapted"))
+def test_requests_with_more_adapters_than_slots_all_end_and_each_reads_its_own(load: Load) -> None:
+    run(load)
+
+
+@given(loads("adapted", "rooted", "reading", "restarting"))
+def test_continuations_and_readings_have_the_adapter_of_their_parent(load: Load) -> None:
+    run(load)
+
+
+@given(loads("adapted", "owned", "swapping"))
+def test_requests_with_adapters_that_were_preempted_go_on_where_they_were(load: Load) -> None:
+    run(load)
+
+
 @given(loads("owned"))
 def test_requests_of_several_owners_all_end_with_the_tokens_they_would_get_alone(load: Load) -> None:
     run(load)

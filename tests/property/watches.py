@@ -6,6 +6,7 @@ from collections import Counter
 
 from hypothesis import event
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
 from ratoon.scheduling.beam_group import BeamGroup
@@ -73,7 +74,7 @@ class EncoderWatch:
         self._max_positions = max_positions  # in a step
         self._names: dict[bytes, int] = {}
         self._is_complete = scheduler.kv_cache.enable_caching  # False: something was lost, or is never kept
-        self._runs: Counter[tuple[str | None, bytes]] = Counter()
+        self._runs: Counter[tuple[Adapter | None, str | None, bytes]] = Counter()
         self._num_reads = 0
 
     def after_plan(self, plan: SchedulerOutput) -> None:
@@ -87,7 +88,7 @@ class EncoderWatch:
             if step.captured:
                 self._num_reads += 1
             else:
-                self._runs[request.cache_salt, step.encoder_input.content_hash] += 1
+                self._runs[request.adapter, request.cache_salt, step.encoder_input.content_hash] += 1
         self.look_for_losses()
 
     def look_for_losses(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import refusal_of
@@ -82,7 +83,7 @@ class RequestState:
     owner: str | None = None
     leased: bool = False  # its memory is to be kept for continuations
     cache_salt: str | None = None
-    adapter: str | None = None
+    adapter: Adapter | None = None
     parent_id: str | None = None  # of the request that it continues
     is_fallback: bool = False  # that request is forgotten, and the prompt stands in its place
     continuation: Continuation | None = None

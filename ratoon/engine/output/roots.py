@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
@@ -28,7 +29,7 @@ class Root:
     prompt_token_ids: list[int]
     choices: list[list[int]]  # tokens that each generated
     cache_salt: str | None = None
-    adapter: str | None = None
+    adapter: Adapter | None = None
     owner: str | None = None  # only the same owner may continue it
     engine: int | None = None  # where it ran
     leased: bool = False  # whether it was asked to keep its memory

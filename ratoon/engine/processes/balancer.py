@@ -187,7 +187,8 @@ class LoadBalancer:
 
 def _beginning(request: EngineCoreRequest) -> tuple[int, int]:
     """The mark before the first token: requests that differ in it share nothing."""
-    return 0, hash((request.cache_salt, request.adapter))
+    digest = None if request.adapter is None else request.adapter.digest
+    return 0, hash((request.cache_salt, digest))
 
 
 def _work_behind_prompt(request: EngineCoreRequest) -> int:

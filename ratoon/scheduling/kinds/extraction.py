@@ -123,11 +123,11 @@ class ExtractionKind(RequestKind):
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
         assert isinstance(request.params, Extraction)
         opened = Request(request, sequence_number, self.max_total_tokens(request))
-        opened.task = ExtractionTask(opened.branches[0], request.params, self.queue)
+        opened.task = ExtractionTask(opened.branches[0], request.params, self.queue, self._state.now)
         return opened
 
     def enqueue(self, request: Request) -> None:
-        self.queue.add(_task_of(request.branches[0]), self._state.now)
+        self.queue.add(_task_of(request.branches[0]))
 
     def enqueue_again(self, branch: Branch) -> None:
         """`ExtractionTask.reclaim` has already queued it."""
@@ -138,8 +138,11 @@ class ExtractionKind(RequestKind):
         opened, state = self.open(request, sequence_number), self._state
         (branch,) = opened.branches
         task = _task_of(branch)
-        self.queue.add_reading(task, state.now)
+        holds_adapter = state.adapters.enter(opened, lambda: self.queue.add_reading(task), state.now, at_once=True)
         state.add(opened)
+        if not holds_adapter:
+            return
+        self.queue.add_reading(task)
         num_inherited = state.kv_cache.inherit_blocks_from_parent(ended, branch, self._most_to_share(task), num_left=0)
         if num_inherited:
             branch.num_cached_tokens = num_inherited
@@ -371,7 +374,8 @@ class ExtractionKind(RequestKind):
 
     def end_overdue(self) -> list[EngineCoreOutput]:
         outputs = []
-        for task in self.queue.overdue(self._state.now):
+        now = self._state.now
+        for task in [task for task in self._unfinished() if task.deadline is not None and task.deadline <= now]:
             problem = (
                 f"its {task.extraction.deadline:g} s are over, with {task.num_captured} of "
                 f"{len(task.extraction.positions)} positions done"
@@ -383,7 +387,12 @@ class ExtractionKind(RequestKind):
         return outputs
 
     def next_deadline(self) -> float | None:
-        return self.queue.next_deadline()
+        return min((task.deadline for task in self._unfinished() if task.deadline is not None), default=None)
+
+    def _unfinished(self) -> list[ExtractionTask]:
+        """All extractions, those that wait for adapters too."""
+        at_gate = [request.task for request in self._state.adapters.waiting()]
+        return [*self.queue, *(task for task in at_gate if isinstance(task, ExtractionTask))]
 
     def queued(self) -> tuple[Sequence[Branch], Sequence[Branch]]:
         return [task.branch for task in self.queue.running], [task.branch for task in self.queue.waiting]

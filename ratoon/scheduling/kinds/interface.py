@@ -21,7 +21,7 @@ from ratoon.scheduling.admission import (
     verify_memory,
     verify_prompt,
 )
-from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.branch import Branch, Request
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.shared_prefills import Admission, SharedPrefills
 from ratoon.scheduling.shares import Owner
@@ -49,6 +49,7 @@ class RequestKind:
         state = self._state
         packed = verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
         verify_encoder_input(request, state.kv_cache)
+        state.adapters.verify(request.adapter)
         if request.resumed is not None and not self.resumes:
             raise RequestError("resumed", "has no meaning but for sampled tokens", "None: it starts again")
         self.verify_own(request)
@@ -78,9 +79,10 @@ class RequestKind:
 
     def enqueue(self, request: Request) -> None:
         """Queue it. May raise RequestError."""
-        for branch in request.branches:  # one, unless the request is resumed from another engine
-            if branch.status != BranchStatus.FINISHED:
-                self._state.waiting.add(branch)
+        waiting = self._state.waiting
+        place = waiting.add if request.adapter is None else waiting.insert  # it may have waited for its adapter
+        for branch in request.unfinished_branches:  # one, unless the request is resumed from another engine
+            place(branch)
 
     def enqueue_again(self, branch: Branch) -> None:
         """Queue a preempted branch in front of later ones."""

@@ -30,6 +30,7 @@ def encoder_scheduler(
     caching: bool = True,
     lease_fraction: float = 0.5,
     swap_costs: SwapCosts | None = None,
+    num_adapter_slots: int = 0,
     **config: Any,
 ) -> Scheduler:
     groups = tuple(
@@ -41,6 +42,7 @@ def encoder_scheduler(
         KVCacheConfig(num_blocks, BLOCK_SIZE, groups, cross, num_host_blocks),
         200,
         swap_costs,
+        num_adapter_slots=num_adapter_slots,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ratoon.core.adapters import Adapter, AdapterReport
 from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from ratoon.core.outputs import ModelRunnerOutput, TransferReport
@@ -22,6 +23,7 @@ def scheduler_of(
     caching: bool = True,
     max_model_len: int = 200,
     speculation: SpeculationConfig | None = None,
+    num_adapter_slots: int = 0,
     **config: Any,
 ) -> Scheduler:
     groups = (KVCacheGroup(FullAttentionSpec(BLOCK_SIZE, 1, 8, "float16"), (0,)),)
@@ -31,6 +33,7 @@ def scheduler_of(
         KVCacheConfig(num_blocks, BLOCK_SIZE, groups),
         max_model_len,
         speculation=speculation,
+        num_adapter_slots=num_adapter_slots,
     )
 
 
@@ -41,6 +44,7 @@ def request_of(
     arrival: float = 0.0,
     salt: str | None = None,
     owner: str | None = None,
+    adapter: Adapter | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """A number for a prompt means that many tokens that no other request has."""
@@ -55,6 +59,7 @@ def request_of(
         arrival_time=arrival,
         cache_salt=salt,
         owner=owner,
+        adapter=adapter,
     )
 
 
@@ -63,9 +68,12 @@ def add(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
 
 
 def answer_of(plan: SchedulerOutput, tokens: dict[str, int] | None = None) -> ModelRunnerOutput:
-    """One token for every sampled branch: 7, unless `tokens` says otherwise. Blocks arrive where they should."""
+    """One token for every sampled branch: 7, unless `tokens` says otherwise. Blocks arrive where they should,
+    and so do adapters."""
     ids = plan.sampled_req_ids + [child_id for children in plan.fanout.values() for child_id, _ in children]
     result = ModelRunnerOutput(ids, [[(tokens or {}).get(branch_id, 7)] for branch_id in ids])
+    if plan.adapter_loads:
+        result.adapters = AdapterReport([load.slot for load in plan.adapter_loads])
     if plan.loads or plan.stores:
         result.transfers = TransferReport(
             [load.block for load in plan.loads], stored=[store.slot for store in plan.stores]

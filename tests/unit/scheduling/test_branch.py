@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.params import SamplingParams
 from ratoon.scheduling.admission import longest_total
 from ratoon.scheduling.branch import branch_seed, extra_keys_of
@@ -44,5 +45,5 @@ def test_a_sequence_is_no_longer_than_the_model_allows() -> None:
 def test_salt_and_adapter_are_different_keys() -> None:
     salted, adapted = request_of("a", 4), request_of("a", 4)
     salted.cache_salt = "x"
-    adapted.adapter = "x"
+    adapted.adapter = Adapter("x", "/x", 8)
     assert len({extra_keys_of(one).encoded for one in (request_of("a", 4), salted, adapted)}) == 3

@@ -6,8 +6,10 @@ from array import array
 
 import pytest
 
+from ratoon.core.adapters import Adapter, AdapterReport
 from ratoon.core.encoder import EncoderInput, features_for_encoder
 from ratoon.core.errors import RequestError
+from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import EncoderStep
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.wire import WireTensor
@@ -79,14 +81,17 @@ def test_without_a_prefix_cache_a_table_is_shared_as_long_as_somebody_holds_it()
 
 
 def test_another_input_another_salt_and_another_adapter_run_for_themselves() -> None:
-    scheduler = encoder_scheduler()
+    scheduler = encoder_scheduler(num_adapter_slots=1)
+    tuned = Adapter("d" * 32, "/tuned", 8)
+    add_encoded(scheduler, "first", PROMPT, document(9), adapter=tuned, max_tokens=1)
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(adapters=AdapterReport([0])))
+    finish(scheduler)
     add_encoded(scheduler, "a", PROMPT, document(6))
     add_encoded(scheduler, "b", PROMPT, document(6, number=1))
     add_encoded(scheduler, "c", PROMPT, document(6), salt="tenant")
-    tuned = encoded("d", PROMPT, document(6))
-    tuned.adapter = "tuned"
-    scheduler.add_request(tuned)
+    add_encoded(scheduler, "d", PROMPT, document(6), adapter=tuned)
     plan, _ = step(scheduler)
+    assert [one.adapter_slot for one in plan.encoder_steps] == [-1, -1, -1, 0]
     assert list(encoder_blocks(plan)) == ["a", "b", "c", "d"]
     blocks = [block for new in plan.scheduled_new_reqs for block in new.cross_block_ids]
     assert len(set(blocks)) == 8

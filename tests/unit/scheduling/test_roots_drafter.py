@@ -6,9 +6,11 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.speculation import SpeculationConfig
@@ -24,7 +26,7 @@ TEXT = list(range(100, 140))
 
 
 def branch_of(
-    name: str, tokens: Sequence[int], owner: str | None = None, salt: str | None = None, adapter: str | None = None
+    name: str, tokens: Sequence[int], owner: str | None = None, salt: str | None = None, adapter: Adapter | None = None
 ) -> Branch:
     asked = EngineCoreRequest(
         name, list(tokens), SamplingParams(), owner=owner, cache_salt=salt, adapter=adapter, external_id=name
@@ -105,8 +107,8 @@ def test_a_draft_ends_where_texts_no_longer_agree() -> None:
     assert drafter.propose(branch_of("a", beginning[:4]), 4) == [5, 6], "of what follows each is one of four"
 
 
-@pytest.mark.parametrize("other", [{"owner": "b"}, {"salt": "s"}, {"adapter": "x"}, {"owner": None}])
-def test_nothing_is_drafted_from_texts_of_another_owner_salt_or_adapter(other: dict[str, str | None]) -> None:
+@pytest.mark.parametrize("other", [{"owner": "b"}, {"salt": "s"}, {"adapter": Adapter("x", "/x", 8)}, {"owner": None}])
+def test_nothing_is_drafted_from_texts_of_another_owner_salt_or_adapter(other: dict[str, Any]) -> None:
     drafter = RootsDrafter(1 << 20)
     add(drafter, branch_of("root", TEXT, owner="a"))
     assert not drafter.propose(branch_of("stranger", TEXT[:10], **{"owner": "a", **other}), 5)  # type: ignore[arg-type]
