@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ratoon.api.answer_parts.parts import ToolCall, WholeAnswer
     from ratoon.api.chat_turn import ChatTurn
     from ratoon.api.llm import LLM
+    from ratoon.core.adapters import LoRARequest
     from ratoon.core.errors import (
         ConfigError,
         DeadlineError,
@@ -60,6 +61,7 @@ __all__ = [
     "BeamSearchParams",
     "PoolingParams",
     "HiddenStatesParams",
+    "LoRARequest",
     "StructuredOutput",
     "TimestampRules",
     "ChatTurn",
@@ -99,6 +101,7 @@ _HOMES = {
     "BeamSearchParams": "ratoon.core.params",
     "PoolingParams": "ratoon.core.params",
     "HiddenStatesParams": "ratoon.core.params",
+    "LoRARequest": "ratoon.core.adapters",
     "StructuredOutput": "ratoon.core.structured",
     "TimestampRules": "ratoon.core.params",
     "ChatTurn": "ratoon.api.chat_turn",

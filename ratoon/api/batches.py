@@ -104,9 +104,10 @@ class Batches:
             # Shared by all: no prompt's index belongs to the error.
             engine.input_processor.verify_params(with_output_kind(params or default, kind))
 
-        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int) -> Prepared:
+        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int, adapter: Any) -> Prepared:
             ahead.advance()
-            return engine.prepare(one_id, prompt, with_output_kind(one_params, kind), priority=priority, **options)
+            params = with_output_kind(one_params, kind)
+            return engine.prepare(one_id, prompt, params, priority=priority, adapter=adapter, **options)
 
         check = partial(engine.input_processor.check_grammar, owner=options.get("owner"))
         with closing(ChecksAhead(check, params if is_sequence(params) else ())) as ahead:
@@ -117,8 +118,8 @@ class Batches:
         if params is None or isinstance(params, PoolingParams):
             engine.input_processor.verify_pooling_params(params or PoolingParams())
 
-        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int) -> Prepared:
-            return engine.prepare_pooling(one_id, prompt, one_params, priority=priority, **options)
+        def prepare(one_id: str, prompt: Prompt, one_params: Any, priority: int, adapter: Any) -> Prepared:
+            return engine.prepare_pooling(one_id, prompt, one_params, priority=priority, adapter=adapter, **options)
 
         return self._of_prompts(prompts, "pooling_params", params, PoolingParams(), request_id, options, prepare)
 
@@ -133,15 +134,16 @@ class Batches:
         else:
             field, asked, single = "original_request_id", originals, not is_sequence(originals)
 
-        def prepare(one_id: str, one: Any, one_params: Any, choice: Any) -> Prepared:
+        def prepare(one_id: str, one: Any, one_params: Any, choice: Any, adapter: Any) -> Prepared:
             prompt, original = (one, originals) if field == "prompts" else (None, one)
             source = engine.find_source(prompt, original, owner)
-            return engine.prepare_extraction(one_id, source, one_params, choice=choice, **options)
+            return engine.prepare_extraction(one_id, source, one_params, choice=choice, adapter=adapter, **options)
 
         sources = [asked] if single else list(asked)
         params_of_each = one_for_each("params", params, len(sources), HiddenStatesParams())
         choice_of_each = one_for_each("choice", choices, len(sources), 0)
-        return self._each(field, sources, single, request_id, (params_of_each, choice_of_each), prepare), single
+        of_each = params_of_each, choice_of_each, self._adapters(options, len(sources))
+        return self._each(field, sources, single, request_id, of_each, prepare), single
 
     def continuation(
         self, parent: Root | str, suffix: Suffix, params: Any, request_id: str | None, options: dict[str, Any]
@@ -168,9 +170,21 @@ class Batches:
         items = [prompts] if single else list(prompts)
         params_of_each = one_for_each(params_field, params, len(items), default)
         priority_of_each = one_for_each("priority", options.pop("priority", None), len(items), 0)
+        adapter_of_each = self._adapters(options, len(items))
         # About the engine's settings, not about one prompt.
         self._engine.verify_placement(any(priority_of_each), options.get("data_parallel_rank"))
-        return self._each("prompts", items, single, request_id, (params_of_each, priority_of_each), prepare)
+        return self._each(
+            "prompts", items, single, request_id, (params_of_each, priority_of_each, adapter_of_each), prepare
+        )
+
+    def _adapters(self, options: dict[str, Any], count: int) -> list[Any]:
+        """The adapter of each. One for all is read once, and no prompt's index belongs to its error."""
+        find = self._engine.adapters.find
+        adapter, theirs = options.pop("adapter", None), options.pop("lora_request", None)
+        if not is_sequence(adapter) and not is_sequence(theirs):
+            return [find(adapter, theirs)] * count
+        named = one_for_each("adapter", adapter, count, None)
+        return [*map(find, named, one_for_each("lora_request", theirs, count, None))]
 
     def _each(
         self,

@@ -7,6 +7,7 @@ by the engine (engine/front_end.py), which AsyncLLM has as well.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
@@ -24,6 +25,7 @@ from ratoon.api.batches import (
     split_progress,
 )
 from ratoon.api.terminal import request_progress
+from ratoon.core.adapters import Adapter
 from ratoon.core.config import resolve_max_model_len
 from ratoon.core.errors import ConfigError, EngineAwayError
 from ratoon.core.outputs import EmbeddingOutput, RequestOutput
@@ -75,6 +77,7 @@ class LLM(BaseLLM):
         if own.ray:
             raise ConfigError("ray", "an LLM runs its engine itself", 'executor="ray", or an AsyncLLM')
         self._load_model(self.startup_timer, engine_follows=not process and own.num_replicas == 1)
+        self._name_adapters()
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)
         if own.num_replicas == 1:
@@ -260,6 +263,18 @@ class LLM(BaseLLM):
                 outputs[output.request_id] = output
                 advance(1, num_tokens(output))
         return [outputs[one.external_id] for one in prepared]
+
+    # ---- adapters ----
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = True) -> Adapter:
+        """Let requests name an adapter (LoRA): a PEFT folder or a GGUF file. A name in use is given to the new one, and
+        requests under way keep theirs; without `in_place` it is refused. RequestError: the files do not fit the model,
+        or are damaged."""
+        return self._adapters.add(name, path, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """New requests can't name it any more; those under way end with it. RequestError: there is none."""
+        self._adapters.remove(name)
 
     # ---- earlier requests, and the engine ----
 

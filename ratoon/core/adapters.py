@@ -6,6 +6,9 @@ under the same name are another one. Block hashes, roots, leases and the balance
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
+
 import msgspec
 
 
@@ -15,6 +18,21 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     digest: str  # of the files: 32 hexadecimal digits
     path: str  # the folder, or the GGUF file
     rank: int
+
+
+class BaseModel(enum.Enum):
+    """What a request names that is to have no adapter, and not that of the request which it goes on from."""
+
+    BASE = "the base model"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter as vLLM's requests name it. The path decides; the number is not used."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
 
 
 class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):

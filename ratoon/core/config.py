@@ -382,6 +382,9 @@ class FrontEndConfig:
         "the caller chooses the engine of a request (data_parallel_rank), or they take turns; default: a request goes "
         "to the engine with the least work for it",
     )
+    adapters: dict[str, Any] = setting(
+        {}, "an object of names that requests may use for adapters (LoRA), and the folders or .gguf files of these"
+    )
     ray: bool = setting(False, "run the engines on the nodes of a Ray cluster (AsyncLLM and serve)")
 
 

@@ -49,6 +49,7 @@ def one_of(*names: str) -> Check:
 EXAMPLES = {
     "rope_scaling": '{"rope_type": "yarn", "factor": 4.0}',
     "hf_overrides": '{"max_position_embeddings": 4096}',
+    "adapters": '{"sql": "/adapters/sql"}',
     "kv_connector_options": '{"folder": "/var/cache/kv"}',
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}',
 }

@@ -80,6 +80,8 @@ def configure(model: str, settings: Mapping[str, Any]) -> tuple[FrontEndConfig, 
     own = {setting.name: left.pop(setting.name) for setting in FRONT_END_SETTINGS if setting.name in left}
     front_end = FrontEndConfig(**_values(FrontEndConfig, own))
     verify_settings(front_end)
+    if front_end.adapters and left.setdefault("enable_lora", True) is False:
+        raise ConfigError("enable_lora", "contradicts adapters, which are named", "True, or no adapters")
     engine = engine_config(model, **left)
     _verify_host(front_end, engine)
     total = front_end.max_total_hidden_states_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import msgspec
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineAwayError, EngineError, UnknownParentError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
@@ -100,6 +102,7 @@ class AsyncLLM(BaseLLM):
             await asyncio.gather(starting, return_exceptions=True)
             await client.shutdown()
             raise
+        await asyncio.to_thread(self._name_adapters)
         ready = client.ready
         self.engine = self._wire(AsyncLLMEngine, client, ready.description, ready.max_model_len, ready.block_size)
         self.startup_timer.finish()
@@ -137,6 +140,16 @@ class AsyncLLM(BaseLLM):
         """End an engine without loss: it gets no further request and ends when it has answered those that it has. After
         `seconds` the others continue what is left. RequestError: there is no such engine, or no other one."""
         await self._running().client.drain_replica(index, seconds)
+
+    # ---- adapters ----
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = True) -> Adapter:
+        """`LLM.load_adapter`; files are read in a thread."""
+        return await asyncio.to_thread(self._adapters.add, name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> None:
+        """`LLM.unload_adapter`."""
+        self._adapters.remove(name)
 
     # ---- requests ----
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ratoon.core.adapters import Adapter, BaseModel
 from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
@@ -140,8 +141,12 @@ class AsyncLLMEngine(FrontEnd):
         request_id = secrets.token_hex(16) if request_id is None else request_id
         arrived = options.get("arrival_time")
         options = {**options, "arrival_time": time.monotonic() if arrived is None else arrived}
+        named = options.pop("adapter", None), options.pop("lora_request", None)
         ready = partial(prepare, self, request_id, **options)
         try:
+            if named != (None, None):
+                options["adapter"] = await self._find_adapter(*named)
+                ready = partial(prepare, self, request_id, **options)
             was_aborted = not await self._check_grammar(request_id, read.get("params"), options.get("owner"))
             if was_aborted:  # its grammar may be anything, and is not needed any more
                 ready = partial(ready, params=msgspec.structs.replace(read["params"], structured_output=None))
@@ -153,6 +158,12 @@ class AsyncLLMEngine(FrontEnd):
         except RequestError:
             self.count_refused()
             raise
+
+    async def _find_adapter(self, adapter: Any, lora_request: Any) -> Adapter | BaseModel | None:
+        """Files are read in a thread."""
+        if self.adapters.must_read(adapter, lora_request):
+            return await asyncio.to_thread(self.adapters.find, adapter, lora_request)
+        return self.adapters.find(adapter, lora_request)
 
     async def _check_grammar(self, request_id: str, params: Any, owner: str | None) -> bool:
         """Wait for the check of a new grammar, so that `prepare` has its result. False: the request was aborted

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.adapters import Adapter
+from ratoon.core.errors import ConfigError, EngineError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from ratoon.core.settings import configure
+from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.front_end import FrontEnd
 from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.input.input_processor import InputProcessor
@@ -50,6 +52,7 @@ class BaseLLM:
         endpoint = self.front_end_config.otlp_traces_endpoint
         self.tracer = None if endpoint is None else make_tracer(endpoint, model)
         self.hidden_states_budget = HiddenStatesBudget(self.front_end_config.max_total_hidden_states_bytes)
+        self._adapters = AdapterRegistry(self.config.adapters, self._inspect_adapter)
         self._throughput = None if self.front_end_config.disable_log_stats else ThroughputLog()
         self._tokenizer: Tokenizer | None = None
         self._client: Any = None
@@ -68,6 +71,27 @@ class BaseLLM:
         if not self.front_end_config.skip_tokenizer:
             with timer.phase("load tokenizer"), no_garbage_collection():
                 self._tokenizer = self.source.load_tokenizer()
+
+    def _inspect_adapter(self, path: str) -> Adapter:
+        """The adapter in these files. ModelError: it does not fit the model."""
+        from ratoon.models.adapters import inspect
+
+        if self.config.load_format == "dummy":
+            from ratoon.models.build import collect_shapes
+
+            shapes: Mapping[str, tuple[int, ...]] = collect_shapes(self.source.config)
+        else:
+            shapes = self.source.tensors.shapes()
+        return inspect(path, shapes, self.config.adapters.max_lora_rank)
+
+    def _name_adapters(self) -> None:
+        """Those that the settings name. ConfigError: one of them is not right."""
+        for name, path in self.front_end_config.adapters.items():
+            try:
+                self._adapters.add(name, path)
+            except RequestError as error:
+                field = "name" if error.field == "lora_name" else "path"
+                raise ConfigError("adapters", f"the {field} of {name!r}: {error.problem}", error.expected) from None
 
     def _wire(
         self,
@@ -110,10 +134,12 @@ class BaseLLM:
             self.tracer.model_name = source.name
         if self.metrics is not None:
             self.metrics.watch(client.health)
+            self.metrics.name_adapters(self.adapter_names)
         return kind(
             client,
             input_processor,
             output_processor,
+            adapters=self._adapters,
             default_params=default_sampling_params(source.generation_defaults),
             default_search=default_beam_search_params(source.generation_defaults),
             policy=self.config.scheduler.policy,
@@ -182,6 +208,16 @@ class BaseLLM:
         """The params of a beam search that gives none; None where the model's files ask for none."""
         search = self._front_end.default_search
         return None if search is None else search.clone()
+
+    # ---- adapters ----
+
+    def list_adapters(self) -> dict[str, Adapter]:
+        """The adapters that requests may name."""
+        return dict(self._adapters.named)
+
+    def adapter_names(self) -> dict[str, str]:
+        """The names of adapters by the digests of their files."""
+        return {adapter.digest: name for name, adapter in self._adapters.named.items()}
 
     # ---- the engine ----
 

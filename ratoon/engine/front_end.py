@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
 
 import msgspec
 
-from ratoon.core.config import SchedulingPolicy
+from ratoon.core.adapters import Adapter
+from ratoon.core.config import AdapterConfig, SchedulingPolicy
 from ratoon.core.errors import EngineDeadError, EngineError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import (
@@ -26,6 +27,7 @@ from ratoon.core.params import (
     SamplingParams,
 )
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
+from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.input.hidden_states import Selection
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.prompts import Prompt, Suffix, texts_of
@@ -73,6 +75,7 @@ class FrontEnd:
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         *,
+        adapters: AdapterRegistry | None = None,  # None: requests may name none
         default_params: SamplingParams | None = None,
         default_search: BeamSearchParams | None = None,  # where the model's files ask for one
         policy: SchedulingPolicy = SchedulingPolicy.FCFS,
@@ -83,6 +86,7 @@ class FrontEnd:
     ) -> None:
         self.input_processor = input_processor
         self.output_processor = output_processor
+        self.adapters = AdapterRegistry(AdapterConfig(), _no_adapters) if adapters is None else adapters
         self.ended = False  # it takes no more requests
         self.default_params = SamplingParams() if default_params is None else default_params
         self.default_search = default_search
@@ -131,7 +135,7 @@ class FrontEnd:
             self.input_processor.process_continuation, request_id, parent, suffix, params, choice=choice, at=at
         )
         own = {name: value for name, value in options.items() if name not in ("cache_salt", "owner")}  # the parent's
-        return self._prepare(process, None, own)
+        return self._prepare(process, None, own, parent)
 
     def prepare_pooling(
         self, request_id: str, prompt: Prompt, params: PoolingParams | None, **options: Unpack[PoolingOptions]
@@ -150,18 +154,26 @@ class FrontEnd:
     ) -> Prepared:
         params = HiddenStatesParams() if params is None else params
         process = partial(self.input_processor.process_extraction, request_id, source, params, choice=choice)
-        return self._prepare(process, None, options)
+        return self._prepare(process, None, options, source if isinstance(source, Root) else None)
 
-    def _prepare(self, process: Callable[..., Made], prompt: Prompt | None, given: Mapping[str, Any]) -> Prepared:
+    def _prepare(
+        self,
+        process: Callable[..., Made],
+        prompt: Prompt | None,
+        given: Mapping[str, Any],
+        parent: Root | None = None,  # that it goes on from, or reads
+    ) -> Prepared:
         options = dict(given)
-        if options.pop("lora_request", None) is not None:
-            raise RequestError("lora_request", "adapters are not supported", "leave it out")
+        named = self.adapters.find(options.pop("adapter", None), options.pop("lora_request", None))
+        if parent is not None:
+            named = self.adapters.inherit(parent.adapter, named)
         rank = options.pop("data_parallel_rank", None)
         self.verify_placement(options.get("priority", 0), rank)
         context = trace_context(options.pop("trace_headers", None))
         made = process(**options)
         request, selection = made if isinstance(made, tuple) else (made, None)
         request.data_parallel_rank = rank
+        request.adapter = named if isinstance(named, Adapter) else None
         request.trace_headers = None if self._tracer is None else context
         text, encoder_text = (None, None) if prompt is None else texts_of(prompt, request.encoder_input is not None)
         return Prepared(request, text, selection, encoder_text)
@@ -272,6 +284,10 @@ class FrontEnd:
 
     def num_unfinished_requests(self) -> int:
         return self.output_processor.num_unfinished_requests()
+
+
+def _no_adapters(path: str) -> Adapter:
+    raise AssertionError("the engine has no memory for adapters")
 
 
 def with_output_kind(params: Any, kind: RequestOutputKind) -> GenerationParams:

@@ -42,11 +42,14 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = 
     ("leases_active", "Ended sequences whose memory is kept.", attrgetter("leases.num_active")),
     ("lease_blocks", "Blocks of the KV cache that leases hold.", attrgetter("leases.num_blocks")),
     ("kv_store_blocks", "Blocks of the KV cache that host memory has by hash.", attrgetter("store.num_blocks")),
+    ("adapter_slots", "Slots for adapters (LoRA) in the engine's memory.", attrgetter("adapters.num_slots")),
+    ("adapters_loaded", "Slots that have an adapter.", attrgetter("adapters.num_loaded")),
+    ("adapter_requests_waiting", "Requests that wait for their adapter.", attrgetter("adapters.num_waiting")),
     ("cuda_graphs", "CUDA graphs of small steps that were captured.", attrgetter("graphs.num_graphs")),
     ("cuda_graph_bytes", "Device memory that CUDA graphs take.", attrgetter("graphs.num_bytes")),
     ("cuda_graph_capture_seconds", "Time that capturing CUDA graphs took.", attrgetter("graphs.seconds")),
 )
-ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = (
+ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", attrgetter("prefix_cache.queries")),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", attrgetter("prefix_cache.hits")),
     ("preemptions", "Sequences that were preempted.", attrgetter("num_preemptions")),
@@ -55,6 +58,10 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], int]], ...] = 
     ("kv_store_failed_blocks", "Blocks that could not be copied, and were computed again.", attrgetter("store.failed")),
     ("engine_steps", "Steps of the engine.", attrgetter("num_steps")),
     ("encoder_runs", "Encoder inputs that were run.", attrgetter("num_encoder_runs")),
+    ("adapter_loads", "Adapters that were read into a slot.", attrgetter("adapters.loads")),
+    ("adapter_load_failures", "Adapters that could not be read.", attrgetter("adapters.failed")),
+    ("adapter_evictions", "Adapters that gave their slot to another one.", attrgetter("adapters.evicted")),
+    ("adapter_load_seconds", "Time from the request for an adapter to its slot.", attrgetter("adapters.seconds")),
     ("leases_granted", "Leases that began.", attrgetter("leases.granted")),
     ("leases_refused", "Leases too large for all that leases may hold.", attrgetter("leases.refused")),
     ("leases_expired", "Leases that ended at their time.", attrgetter("leases.expired")),
@@ -107,10 +114,10 @@ class GrowingCount:
     __slots__ = ("_last", "total")
 
     def __init__(self) -> None:
-        self.total = 0
-        self._last = 0
+        self.total: float = 0
+        self._last: float = 0
 
-    def update(self, count: int) -> None:
+    def update(self, count: float) -> None:
         self.total += count - self._last if count >= self._last else count
         self._last = count
 
@@ -119,7 +126,7 @@ class EngineCounts(msgspec.Struct, array_like=True):
     """The report of one engine, as it travels between processes."""
 
     newest: SchedulerStats
-    sums: dict[str, int]
+    sums: dict[str, float]
 
 
 class MetricsFigures(msgspec.Struct):
@@ -189,6 +196,7 @@ class EngineMetrics:
         self.request_generation_tokens = Histogram(one_two_five(0, 6))
         self.extraction_time = Histogram(one_two_five(-3, 2))
         self._health: Callable[[], Health] = Health
+        self._adapter_names: Callable[[], Mapping[str, str]] = dict
         self._registry: CollectorRegistry | None = None
 
     # ---- events ----
@@ -272,6 +280,10 @@ class EngineMetrics:
         """Called for the engines' health whenever the page is read."""
         self._health = health
 
+    def name_adapters(self, names: Callable[[], Mapping[str, str]]) -> None:
+        """Called for the names of adapters, by their digests, whenever the page is read."""
+        self._adapter_names = names
+
     # ---- figures of several processes ----
 
     def figures(self) -> MetricsFigures:
@@ -302,8 +314,8 @@ class EngineMetrics:
         for index, reported in figures.engines.items():
             engine = self.engines.setdefault(index, EngineFigures())
             engine.newest = reported.newest
-            for name, count in reported.sums.items():
-                engine.sums.setdefault(name, GrowingCount()).total += count
+            for name, total in reported.sums.items():
+                engine.sums.setdefault(name, GrowingCount()).total += total
 
     # ---- the page ----
 
@@ -370,6 +382,12 @@ class EngineMetrics:
                 if kind == name
             }
             yield _counter(name, text, values, "engine", *labels)
+        names = self._adapter_names()
+        holders: Counter[tuple[str, ...]] = Counter()
+        for index, figures in sorted(self.engines.items()):
+            for digest, count in figures.newest.adapters.holders.items():
+                holders[str(index), names.get(digest, digest)] += count
+        yield _gauge("adapter_requests", "Requests with an adapter, queued or running.", holders, "engine", "adapter")
 
     def _health_metrics(self) -> Iterator[Metric]:
         engines = self._health().engines

@@ -17,6 +17,7 @@ from ratoon import RequestOutput
 from ratoon.core.errors import UnknownParentError
 from ratoon.engine.output.roots import MAX_ROOTS, Root, RootTable
 from ratoon.scheduling.branch import BranchStatus
+from tests.adapter_folders import write_adapter
 from tests.depths import both_depths
 from tests.engines_async import thread_engine
 from tests.golden.driver import Driver, greedy, sampled
@@ -285,27 +286,32 @@ class TestTheTableOfEndedRequestsOverflows:
 
 # ---- 6.5 another adapter, another salt, another owner ----
 
-TAGS: list[tuple[str | None, str | None]] = [(None, None), ("x", None), ("y", None), (None, "x"), ("x", "x")]
+TAGS = [("", None), ("x", None), ("y", None), ("", "x"), ("x", "x")]  # names of adapters, and salts
 
 
 class TestAnotherAdapterSaltOrOwner:
     @pytest.mark.parametrize("parent_ends", [True, False])
-    def test_blocks_of_another_adapter_or_salt_are_not_inherited(self, parent_ends):
+    def test_blocks_of_another_adapter_or_salt_are_not_inherited(self, parent_ends, tmp_path):
         """Whatever a request claims, the engine looks at its adapter and salt. Where they agree, all is inherited."""
         prompt, params = random_token_ids(10, seed=1), greedy(4)
-        with engine(LLAMA, block_size=BLOCK_SIZE, max_steps_in_flight=1) as llm:
+        settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+        with engine(LLAMA, block_size=BLOCK_SIZE, max_steps_in_flight=1, **settings) as llm:
+            shapes = llm.source.tensors.shapes()
+            for seed, name in enumerate("xy"):
+                llm.load_adapter(name, write_adapter(tmp_path / name, shapes, seed, acts=False))
+            adapters = llm.list_adapters()
             driver = Driver(llm)
             for parent_tags, child_tags in itertools.product(TAGS, TAGS):
                 driver.forget_unheld_memory()
                 request = llm.engine.input_processor.process(
                     driver.new_id(), prompt, sampled(6 if parent_ends else 12), retain_kv=60.0
                 )
-                request.adapter, request.cache_salt = parent_tags
+                request.adapter, request.cache_salt = adapters.get(parent_tags[0]), parent_tags[1]
                 parent_id = driver.submit(request)
                 while len(driver.find(parent_id).choices[0]) < 6:
                     driver.step()
                 request = driver.continuation(driver.find(parent_id), [5], params)
-                request.adapter, request.cache_salt = child_tags
+                request.adapter, request.cache_salt = adapters.get(child_tags[0]), child_tags[1]
                 child = driver.result(driver.submit(request))
                 same = child_tags == parent_tags
                 assert child.continuation.source == ("lease" if same else "recomputed"), (parent_tags, child_tags)

@@ -43,7 +43,6 @@ def extract_from_root(
         request.continuation_of = root.branch_id(choice)
         request.continuation_token_ids = []
     request.cache_salt = root.cache_salt
-    request.adapter = root.adapter
     request.owner = root.owner
     request.preferred_rank = root.engine
     return request, selection

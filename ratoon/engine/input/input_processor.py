@@ -169,7 +169,6 @@ class InputProcessor:
             encoder_input=parent.encoder_input,
             params=self._params.complete(params, num_prompt_tokens, parent.encoder_input),
             eos_token_id=self._eos_token_id,
-            adapter=parent.adapter,
             continuation_of=parent.branch_id(choice),
             continuation_token_ids=suffix_ids,
             parent_id=parent.request_id,

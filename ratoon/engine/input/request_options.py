@@ -5,12 +5,16 @@ Where noted, LLM also takes a list with one value for each prompt.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
+from ratoon.core.adapters import Adapter, BaseModel, LoRARequest
 from ratoon.core.params import SamplingParams
 from ratoon.core.suggestions import unknown_keyword
 from ratoon.engine.input.prompts import Prompt
+
+AdapterName: TypeAlias = str | os.PathLike[str] | Adapter | BaseModel | Sequence[str | None] | None
 
 
 class RequestOptions(TypedDict, total=False):
@@ -21,7 +25,8 @@ class RequestOptions(TypedDict, total=False):
     arrival_time: float | None  # on the clock of time.monotonic; None: now
     data_parallel_rank: int | None  # the engine that gets it; None: the best one, or the one where its parent ran
     trace_headers: Mapping[str, str] | None  # traceparent, tracestate: the span that it belongs to
-    lora_request: None  # adapters are not supported
+    adapter: AdapterName  # name or path of an adapter; a continuation has its parent's; LLM: or one for each prompt
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None  # vLLM's form of it
 
 
 class PoolingOptions(RequestOptions, total=False):

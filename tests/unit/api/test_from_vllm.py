@@ -12,6 +12,7 @@ from ratoon.api.cli import parse_arguments
 from ratoon.api.llm import LLM
 from ratoon.api.options import engine_settings
 from ratoon.cli import main
+from ratoon.core.adapters import LoRARequest
 from ratoon.core.errors import RequestError
 from ratoon.core.params import SamplingParams
 
@@ -42,8 +43,9 @@ def test_calls_take_what_vllm_calls_take(client):
     llm.chat_prompt = lambda messages, **variables: rendered.append(variables) or "hi"
     assert len(llm.chat(message, params, use_tqdm=lambda *a, **k: None, chat_template="{{ messages }}")) == 1
     assert rendered[0]["chat_template"] == "{{ messages }}"
-    for call in (lambda: llm.generate("a", lora_request="x"), lambda: llm.chat(message, lora_request="x")):
-        with pytest.raises(RequestError, match="lora_request: adapters are not supported"):
+    named = LoRARequest("sql", 1, "/adapters/sql")
+    for call in (lambda: llm.generate("a", lora_request=named), lambda: llm.chat(message, lora_request=named)):
+        with pytest.raises(RequestError, match=r"lora_request: the engine has no memory for adapters; .*enable_lora"):
             call()
     with pytest.raises(RequestError, match="tokenizer"):
         LLM(model="fake", skip_tokenizer_init=True).get_tokenizer()
