@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.adapter_options import settings_for_adapter
 from ratoon.api.beam_options import (
     TOKEN_RULES,
     add_beam_options,
@@ -254,7 +255,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
         from ratoon.api.llm import LLM
 
         # Without --seed, sampling differs from run to run, as is usual for commands.
-        llm = LLM(args.model, **{"seed": None, **engine_settings(args), **settings})
+        llm = LLM(args.model, **{"seed": None, **engine_settings(args), **settings_for_adapter(args), **settings})
     with llm:
         yield llm
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
 from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
@@ -69,6 +70,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_remote_options(parser, always=False)
     add_sampling_options(parser, max_tokens=512)
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -101,6 +103,8 @@ def check_where(args: argparse.Namespace) -> None:
         raise RequestError("MODEL", "and --url exclude each other", f"--model {args.model} names one of the server's")
     else:
         refuse_engine_options(args)
+        if args.adapter is not None:
+            raise RequestError("--adapter", "belongs to a local model", "--model NAME: a server's adapters are models")
 
 
 def check_reasoning(args: argparse.Namespace) -> None:
@@ -128,7 +132,7 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
         params, variables = generation_params(args, llm, may_search=False), effort_variables(args.reasoning_effort)
-        yield LocalAnswerer(llm, params, args.reasoning_parser, variables)
+        yield LocalAnswerer(llm, params, args.reasoning_parser, variables, args.adapter)
 
 
 def open_remote(args: argparse.Namespace, fields: dict[str, Any]) -> RemoteAnswerer:

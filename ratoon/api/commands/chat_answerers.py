@@ -101,9 +101,15 @@ class Answerer(Protocol):
 
 class LocalAnswerer:
     def __init__(
-        self, llm: LLM, params: GenerationParams, reasoning_parser: str = AUTO, variables: dict[str, Any] | None = None
+        self,
+        llm: LLM,
+        params: GenerationParams,
+        reasoning_parser: str = AUTO,
+        variables: dict[str, Any] | None = None,
+        adapter: str | None = None,
     ) -> None:
         """`variables` are the template's."""
+        self._adapter = adapter
         self._llm = llm
         self._params = params
         self._variables = variables or {}
@@ -119,7 +125,7 @@ class LocalAnswerer:
         prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages), **self._variables)
         plan = answer_plan(self._format, self._llm.get_tokenizer(), continued=continued)
         parser, params = plan.parser(prompt["prompt"]), plan.params(self._params, prompt["prompt"])
-        with closing(self._llm.stream(prompt, params)) as stream:
+        with closing(self._llm.stream(prompt, params, adapter=self._adapter)) as stream:
             for output in stream:
                 choice = output.outputs[0]
                 self._print(parser.push(choice.text) + (parser.finish() if choice.finished else []), answer)

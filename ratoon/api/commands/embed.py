@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.commands.generate import shorten
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.core.errors import RequestError
@@ -33,6 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of a vector")
     parser.add_argument("--no-normalize", action="store_true", help="do not normalise vectors to length 1")
     parser.add_argument("--similarity", action="store_true", help="print the cosine of every pair in a table")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     params.verify()  # before the model is loaded
     texts = read_texts(args.prompts)
     with open_llm(args) as llm:
-        outputs = llm.embed(texts if len(texts) > 1 else texts[0], params)
+        outputs = llm.embed(texts if len(texts) > 1 else texts[0], params, adapter=args.adapter)
     failed = [(index, output.error) for index, output in enumerate(outputs) if output.error is not None]
     if not args.similarity:
         for index, output in enumerate(outputs):

@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.beam_options import wants_beam_search
 from ratoon.api.options import (
     Subparsers,
@@ -44,6 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -79,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
         if stream and isinstance(params, SamplingParams):  # the text of a search is known at its end
-            return stream_answer(llm, prompts[0], params)
-        outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params)
+            return stream_answer(llm, prompts[0], params, args.adapter)
+        outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, adapter=args.adapter)
     failed = 0
     for index, output in enumerate(outputs):
         if args.json:
@@ -158,9 +160,9 @@ def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, str]]:
     return messages
 
 
-def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: GenerationParams) -> int:
+def stream_answer(llm: LLM, prompt: str | dict[str, Any], params: GenerationParams, adapter: str | None = None) -> int:
     error = None
-    with closing(llm.stream(prompt, params)) as outputs:
+    with closing(llm.stream(prompt, params, adapter=adapter)) as outputs:
         for output in outputs:
             for choice in output.outputs:
                 sys.stdout.write(choice.text)

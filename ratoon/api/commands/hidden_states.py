@@ -16,6 +16,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.commands.generate import read_prompts
 from ratoon.api.hidden_states import as_safetensors, facts, raw_bytes, read_head, to_numbers
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
@@ -54,6 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--original-request-id", metavar="ID", help="with --url: read this answer instead of a prompt")
     parser.add_argument("--choice", type=int, metavar="N", help="which of its choices; default 0")
     parser.add_argument("--scope", choices=HIDDEN_STATES_SCOPES, default="all", help="what positions refer to")
+    add_adapter_option(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
@@ -97,7 +99,7 @@ def find_prompt(args: argparse.Namespace) -> str | None:
 
 def read_here(args: argparse.Namespace, text: str, params: HiddenStatesParams) -> None:
     with open_llm(args) as llm:
-        output = llm.extract_hidden_states(text, params)
+        output = llm.extract_hidden_states(text, params, adapter=args.adapter)
         if output.error is not None:
             raise EngineError(output.error)
         if args.output is None:

@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from ratoon.api.adapter_options import add_served_adapters, served_adapters
 from ratoon.api.options import (
     Subparsers,
     add_common_options,
@@ -59,6 +60,7 @@ def add_parser(subparsers: Subparsers) -> None:
     leave_out(limits)
     add_log_options(parser)
     add_engine_options(parser, without=("served_model_name",))
+    add_served_adapters(parser)
     engines = parser.add_argument_group("engines")
     add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
     leave_out(add_setting_option(engines, FRONT_END["data_parallel_external_lb"]))
@@ -105,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     configure_server_logging(args.log_level, args.log_file, args.access_log)
     names = settings.served_names
     llm_settings = DEFAULTS | given_settings(args, FRONT_END) | engine_settings(args)
+    llm_settings |= served_adapters(args, names)
     # In the process that serves HTTP; where there are several, only to check the settings.
     llm = AsyncLLM(args.model, metrics=EngineMetrics(names[0] if names else args.model), **llm_settings)
     bound = bind(settings)

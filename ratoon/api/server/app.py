@@ -42,6 +42,7 @@ from ratoon.api.server.openapi import build_document
 from ratoon.api.server.request_bodies import explain
 from ratoon.api.server.responses import error_response
 from ratoon.api.server.routes import (
+    adapters,
     audio,
     chat,
     completions,
@@ -147,7 +148,7 @@ def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
     if not settings.admin:
         return ROUTERS
     assert settings.admin_keys, "administration needs an admin key (ServerSettings.verify)"
-    return (*ROUTERS, service.admin_router)
+    return (*ROUTERS, service.admin_router, adapters.router)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -20,10 +20,12 @@ from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.preparation import Preparation
+from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.response_store import StoredResponse
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import OwnState, ServiceState, forget_root
 from ratoon.api.server.unknown_fields import IgnoredFieldsLog
+from ratoon.core.adapters import Adapter, BaseModel
 from ratoon.core.json_extent import ExtentLimit, extent_limit
 
 if TYPE_CHECKING:
@@ -55,6 +57,11 @@ class ServerContext:
     def served_names(self) -> tuple[str, ...]:
         return self.settings.served_names or (self.llm.source.name,)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may name as their model: its own names, and those of adapters."""
+        return (*self.served_names, *self.llm.list_adapters())
+
     @cached_property
     def max_model_len(self) -> int:
         length = self.llm.config.max_model_len
@@ -82,9 +89,19 @@ class ServerContext:
         chosen = choose_answer_format(text, settings.tool_parser, settings.reasoning_parser)
         return answer_plan(chosen, tokenizer, tools, continued)
 
-    def check_model(self, name: str) -> None:
-        if name not in self.served_names:
-            raise model_not_found(name, self.served_names)
+    def check_model(self, name: str) -> Adapter | None:
+        """Returns the adapter that has this name; None: it is a name of the model itself. ApiError: there is none."""
+        if name in self.served_names:
+            return None
+        adapters = self.llm.list_adapters()
+        if name not in adapters:
+            raise model_not_found(name, self.model_names)
+        return adapters[name]
+
+    def adapter_for(self, name: str, asked: RequestModel) -> Adapter | BaseModel | None:
+        """The adapter of a request, by the model that it names. None: it names no model, so that it has the adapter of
+        the request that it goes on from, if any."""
+        return self.check_model(name) or (None if asked.leaves_model_out else BaseModel.BASE)
 
     @asynccontextmanager
     async def admit(self, count: int, tenant: str | None) -> AsyncIterator[None]:

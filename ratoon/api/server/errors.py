@@ -19,6 +19,7 @@ from ratoon.core.errors import (
     TooLargeError,
 )
 
+MAX_SHOWN_MODELS = 20
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
@@ -29,6 +30,7 @@ BODY_FIELDS = {
     "decoder_prompt_token_ids": "decoder_prompt",
     "sampling_params": "body",
     "pooling_params": "body",
+    "adapter": "model",  # it has a name as models have
     "task": "model",  # the path selects the task; a model that does not support it is the wrong one
 }
 
@@ -83,7 +85,10 @@ def context_length_exceeded(param: str, num_tokens: int | str, max_model_len: in
 
 def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
     shown = model if len(model) <= 100 else model[:100] + "…"
-    message = f"The model {shown!r} does not exist; this server has {', '.join(map(repr, served_names))}"
+    known = ", ".join(map(repr, served_names[:MAX_SHOWN_MODELS])) + (
+        "" if len(served_names) <= MAX_SHOWN_MODELS else ", …"
+    )
+    message = f"The model {shown!r} does not exist; this server has {known}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -63,11 +63,13 @@ class FrontEndProcess:
             "answer_of_run": self._answer_of_run,
             "cancel_run": self._cancel_run,
             "go_on_with_response": self._go_on,
+            "note_adapters": self._state.note_adapters,
         }
         self._link = client.link = await Link.open(self._end, FRONT_END, SERVICE, handlers)
         self._link.lost.add_done_callback(lambda _: os._exit(1))  # the service is gone
         try:
             llm = AsyncLLM(launch.model, metrics=self._metrics, client=client, **launch.llm_settings)
+            self._state.llm = llm
             runner = self._runner = ServerRunner(llm, launch.settings, self._listening, state=self._state)
             reporting = asyncio.create_task(self._report())
             try:

@@ -78,8 +78,9 @@ def names_of(request_id: str | None, exchange: Exchange) -> tuple[str, ...]:
     return (exchange.request_id,) if request_id is None else (request_id, exchange.request_id)
 
 
-def engine_options(asked: SamplingFields, exchange: Exchange) -> GenerationOptions:
+def engine_options(context: ServerContext, asked: SamplingFields, exchange: Exchange) -> GenerationOptions:
     return {
+        "adapter": context.adapter_for(asked.model, asked),
         "priority": asked.priority or 0,
         "data_parallel_rank": asked.data_parallel_rank,
         "retain_kv": asked.retain_kv,

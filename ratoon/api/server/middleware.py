@@ -159,6 +159,7 @@ def _wrong_host(host: str) -> ApiError:
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/version", "/metrics"})
 ADMIN_PATH = "/admin"
+ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # these are vLLM's
 SCHEME = b"bearer "
 TENANT_LENGTH = 16  # hex digits
 
@@ -214,7 +215,7 @@ class RequireKey:
 
 
 def is_admin_path(path: str) -> bool:
-    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
+    return path in ADMIN_PATHS or path.startswith(f"{ADMIN_PATH}/")
 
 
 def _sent_key(scope: Scope) -> bytes | None:

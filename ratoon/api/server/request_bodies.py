@@ -67,7 +67,9 @@ def parse_body(body: bytes, model: type[Model], filter: FieldFilter, limit: Exte
 
 def _validate(body: dict[str, Any], model: type[Model], filter: FieldFilter) -> Model:
     try:
-        return model.model_validate(filter.fields_of(body, model))
+        made = model.model_validate(filter.fields_of(body, model))
+        made.note_model_of(body)
+        return made
     except ValidationError as error:
         raise explain_first(error) from None
 

@@ -18,6 +18,7 @@ from ratoon.api.server.response_items import Item, messages_of
 from ratoon.api.server.response_store import StoredResponse, items_of
 from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
+from ratoon.core.adapters import Adapter
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.engine.output.roots import Root
 from ratoon.models.chat_template import RenderedChat
@@ -69,7 +70,8 @@ async def place_prompt(
         whole = [*await off_loop(size, lambda: items_of(turn)), *items]
 
     async def place(kept: Sequence[Item]) -> PlacedPrompt:
-        return await _place(context, await _render(context, asked, tools, kept, size), parent)
+        rendered = await _render(context, asked, tools, kept, size)
+        return await _place(context, rendered, parent, context.check_model(asked.model))
 
     try:
         placed = await place(whole)
@@ -142,7 +144,9 @@ def _with_instructions(messages: list[dict[str, Any]], instructions: str | None)
     return [{"role": "system", "content": text}, *rest]
 
 
-async def _place(context: ServerContext, rendered: RenderedChat, parent: StoredResponse | None) -> PlacedPrompt:
+async def _place(
+    context: ServerContext, rendered: RenderedChat, parent: StoredResponse | None, adapter: Adapter | None
+) -> PlacedPrompt:
     text, notes = rendered.text, rendered.notes
     if parent is None:
         return await _afresh(context, rendered)
@@ -152,6 +156,8 @@ async def _place(context: ServerContext, rendered: RenderedChat, parent: StoredR
         token_ids = await _encode(context, text)  # now, so that one that is too long is refused
         origin = Origin(parent.id, [], PARAM)
         return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes)
+    if root.adapter != adapter and (root.adapter is None or adapter is None or root.adapter.digest != adapter.digest):
+        return await _afresh(context, rendered)  # what was computed with another adapter is not valid for this one
     shared = shared_segments(await _transcript(context, parent, root), text)
     tail = await _encode(context, text[shared.num_chars :], shared.num_tokens)
     known = root.tokens(0)

@@ -186,6 +186,7 @@ def _options(context: ServerContext, asked: ResponsesRequest, exchange: Exchange
     if lease is None and asked.is_stored:
         lease = min(context.settings.response_lease, context.llm.config.cache.max_lease_seconds) or None
     return {
+        "adapter": context.check_model(asked.model),
         "priority": asked.priority or 0,
         "retain_kv": lease,
         "owner": exchange.tenant,

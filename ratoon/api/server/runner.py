@@ -112,6 +112,7 @@ class ServerRunner:
                 if not await self._unless(self._signalled, self._llm.start()):
                     return 128 + self._signals[0]
                 self._llm.start_grammars()
+                await self._context.shared.begin()
                 return await self._serve(on_ready)
             finally:
                 await self._llm.shutdown()

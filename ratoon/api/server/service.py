@@ -39,6 +39,7 @@ from ratoon.api.server.service_calls import (
 )
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import Queue, RequestNames, num_names
+from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineError, RatoonError, UnknownParentError
 from ratoon.core.faults import error_of
 from ratoon.core.health import EngineState
@@ -46,6 +47,7 @@ from ratoon.core.messages import Fault
 from ratoon.core.processes import start_process
 from ratoon.core.request import EngineCoreOutputs
 from ratoon.core.settings import configure
+from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.processes.async_client import make_async_client
 from ratoon.engine.processes.hub import EngineHub
 from ratoon.engine.processes.link import Link
@@ -60,6 +62,7 @@ MODULE = "ratoon.api.server.front_end_process"
 MAX_FAILED_STARTS = 5  # of a front end, in a row; then it is given up
 SECONDS_TO_LEAVE = 10.0  # for a front end beyond the time that its requests have
 SECONDS_TO_APPEAR = 1.0  # for a response behind the first output of its request
+SECONDS_TO_TELL = 5.0  # front ends of adapters
 SECONDS_FOR_METRICS = 1.0  # then the last report of a front end counts
 MAX_RECENT_TURNS = 1024  # of conversations that a front end may be about to continue
 
@@ -133,6 +136,8 @@ class Service:
         )
         self._hub.observe = self._observe
         self._queue = Queue(settings.max_queue)
+        self._adapters = AdapterRegistry(self._config.adapters, _inspected_elsewhere)
+        self._have_joined = False  # a front end, with the adapters of the settings
         self._names = RequestNames(num_names(self._config.max_roots, settings.max_queue))
         store = ResponseStore(settings.max_responses, settings.max_response_bytes)
         self._responses = ServiceResponses(store, self._forget_root)
@@ -392,6 +397,9 @@ class Service:
             "read_events": responses.read_events,
             "cancel_response": responses.cancel,
             "delete_response": responses.delete,
+            "join_adapters": self._join_adapters,
+            "add_adapter": self._add_adapter,
+            "remove_adapter": self._remove_adapter,
         }
 
     def _note_started(self, front_end: FrontEndSlot, model_name: str) -> None:
@@ -412,6 +420,32 @@ class Service:
     def _give_places_back(self, front_end: FrontEndSlot, owner: str | None, count: int) -> None:
         self._queue.give_back(owner, count)
         front_end.places[owner] -= count
+
+    # ---- adapters ----
+
+    def _join_adapters(self, named: dict[str, Adapter]) -> dict[str, Adapter]:
+        """A front end has started. The first one brings the adapters of the settings; later ones get all that there are
+        by then."""
+        if not self._have_joined:
+            self._have_joined = True
+            self._adapters.replace(named)
+        return dict(self._adapters.named)
+
+    async def _add_adapter(self, name: str, adapter: Adapter, in_place: bool) -> None:
+        self._adapters.note(name, adapter, in_place=in_place)
+        await self._tell_of_adapters()
+
+    async def _remove_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
+        await self._tell_of_adapters()
+
+    async def _tell_of_adapters(self) -> None:
+        """Returns when every front end that serves has the same names. One that starts meanwhile asks for them."""
+        links = [front_end.link for front_end in self._front_ends if front_end.link is not None]
+        named = dict(self._adapters.named)
+        told = (link.call("note_adapters", named) for link in links)
+        with suppress(TimeoutError):  # a front end that does not answer is about to end
+            await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), SECONDS_TO_TELL)
 
     # ---- metrics ----
 
@@ -498,6 +532,10 @@ class Service:
     async def _forget_root(self, response: StoredResponse) -> None:
         with suppress(UnknownParentError, EngineError):  # a failed or cancelled one has no root
             await self._hub.remove_root(response.owner, response.id)
+
+
+def _inspected_elsewhere(path: str) -> Adapter:
+    raise AssertionError("front ends read the headers of adapters")
 
 
 def _runs_in(response: StoredResponse, front_end: FrontEndSlot) -> bool:

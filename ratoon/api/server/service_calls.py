@@ -10,6 +10,7 @@ from ratoon.api.server.response_items import NO_ITEMS, StoredItems
 from ratoon.api.server.response_store import EventPage, StoredResponse, Turn, turns_up_to
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.transcripts import Segment
+from ratoon.core.adapters import Adapter
 from ratoon.core.messages import Fault
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.processes.hub_client import FRONT_END_METHODS, HUB_METHODS
@@ -94,6 +95,9 @@ SERVICE = Methods(
         "read_events": Method((Id, Owner, int), EventPage | None),
         "cancel_response": Method((Id, Owner), list[bytes] | None),
         "delete_response": Method((Id, Owner), bool),
+        "join_adapters": Method((dict[str, Adapter],), dict[str, Adapter]),
+        "add_adapter": Method((str, Adapter, bool)),
+        "remove_adapter": Method((str,)),
     }
 )
 FRONT_END = Methods(
@@ -104,6 +108,7 @@ FRONT_END = Methods(
         "answer_of_run": Method((Id, Owner), list[bytes]),
         "cancel_run": Method((Id, Owner, dict[str, str] | None)),  # an error: the response ends as failed
         "go_on_with_response": Method((ResponseRecord, EngineCoreRequest | None)),
+        "note_adapters": Method((dict[str, Adapter],)),
     }
 )
 

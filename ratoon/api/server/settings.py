@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ratoon.api.answer_parts.parser import check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
@@ -57,6 +58,12 @@ class ServerSettings:
     strict: bool = setting(False, "refuse all unknown fields of requests; default: only those that look misspelt")
     lenient: bool = setting(False, "ignore unknown fields of requests, those that look misspelt as well")
     admin: bool = setting(False, "serve /admin/…, which needs an admin key")
+    adapter_roots: tuple[str, ...] = setting(
+        (),
+        "adapters below this folder may be loaded while serving (/v1/load_lora_adapter, with --admin); may be repeated",
+        name="adapter_root",
+        metavar="DIR",
+    )
 
     api_keys: tuple[str, ...] = setting(
         (), "may be repeated; visible in the process list", name="api_key", metavar="KEY", repr=False
@@ -125,6 +132,9 @@ class ServerSettings:
             )
         if set(self.admin_keys) & set(self.api_keys):
             raise ConfigError("admin_key", "is one of the API keys as well", "a key for /admin/… only")
+        for root in self.adapter_roots:
+            if not Path(root).expanduser().is_dir():
+                raise ConfigError("adapter_root", f"{root!r} is not a folder", "a folder of adapters")
         if any(not is_host_name(name) for name in self.allowed_hosts):
             raise ConfigError("allow_host", "is not a host name", "a name or an address, without scheme and port")
         if any(not name for name in self.served_names):

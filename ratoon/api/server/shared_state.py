@@ -21,7 +21,9 @@ from ratoon.api.server.service_calls import (
     stored,
     turn_of,
 )
+from ratoon.core.adapters import Adapter
 from ratoon.core.health import Health
+from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.output.roots import Root
 from ratoon.engine.processes.link import Link
 from ratoon.observe.metrics import EngineMetrics, MetricsFigures
@@ -35,6 +37,8 @@ class SharedState:
         self._model_name = model_name
         self._service_pid = service_pid
         self.health: Callable[[], Health] = Health
+        self.llm: AsyncLLM  # of this front end; set before it serves
+        self._num_changes = 0  # of adapters, that the service has told of
         self.responses = SharedResponses(link)
 
     async def take_places(self, owner: str | None, count: int) -> str | None:
@@ -68,12 +72,34 @@ class SharedState:
         found: list[Root] = await self._link().call("list_roots", owner)
         return found
 
+    async def load_adapter(self, name: str, path: str, in_place: bool) -> Adapter:
+        """This front end, which has the model's metadata, reads the headers; the service tells all front ends."""
+        adapter: Adapter = await asyncio.to_thread(self.llm.engine.adapters.inspect, path)
+        await self._link().call("add_adapter", name, adapter, in_place)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._link().call("remove_adapter", name)
+
+    async def begin(self) -> None:
+        """Names of adapters may have changed since the service was started: it has those that count."""
+        num_before = self._num_changes
+        named = await self._link().call("join_adapters", self.llm.list_adapters())
+        if self._num_changes == num_before:  # else it was told of newer ones behind these
+            self.llm.engine.adapters.replace(named)
+
+    def note_adapters(self, named: dict[str, Adapter]) -> None:
+        if self.llm.engine is not None:  # else it asks for them when it has started
+            self._num_changes += 1
+            self.llm.engine.adapters.replace(named)
+
     async def metrics(self) -> EngineMetrics:
         parts: list[MetricsFigures] = await self._link().call("collect_metrics")
         metrics = EngineMetrics(self._model_name, self._service_pid)
         for part in parts:
             metrics.add(part)
         metrics.watch(self.health)
+        metrics.name_adapters(self.llm.adapter_names)
         return metrics
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ratoon.api.server.response_directory import OwnResponses, ResponseDirectory
 from ratoon.api.server.response_store import ResponseStore, StoredResponse
 from ratoon.api.server.settings import ServerSettings
+from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineError, UnknownParentError
 from ratoon.core.shares import SharedLimit
 
@@ -100,6 +101,15 @@ class ServiceState(Protocol):
         """This owner's ended requests that can be continued, the newest first."""
         ...
 
+    async def begin(self) -> None:
+        """The front end is about to serve."""
+
+    async def load_adapter(self, name: str, path: str, in_place: bool) -> Adapter:
+        """Lets requests to any front end name an adapter. RequestError: its name or its files are not right."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
     async def metrics(self) -> EngineMetrics | None:
         """The metrics of all front ends together."""
         ...
@@ -138,6 +148,15 @@ class OwnState:
 
     async def list_roots(self, owner: str | None) -> list[Root]:
         return self._llm.list_roots(owner)
+
+    async def begin(self) -> None:
+        """All of the state is here."""
+
+    async def load_adapter(self, name: str, path: str, in_place: bool) -> Adapter:
+        return await self._llm.load_adapter(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._llm.unload_adapter(name)
 
     async def metrics(self) -> EngineMetrics | None:
         return self._llm.metrics

@@ -24,7 +24,7 @@ from ratoon.api.server.protocol.sampling import StreamOptions
 from ratoon.api.server.routes.embeddings import EmbeddingRequest
 from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from ratoon.core.health import EngineHealth, EngineState, Health
-from ratoon.core.stats import DraftStats, SchedulerStats
+from ratoon.core.stats import AdapterStats, DraftStats, SchedulerStats
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.api.server.harness import scripted
 from tests.unit.engine.fakes_async import on_event_loop
@@ -108,7 +108,8 @@ def test_every_error_code_is_documented_and_every_documented_one_exists():
 
 def test_every_metric_is_documented_with_its_type_and_labels_and_every_documented_one_exists():
     metrics = EngineMetrics("some-model")
-    metrics.record_engine(0, SchedulerStats(drafts={"ngram": DraftStats(1, 1, 1, [1])}))
+    adapters, drafts = AdapterStats(holders={"digest": 1}), {"ngram": DraftStats(1, 1, 1, [1])}
+    metrics.record_engine(0, SchedulerStats(drafts=drafts, adapters=adapters))
     metrics.record_http("/health", 200)
     metrics.watch(lambda: Health([EngineHealth(0, EngineState.OK)]))
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))

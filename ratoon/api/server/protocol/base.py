@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
@@ -40,6 +41,16 @@ class RequestModel(BaseModel):
     HARMLESS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # Fields of other servers without a counterpart here whose names are close to ones that are here, and not misspelt.
     ELSEWHERE: ClassVar[frozenset[str]] = frozenset({"models", "top_a"})  # OpenRouter's
+
+    _leaves_model_out: bool = PrivateAttr(default=False)
+
+    @property
+    def leaves_model_out(self) -> bool:
+        """Whether the body named no model, and the server's own was filled in."""
+        return self._leaves_model_out
+
+    def note_model_of(self, body: Mapping[str, Any]) -> None:
+        self._leaves_model_out = body.get("model") is None
 
     @classmethod
     @cache

@@ -178,6 +178,7 @@ def _transcriber(context: ServerContext, asked: TranslationRequest, exchange: Ex
         context.llm,
         limits=AudioLimits(max_seconds=settings.max_audio_seconds, max_bytes=settings.max_audio),
         request_id=make_id("trsc", asked.request_id),
+        adapter=context.check_model(asked.model),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
         owner=exchange.tenant,

@@ -109,7 +109,7 @@ async def make_batch(
         id=make_id("chatcmpl", asked.request_id),
         prompts=[prompt],
         params=params,
-        options=engine_options(asked, exchange),
+        options=engine_options(context, asked, exchange),
         cache_salt=asked.cache_salt,
         param="messages",
         owner=exchange.tenant,

@@ -85,7 +85,7 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         id=make_id("cmpl", asked.request_id),
         prompts=prompts,
         params=params,
-        options=engine_options(asked, exchange),
+        options=engine_options(context, asked, exchange),
         cache_salt=asked.cache_salt,
         param="prompt" if asked.encoder_prompt is None else "encoder_prompt",
         owner=exchange.tenant,

@@ -130,6 +130,7 @@ async def embed(
             prompt.as_prompt(),
             params,
             request_id,
+            adapter=context.check_model(asked.model),
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt,
             owner=exchange.tenant,

@@ -156,6 +156,7 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
         prompts=[EncodedPrompt(rendered.text, token_ids)],
         params=params,
         options={
+            "adapter": context.check_model(asked.model),
             "priority": asked.priority or 0,
             "retain_kv": asked.retain_kv,
             "owner": exchange.tenant,

@@ -27,7 +27,7 @@ class Model(AnswerModel):
     created: int
     owned_by: str
     root: str
-    parent: None = None
+    parent: str | None = Field(None, description="Of an adapter: the model that it adapts")
     max_model_len: int
 
 
@@ -129,7 +129,7 @@ models_router = APIRouter(tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
     context = context_of(request)
     return json_response(
-        request, {"object": "list", "data": [describe_model(context, name) for name in context.served_names]}
+        request, {"object": "list", "data": [describe_model(context, name) for name in context.model_names]}
     )
 
 
@@ -137,18 +137,19 @@ async def list_models(request: Request) -> Response:
 @models_router.get("/v1/models/{model:path}", summary="Describe one", responses=answers(Model, 404))
 async def get_model(request: Request, model: str) -> Response:
     context = context_of(request)
-    context.check_model(model)
     return json_response(request, describe_model(context, model))
 
 
 def describe_model(context: ServerContext, name: str) -> dict[str, Any]:
+    """ApiError: there is no such model."""
+    adapter = context.check_model(name)
     return {
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "ratoon",
-        "root": context.llm.source.name,
-        "parent": None,
+        "root": context.llm.source.name if adapter is None else adapter.path,
+        "parent": None if adapter is None else context.served_names[0],
         "max_model_len": context.max_model_len,
     }
 

@@ -92,7 +92,7 @@ async def test_what_is_asked_reaches_the_engine():
         (prompt, params, request_id, options), second = calls
         assert prompt == {"prompt": "abc", "prompt_token_ids": [97, 98, 99]}
         assert params == HiddenStatesParams(each_once=True) and request_id.startswith("hs-")
-        assert options == {"cache_salt": None, "owner": None, "trace_headers": None}
+        assert options == {"adapter": None, "cache_salt": None, "owner": None, "trace_headers": None}
         assert second[0]["prompt_token_ids"] == [1, 2] and second[2] == "hs-mine"
         assert second[1] == HiddenStatesParams(deadline=2, each_once=True, **asked)
         assert second[3]["cache_salt"] == "mine"
