@@ -11,6 +11,7 @@ from ratoon.core.setting import Setting, settings_of
 from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
 from ratoon.core.vllm_names import NEGATED, NO_EFFECT, RENAMED, RULES, SPECIAL
 
+WITHOUT_OPTION = ("skip_tokenizer", "adapters")
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
@@ -26,8 +27,8 @@ value that has no meaning is a `ConfigError` with the name of the setting.
 FRONT_END = """
 ## Front end
 
-Of the process that takes requests. `serve` has all but `skip_tokenizer` as options, the other commands
-`--otlp-traces-endpoint` and `--max-total-hidden-states-bytes`.
+Of the process that takes requests. `serve` has all but `skip_tokenizer` as options, adapters by `--adapter NAME=PATH`
+([adapters.md](adapters.md)); the other commands have `--otlp-traces-endpoint` and `--max-total-hidden-states-bytes`.
 """
 SERVER = """
 ## Server
@@ -59,7 +60,7 @@ def page() -> str:
 def table(settings: Iterable[Setting]) -> str:
     rows = ["| keyword | option | meaning | default |\n", "|---|---|---|---|\n"]
     for setting in settings:
-        options = [] if setting.name == "skip_tokenizer" else [option_of(setting.name), *setting.options]
+        options = [] if setting.name in WITHOUT_OPTION else [option_of(setting.name), *setting.options]
         if setting.kind is bool and (setting.default or setting.optional):
             options += ["--no-" + option.removeprefix("--") for option in options]
         default = shown_default(setting)

@@ -44,6 +44,7 @@ NOT_RUN = {
     "README.md": {
         "llm.generate({": "is about a model that is not here",
     },
+    "adapters.md": {"": "is about adapters that are not here"},
     "command-line.md": {
         "ratoon chat smollm2-135m": "is a session on a terminal",
         "ratoon pull": "needs the hub",
