@@ -37,11 +37,14 @@ def llm(adapters: dict[str, PeftAdapter]) -> Iterator[LLM]:
         yield llm
 
 
-def expected(adapter: PeftAdapter | None, prompt: list[int], count: int = 6) -> list[int]:
+def expected(
+    adapter: PeftAdapter | None, prompt: list[int], count: int = 6, allowed: list[int] | None = None
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         logits = logits_of(tiny_model(FAMILY).oracle, tokens) if adapter is None else adapter.logits(tokens)
-        tokens.append(int(logits[-1].argmax()))
+        last = logits[-1]
+        tokens.append(int(last.argmax()) if allowed is None else allowed[int(last[allowed].argmax())])
     return tokens[len(prompt) :]
 
 
@@ -189,3 +192,19 @@ def test_an_engine_process_that_dies_goes_on_with_the_adapter_that_was_loaded_wh
             assert llm.health().engines[0].num_restarts == 1
 
     asyncio.run(run())
+
+
+def test_drafts_change_no_token_of_an_adapter(adapters) -> None:
+    prompt, allowed = random_token_ids(9, seed=5), [3, 7, 11]  # texts of three tokens repeat themselves
+    named = {name: str(adapters[name].folder) for name in "ab"}
+    drafts = {
+        "speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0, "speculate_max_seqs": 32
+    }  # fmt: skip
+    settings = {**SETTINGS, **drafts, "max_loras": 2, "max_lora_rank": 8}
+    with LLM(str(model_folder(FAMILY)), adapters=named, **settings) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=allowed)
+        names = ["a", None, "b"]
+        outputs = llm.generate([ids(prompt)] * 3, params, adapter=names, progress=False)
+        for name, output in zip(names, outputs):
+            assert tokens_of(output) == expected(adapters.get(name), prompt, 40, allowed), name
+        assert sum(source.draft_tokens for source in llm.stats().drafts.values()) > 0
