@@ -1,10 +1,11 @@
-"""What worker processes and tensor-parallel ranks cost on a CPU, against the engine in one process.
+"""What worker processes, tensor-parallel ranks and pipeline stages cost on a CPU, against the engine in one process.
 
     .venv/bin/python bench/ranks.py --json ranks.json        # all of it, in less than four minutes on 16 cores
     .venv/bin/python bench/ranks.py --parts broadcast,sums   # messages alone: no model
 
 Weights are random numbers of a known shape; nothing is downloaded. A CPU gains nothing from ranks, which read the same
-memory by the same cores: the ratios show what plans, sums and processes take.
+memory by the same cores: the ratios show what plans, sums, rows between stages and processes take. Of one sequence one
+stage at a time is busy; several keep all of them busy.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 AIMS = {"broadcast": "below 100 µs", "one worker": "above 0.97×", "ranks": "at least 0.9×"}
 WORLD_SIZES = (2, 4)
+NUM_STAGES = 2
 MAX_MODEL_LEN = 1024
 
 
@@ -76,7 +78,7 @@ WORKS = {
 
 class Ranks(Program):
     doc = __doc__ or ""
-    parts = ("broadcast", "sums", "one-worker", "ranks")
+    parts = ("broadcast", "sums", "one-worker", "ranks", "stages")
     quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -118,6 +120,17 @@ class Ranks(Program):
                 found[label] = self._compare(model, {"one process": one, "ranks": several})
         return found
 
+    def _measure_stages(self) -> dict[str, Any]:
+        found = {}
+        for model in ["tiny"] if self.args.quick else ["smollm2", "8b, two layers"]:
+            each = max(1, self.args.threads // NUM_STAGES)
+            one = {"num_threads": each * NUM_STAGES}
+            several = {"num_threads": each, "pipeline_parallel_size": NUM_STAGES}
+            label = f"{model}: {NUM_STAGES} stages × {each} threads"
+            say(label)
+            found[label] = self._compare(model, {"one process": one, "stages": several})
+        return found
+
     def _compare(self, model: str, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Seconds of each work by each engine, which take turns."""
         dice = random.Random(SEED)
@@ -150,7 +163,7 @@ class Ranks(Program):
     # ---- the report ----
 
     def title(self) -> str:
-        return "worker processes and tensor-parallel ranks"
+        return "worker processes, tensor-parallel ranks and stages"
 
     def report(self) -> Iterable[str]:
         for part, found in self.found.items():
@@ -183,7 +196,8 @@ class Ranks(Program):
         rows = []
         for label, works in found.items():
             names = list(next(iter(works.values()))["seconds"])
-            rows.append([f"{title}{label}, ms", *names, f"speed of {names[1]}; the aim is {aim}"])
+            speed = f"speed of {names[1]}"
+            rows.append([f"{title}{label}, ms", *names, f"{speed}; the aim is {aim}" if aim else speed])
             for work, values in works.items():
                 cells = [format_spread(values["seconds"][name], "", 1e3) for name in names]
                 rows.append([f"  {work}", *cells, format_spread(values["ratio"], "×")])
@@ -194,6 +208,9 @@ class Ranks(Program):
 
     def _report_ranks(self, found: dict[str, Any]) -> str:
         return self._report_engines("", found, AIMS["ranks"])
+
+    def _report_stages(self, found: dict[str, Any]) -> str:
+        return self._report_engines("", found, "")
 
 
 if __name__ == "__main__":

@@ -159,9 +159,7 @@ class WorkerParts:
             encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
             inputs_on_device=device.type != "cpu",
             capture=capture,
-            record=self.ops.name == "native"
-            and self.part.stage.count == 1  # a stage begins with rows that another one sends
-            and may_repeat(model, "can_be_recorded"),
+            record=self.ops.name == "native" and may_repeat(model, "can_be_recorded"),
             grammars=grammars,
             jump_forward=device.type == "cpu" if scheduler.jump_forward is None else scheduler.jump_forward,
             has_adapters=self.config.adapters.num_slots > 0,

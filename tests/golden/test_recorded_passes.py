@@ -18,7 +18,10 @@ from ratoon.execution.passes.recorded_passes import MAX_LOGITS_ROWS
 from ratoon.layers.native import library
 from ratoon.layers.native.recording import Program
 from ratoon.models.base import LanguageModel
+from tests import stage_executor
 from tests.golden import tiny_models
+from tests.golden.engines import engine
+from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.test_cuda import core_of, greedy, searches, states, texts_over_encoders
 from tests.golden.tiny_models import random_token_ids
 
@@ -109,3 +112,17 @@ def test_texts_over_encoders_are_the_same_with_little_memory(family):
     with engines(recorded=True):
         found, swapped = texts_over_encoders(family, "cpu", 13, swap_bytes=2**22)
     assert found == expected and swapped
+
+
+def ask_stages(family: str) -> list[Any]:
+    with engine(family, executor=stage_executor.NAME, pipeline_parallel_size=stage_executor.NUM_STAGES) as llm:
+        return answers(llm, PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["llama with grouped heads", "gpt2"])
+def test_each_stage_of_a_pipeline_records_its_part(family: str) -> None:
+    """What it sends may still be read when its next pass begins (stage_executor.py)."""
+    by_calls, recorded = with_and_without(ask_stages, family)
+    assert recorded == by_calls
+    with engine(family) as llm:
+        assert answers(llm, PROMPTS) == recorded

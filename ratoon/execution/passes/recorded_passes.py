@@ -2,8 +2,9 @@
 
 A pass is recorded after a step of its shape has come before, and replayed from then on; the results are the same to
 the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
-their logits, or with the tokens whose logits are largest. A model whose layers use anything but kernels is not
-recorded.
+their logits, or with the tokens whose logits are largest. On a stage of a pipeline, the pass is what lies between the
+rows that come from the stage before and those that go to the next one. A model whose layers use anything but kernels is
+not recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ratoon.execution.inputs.step_inputs import StepInputs
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.ends import End, Logits, RowColumns, States, Tokens
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, StepProgram
+from ratoon.execution.passes.stages import begin_stage, hand_on
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.layers.native.recording import Arena, Program, Recording, join_recordings
-from ratoon.models.base import FinalStates, LanguageModel
+from ratoon.models.base import FinalStates, LanguageModel, StreamStates
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,13 @@ class PassShape(NamedTuple):
 class PassResult(NamedTuple):
     """Of all rows; valid until the next pass."""
 
-    states: FinalStates
+    states: FinalStates | StreamStates  # the latter on a stage that hands its rows on
     result: Any = None  # of the shape's end; None: that was not recorded
 
 
 class RecordedPass(NamedTuple):
     program: Program
-    stream: torch.Tensor | None  # [T, H]: the embeddings are brought here; None: the program computes them
+    stream: torch.Tensor | None  # [T, H]: what the stage begins with is brought here; None: the program computes it
     places: tuple[int, ...]  # where ids and positions were
     result: PassResult
     metadata: list[Any]  # of each KV group
@@ -97,7 +99,8 @@ class RecordedPasses:
         if not self._is_possible or num_tokens > MAX_TOKENS or any(end.inner_layers for end in ends.ends):
             return None
         end: End = STATES
-        if rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
+        is_last = program.model.stage.is_last
+        if is_last and rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
         shape = PassShape(
             num_tokens, len(inputs.cu_num_tokens), end, inputs.embeddings is not None, inputs.adapters is not None
@@ -108,6 +111,9 @@ class RecordedPasses:
         if found.result is not None:
             return [found.result]
         states, adapters = found.states, inputs.adapters
+        if isinstance(states, StreamStates):
+            hand_on(program.model, StreamStates(states.stream.clone(), states.update))  # the next pass writes to it
+            return []
         if rows is not None:
             read = torch.from_numpy(rows[: ends.num_with_states])
             states, adapters = states.select(read), None if adapters is None else adapters.select(read)
@@ -142,7 +148,7 @@ class RecordedPasses:
         if not in_place:
             return None
         if recorded.stream is not None:
-            recorded.stream.copy_(_embed(model, inputs))
+            recorded.stream.copy_(begin_stage(model, inputs))
         recorded.program.run()
         return recorded.result
 
@@ -152,18 +158,23 @@ class RecordedPasses:
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
         with Recording(self._arena) as begin:
-            stream = _embed(model, inputs)
-        begins_with_ids = not begin.obstacles and inputs.embeddings is None
+            stream = begin_stage(model, inputs)
+        begins_with_ids = model.stage.is_first and not begin.obstacles and inputs.embeddings is None
         if not begins_with_ids:
-            embeddings = stream
-            stream = self._arena.take(embeddings.nbytes).view(embeddings.dtype).view(embeddings.shape)
-            stream.copy_(embeddings)
+            brought = stream
+            stream = self._arena.take(brought.nbytes).view(brought.dtype).view(brought.shape)
+            stream.copy_(brought)
+        step = PagedStep(kv, metadata, cross, adapters=inputs.adapters)
+        states: FinalStates | StreamStates
         with Recording(self._arena) as layers:
-            step = PagedStep(kv, metadata, cross, adapters=inputs.adapters)
-            states = model.forward_stream(stream, inputs.rope_positions, step)
+            if model.stage.is_last:
+                states = model.forward_stream(stream, inputs.rope_positions, step)
+            else:
+                states = model.forward_stage(StreamStates(stream), inputs.rope_positions, step)
         result = PassResult(states)
         recordings = [begin, layers] if begins_with_ids else [layers]
         if shape.end != STATES:
+            assert isinstance(states, FinalStates), "the last stage has the ends"
             with Recording(self._arena) as end:
                 ends = ProgramEnds.of([shape.end], [shape.num_tokens])
                 (found,) = program.finish(states, ends, [HOST_COLUMNS], adapters=inputs.adapters)
@@ -185,10 +196,6 @@ class RecordedPasses:
 def _can_be_recorded(end: End, columns: RowColumns) -> bool:
     """Whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns."""
     return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
-
-
-def _embed(model: LanguageModel, inputs: StepInputs) -> torch.Tensor:
-    return model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings, inputs.adapters)
 
 
 def _places(inputs: StepInputs) -> tuple[int, ...]:

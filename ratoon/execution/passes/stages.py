@@ -34,19 +34,24 @@ def run_stage(
             inputs.input_ids, inputs.positions, step, rows, observers, num_layers, inputs.rope_positions,
             inputs.embeddings,
         )  # fmt: skip
-    if stage.is_first:
-        stream = model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings, inputs.adapters)
-    else:
-        stream = _receive(model, len(inputs.input_ids), observer)
+    stream = begin_stage(model, inputs, observer)
     if stage.is_last:
         return model.forward_stream(stream, inputs.rope_positions, step, rows, observers, num_layers)
     states = model.forward_stage(StreamStates(stream), inputs.rope_positions, step, observers, num_layers)
-    _send(model, states, observer)
+    hand_on(model, states, observer)
     return None
 
 
-def _send(model: LanguageModel, states: StreamStates, observer: LayerRows | None) -> None:
-    """The update is added first: the next norm would do it, and half as many bytes travel."""
+def begin_stage(model: LanguageModel, inputs: StepInputs, observer: LayerRows | None = None) -> Tensor:
+    """The stream [T, H] before the layers of this stage: the embeddings, or what the stage before has sent."""
+    if model.stage.is_first:
+        return model.embed_tokens(inputs.input_ids, inputs.positions, inputs.embeddings, inputs.adapters)
+    return _receive(model, len(inputs.input_ids), observer)
+
+
+def hand_on(model: LanguageModel, states: StreamStates, observer: LayerRows | None = None) -> None:
+    """Sends the stream to the next stage. Its memory is read until the next call, and changed here: the update is added
+    first, which the next norm would do, so that half as many bytes travel."""
     stream = states.stream if states.update is None else states.stream.add_(states.update)
     seen = [] if observer is None else observer.seen_before(model.layer_range.stop)
     model.send_rows(torch.cat([stream, *(found[layer] for found, layer, _ in seen)]) if seen else stream)
