@@ -93,7 +93,7 @@ demo: $(RUN_STAMP)
 
 # Unit tests, and a few of every other kind (CONTRIBUTING.md). Only files that have such tests are named, because every
 # process that runs tests imports all of the named files. schemathesis is a plugin that loads for seconds.
-CHECKED = tests/unit $(shell grep -rlE --include='*.py' 'mark\.check\b' tests)
+CHECKED = tests/unit $(shell grep -rlE --include='*.py' 'mark\.check\b|import checked' tests)
 check: lint
 	$(BIN)/pytest -n auto --dist worksteal -p no:schemathesis -m check $(CHECKED)
 

@@ -19,7 +19,7 @@ from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.preemption import Preemption
 from ratoon.scheduling.step_draft import StepDraft
 from tests.golden.engines import ENGINE_FAMILIES, engine, greedy, model_folder, scheduler_of, tiny_model
-from tests.golden.marks import exact_on_cpu
+from tests.golden.marks import checked, exact_on_cpu
 from tests.golden.tiny_models import MAX_POSITION, random_token_ids
 
 TOLERANCE = 1e-4
@@ -74,8 +74,7 @@ def assert_same_bits(family: str, found: Sequence[np.ndarray], pooling: str) -> 
 # ---- against transformers ----
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", checked(ENGINE_FAMILIES, "llama with grouped heads"))
 def test_vectors_are_those_of_transformers(family: str) -> None:
     with engine(family) as llm:
         for params in KINDS:

@@ -31,7 +31,7 @@ from tests.golden.encoder_engines import (
     sampled,
     source_of,
 )
-from tests.golden.marks import exact_on_cpu
+from tests.golden.marks import checked, exact_on_cpu
 from tests.golden.tiny_models import MAX_POSITION, VOCAB_SIZE
 
 ENCODER_LENGTHS = [1, 3, 16, 17, 33, 60, 90, MAX_POSITION]
@@ -216,8 +216,7 @@ def likely_tokens(family: str, source: Source, prompt: list[int]) -> list[int]:
     return sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", checked(FAMILIES, "bart"))
 def test_beam_searches_find_the_texts_of_transformers(family: str) -> None:
     """Of many widths, numbers of texts, penalties and ways to end, all in one batch."""
     chance = random.Random(family)

@@ -23,6 +23,7 @@ from tests.golden.engines import (
     tiny_model,
     tokens_of,
 )
+from tests.golden.marks import checked
 from tests.golden.tiny_models import VOCAB_SIZE, random_token_ids
 
 LENGTHS = (33, 1, 61, 5, 16)  # below, at and above the ends of blocks
@@ -43,8 +44,7 @@ def expected(family: str, prompts: list[list[int]] = PROMPTS, count: int = COUNT
     return [oracle_tokens(family, prompt, count) for prompt in prompts]
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", checked(ENGINE_FAMILIES, "llama with grouped heads", "gpt2"))
 def test_a_mixed_batch_gets_the_tokens_of_transformers_and_gets_them_again_from_the_prefix_cache(family: str) -> None:
     with engine(family) as llm:
         first = run(llm, PROMPTS, greedy(COUNT))

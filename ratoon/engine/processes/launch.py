@@ -9,9 +9,10 @@ import contextlib
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -39,7 +40,8 @@ MOST_AT_ONCE = 64  # foreign messages that are read in one call: the rest waits 
 LONGEST_GREETING = 1024  # bytes
 
 
-class EngineRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EngineRun:
     """What a run of an engine process is made of."""
 
     config: EngineConfig

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -80,7 +81,7 @@ class RayEngines:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(ANY_DOMAIN, self.known_keys)
         # Alone, as far as it can see: a node shows it no other cores and devices than its own.
-        return RayEngineProcess(self, run._replace(config=self._config, num_engines=1))
+        return RayEngineProcess(self, replace(run, config=self._config, num_engines=1))
 
     def close(self) -> None:
         if self._authenticator is not None:

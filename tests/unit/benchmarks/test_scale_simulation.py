@@ -18,6 +18,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("scale_simulation")
 
 
+@pytest.mark.slow
 def test_the_balancer_finds_more_of_the_prompts_than_taking_turns_does(
     simulation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ def options(model: Path, folder: Path) -> list[str]:
     return ["bench", "profile", str(model), *engine, "--output", str(folder), "--input-len", "8", "--max-num-seqs", "4"]
 
 
+@pytest.mark.slow  # a process of its own, or an engine
 def test_a_run_writes_a_trace_and_a_picture_of_each_batch(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_references_are_followed_without_an_end(reference: Any) -> None:
     assert found["$defs"]["a/b c"]["additionalProperties"] is False
 
 
+@pytest.mark.slow
 def test_a_schema_of_nothing_but_references_takes_no_long_time() -> None:
     chain = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
     chain["d3000"] = {"properties": {"a": A}}

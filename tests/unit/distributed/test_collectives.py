@@ -90,6 +90,7 @@ def sum_in_order(world_size: int) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow  # processes that load torch
 @needs_kernels
 def test_ranks_of_one_host_sum_in_shared_memory_in_the_order_of_ranks(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))

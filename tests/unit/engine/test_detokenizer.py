@@ -72,6 +72,7 @@ def test_pieces_join_to_the_full_decode_for_any_bytes(form, token_ids, prompt, s
     assert detokenizer.next_text(finished=True, delta=False) == "".join(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=150, deadline=None)
 @given(

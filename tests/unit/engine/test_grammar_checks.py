@@ -119,6 +119,7 @@ def test_what_can_t_be_matched_is_refused_with_the_reason(
     assert "\n" not in str(error) and len(str(error)) < 1000
 
 
+@pytest.mark.slow
 def test_limits_end_a_check_and_are_named() -> None:
     large = StructuredOutput(choice=[f"{index} is another text" for index in range(40_000)])
     checks = make_checks(seconds=0.3)
@@ -238,6 +239,7 @@ def test_a_process_is_ended_when_its_owner_has_no_more_checks() -> None:
         checks.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_many_checks_have_used_is_replaced() -> None:
     checks = make_checks(idle_seconds=PATIENCE_SECONDS)
     try:
@@ -263,6 +265,7 @@ def test_callers_that_leave_while_results_come_are_counted_once() -> None:
         checks.close()
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_exceeded_behind_other_checks_ends_one_alone() -> None:
     """It has the whole of its limits, whatever was checked before it in the same process."""
     checks = make_checks(seconds=60.0, memory_bytes=2**22)

@@ -224,6 +224,7 @@ def test_each_once_has_the_same_positions_and_layers_where_they_are_named_first(
     assert once.num_bytes == len(once.positions) * len(once.layers) * HIDDEN_SIZE * 4
 
 
+@pytest.mark.slow
 def test_what_is_named_a_million_times_is_as_large_as_once():
     selector = HiddenStatesSelector(model_config(), 5000 * HIDDEN_SIZE * 4)
     many = HiddenStatesParams(positions=[[0, None], [1, None], 3] * 100_000, layers=[0] * 1000, each_once=True)

@@ -86,6 +86,7 @@ def their_table(oracle: LlamaRotaryEmbedding, positions: Tensor) -> Tensor:
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_the_table_is_that_of_transformers_at_near_and_far_positions(name: str, theta: float) -> None:

@@ -209,6 +209,7 @@ class CountingSource:
         return stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_part_of_a_weight_reads_that_part_of_the_file(case: str, tmp_path: Path) -> None:
     """Unless words or groups would be divided, or inputs are in another order."""

@@ -79,7 +79,7 @@ def build(config: ModelConfig, part: ModelPart, ops: Ops) -> LanguageModel:
 
 
 @pytest.mark.parametrize("ops", ALL_OPS, ids=lambda ops: ops.name)
-@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("num_stages", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 5))])
 @pytest.mark.parametrize("architecture", FAMILIES)
 @torch.inference_mode()
 def test_stages_one_after_the_other_are_the_model_to_the_bit(architecture: str, num_stages: int, ops: Ops) -> None:

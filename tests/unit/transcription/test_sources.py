@@ -168,6 +168,7 @@ def test_a_file_that_is_broken_in_the_middle_is_read_as_far_as_it_goes():
     assert len(damaged) > 4 * RATE
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_a_file_it_is_read_or_refused():
     generator = np.random.default_rng(1)
     files = [wav(tone(0.2, 8000, 2), 8000), encoded("mp3", "libmp3lame", 44100), encoded("mp4", "aac", 48000)]

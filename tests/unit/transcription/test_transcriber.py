@@ -267,6 +267,7 @@ async def test_the_silence_request_of_a_window_knows_what_came_before():
     assert about_silence == [[START], [PREVIOUS, *tokens_of("<0.00> one<30.00>"), START]]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_hours_are_read_window_by_window():
     engine = FakeEngine(lambda asked: f"<0.00> {asked.start:.0f}<29.00>")

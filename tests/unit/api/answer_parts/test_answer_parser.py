@@ -207,6 +207,7 @@ PIECES = [
 ANSWERS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(
     ANSWERS,

@@ -99,6 +99,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENTRIES)
 @pytest.mark.parametrize(
     ("model", "field"),

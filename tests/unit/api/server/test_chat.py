@@ -186,6 +186,7 @@ async def test_a_request_may_bring_a_template_only_where_it_was_allowed():
         assert (endless.status, endless.error["param"]) == (400, "chat_template")
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_requests_with_hostile_templates_delay_no_others(monkeypatch):
     monkeypatch.setattr(template_process, "MAX_SECONDS", 60.0)
