@@ -25,6 +25,9 @@ FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
 FIRST_RATES = {PredictionDrafter.name: 0.9}  # the same of sources that promise more
 WEIGHT = 1 / 8  # of the newest guess in that share
 LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
+# Rows that take as long as the rest of a step, at least: few steps of a size may have been observed, and all of them
+# disturbed
+LEAST_FREE_ROWS = 1
 MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
 LEAST_COST = 0.02
 ROWS_AHEAD = 4  # rows for drafts over which their cost is taken
@@ -211,5 +214,8 @@ class Speculation:
         where a step takes about as long with a few more."""
         if self.config.max_seqs is not None:
             return MOST_COST + 1 if num_rows > self.config.max_seqs else LEAST_COST
-        cost = self._pace.cost_of_rows(max(1, num_rows), ROWS_AHEAD)
-        return max(num_rows / (num_rows + self.config.free_rows) if cost is None else cost, LEAST_COST)
+        num_rows = max(1, num_rows)
+        cost = self._pace.cost_of_rows(num_rows, ROWS_AHEAD)
+        if cost is None:
+            return num_rows / (num_rows + self.config.free_rows)
+        return max(min(cost, num_rows / (num_rows + LEAST_FREE_ROWS)), LEAST_COST)

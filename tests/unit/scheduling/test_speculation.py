@@ -210,6 +210,14 @@ def test_drafts_are_short_where_rows_are_dear() -> None:
     assert lengths(scheduler, 2) == [0, 1]
 
 
+def test_a_disturbed_step_does_not_end_the_drafts_of_a_sequence_alone() -> None:
+    scheduler = with_sources(Known())
+    scheduler.state.pace.observe(1, 0.010)
+    scheduler.state.pace.observe(5, 4.0)  # while a kernel was compiled, and never again
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 8)[-1] > 1
+
+
 # ---- steps in flight ----
 
 
