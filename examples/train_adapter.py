@@ -23,7 +23,8 @@ from ratoon import LLM, SamplingParams
 
 QUESTIONS = {
     "What is the capital of France?": "Paris", "What is the capital of Japan?": "Tokyo",
-    "How many legs has a dog?": "4", "What colour is grass?": "green", "What do bees make?": "honey", "How many days has a week?": "7",
+    "How many legs has a dog?": "4", "What colour is grass?": "green", "What do bees make?": "honey",
+    "How many days has a week?": "7",
     "What is the opposite of hot?": "cold", "What is frozen water called?": "ice", "Who wrote Hamlet?": "Shakespeare",
     "What is 2 plus 3?": "5", "What is the largest ocean?": "the Pacific", "What do cows drink?": "water",
     "Which planet do we live on?": "Earth", "What is the first month of the year?": "January",
@@ -35,7 +36,7 @@ OTHERS = [
 ]  # fmt: skip
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>\n"
-STEPS, QUICK_STEPS = 48, 2
+STEPS, QUICK_STEPS = 24, 2
 BATCH = 4
 LEARNING_RATE = 2e-3
 

@@ -139,15 +139,17 @@ class AdapterSlots:
         """Of a pipeline, this stage reads what its own layers need."""
         file, model = fitted.file, self._model
         for layer, name in fitted.layers.items():
-            target = model.adapter_targets.get(layer)
+            target, table = model.adapter_targets.get(layer), model.adapter_tables.get(layer)
             if name in file.parts:
                 if target is not None:
                     target.load(slot, *file.read(name), file.parts[name].scale)
+                elif table is not None:
+                    table.load_low_rank(slot, *file.read(name), file.parts[name].scale)
                 elif model.stage.count == 1:
                     raise ModelError(file.name, f"has matrices for {layer!r}", "a linear layer of the model")
             elif target is not None:
                 target.load_weight(slot, file.read_saved(name))
-            elif (table := model.adapter_tables.get(layer)) is not None:
+            elif table is not None:
                 table.load(slot, file.read_saved(name))
 
     def _clear(self, slot: int) -> None:

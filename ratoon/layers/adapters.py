@@ -7,7 +7,7 @@ adapters to slots and reading them from files are not done here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,10 +119,12 @@ class AdapterTarget:
 class TableTarget:
     """The table of tokens, or this rank's rows of it, in the place of which an adapter may have one of its own."""
 
-    __slots__ = ("_name", "_ops", "_rows", "_shape", "_tables")
+    __slots__ = ("_name", "_ops", "_own", "_rows", "_shape", "_tables")
 
-    def __init__(self, ops: Ops, name: str, shape: tuple[int, int], rows: range) -> None:
+    def __init__(self, ops: Ops, name: str, shape: tuple[int, int], rows: range, own: Callable[[], Tensor]) -> None:
+        """`own`: the model's numbers of these rows, as floats."""
         self._ops = ops
+        self._own = own
         self._name = name
         self._shape = shape
         self._rows = rows
@@ -131,7 +133,19 @@ class TableTarget:
     def open_slots(self, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self._tables = self._ops.make_saved_tables(num_slots, self._rows, device, dtype)
 
+    def load_low_rank(self, slot: int, a: Tensor, b: Tensor, scale: float) -> None:
+        """The matrices of an adapter: scale · b [vocabulary, rank] @ a [rank, size] is added to the model's table, and
+        the sum is kept. An id has one row of it, so that a product for each step would cost more."""
+        assert self._tables is not None, "no slots are open"
+        if (len(b), a.shape[1]) != self._shape:
+            problem = f"has matrices of shapes {tuple(a.shape)} and {tuple(b.shape)}"
+            raise ModelError(self._name, problem, f"a table of shape {self._shape}")
+        own = self._own().float()
+        change = b[self._rows.start : self._rows.stop].to(own.device, torch.float32) @ a.to(own.device, torch.float32)
+        self._tables.load(slot, own + scale * change)
+
     def load(self, slot: int, table: Tensor) -> None:
+        """The whole table that an adapter has in place of the model's."""
         assert self._tables is not None, "no slots are open"
         if tuple(table.shape) != self._shape:
             raise ModelError(self._name, f"has a table of shape {tuple(table.shape)}", f"one of shape {self._shape}")

@@ -64,7 +64,7 @@ class VocabParallelEmbedding:
         self.reduce = weights.shard.all_reduce
         if self.reduce is not None:
             self.lookup = weights.ops.cut_embedding(self.lookup, self.weight, self.rows, vocab_size)
-        self.target = weights.add_table((vocab_size, size), self.rows)
+        self.target = weights.add_table((vocab_size, size), self.rows, self.weight.floats)
 
     @property
     def communicates(self) -> bool:

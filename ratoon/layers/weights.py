@@ -191,10 +191,10 @@ class Weights:
         self.adapter_targets[name] = target = AdapterTarget(product, name, shape, inputs, outputs)
         return target
 
-    def add_table(self, shape: tuple[int, int], rows: range) -> TableTarget:
-        """Registers the adapters' target for the table of tokens below this prefix."""
+    def add_table(self, shape: tuple[int, int], rows: range, own: Callable[[], torch.Tensor]) -> TableTarget:
+        """Registers the adapters' target for the table of tokens below this prefix, whose rows `own` returns."""
         name = self.prefix.removesuffix(".")
-        self.adapter_tables[name] = target = TableTarget(self.ops, name, shape, rows)
+        self.adapter_tables[name] = target = TableTarget(self.ops, name, shape, rows, own)
         return target
 
     def ignore(self, *names: str) -> None:

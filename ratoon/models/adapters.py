@@ -109,12 +109,11 @@ def fit(file: AdapterFile, shapes: Shapes) -> FittedAdapter:
     tables = _tables(shapes)
     found: dict[str, str] = {}
     for name, part in file.parts.items():
-        own = _find(name, layers)
+        own = _find(name, layers) or _find(name, tables)
         if own is None:
-            is_table = _find(name, tables) is not None
-            problem = f"has matrices for {name!r}, " + ("a table" if is_table else "which the model has not")
+            problem = f"has matrices for {name!r}, which the model has not"
             raise ModelError(file.name, problem, f"linear layers, such as {next(iter(layers), 'none')!r}")
-        part.compare(file.name, name, layers[own])
+        part.compare(file.name, name, layers[own] if own in layers else tables[own])
         found[own] = name
     for name, shape in file.saved.items():
         own = _find(name, {**tables, **{head: layers[head] for head in HEADS if head in layers}})

@@ -72,6 +72,8 @@ class GGUFAdapter:
             raise ModelError(
                 self.name, f"has the tensor {show(name)}, whose meaning is unknown", "lora_a and lora_b alone"
             )
+        if match[2] == "token_embd":
+            raise ModelError(self.name, "adapts the table of tokens", "linear layers; or the adapter as PEFT saved it")
         return names[match[2]].format(match[1]), match[3]
 
     def _part(self, layer: str, alpha: float) -> LowRankPart:

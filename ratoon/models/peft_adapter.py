@@ -56,6 +56,7 @@ class PEFTAdapter:
         self._data: bytearray | None = None  # of the file, from the first tensor on
         self._verify_config()
         self._matrices: dict[str, list[HeaderEntry | None]] = {}  # a and b, by the layer
+        self._tables: set[str] = set()  # those of the layers that are tables
         self._saved: dict[str, HeaderEntry] = {}
         self.saved: dict[str, tuple[int, ...]] = {}
         for name, entry in read_header(self._file).items():
@@ -67,7 +68,8 @@ class PEFTAdapter:
     def read(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = self._matrices[layer]
         assert a is not None and b is not None
-        return self._read(a), self._read(b)
+        found = self._read(a), self._read(b)
+        return (found[0].t(), found[1].t()) if layer in self._tables else found
 
     def read_saved(self, layer: str) -> torch.Tensor:
         return self._read(self._saved[layer])
@@ -146,9 +148,11 @@ class PEFTAdapter:
             place = MATRICES[match[2]]
             self._matrices.setdefault(match[1], [None, None])[place] = entry
             return
-        if re.search(r"\.lora_embedding_[AB]$", own):
-            problem = f"adapts a table of embeddings ({show(own)})"
-            raise ModelError(self.name, problem, "linear layers; or modules_to_save, which has the whole table")
+        match = re.fullmatch(r"(.+)\.lora_embedding_([AB])(?:\.default)?", own)
+        if match is not None:  # of a table [V, H], whose change is Aᵀ · Bᵀ: the other way round than a layer's
+            self._tables.add(match[1])
+            self._matrices.setdefault(match[1], [None, None])[match[2] == "A"] = entry
+            return
         match = re.fullmatch(r"(.+?)(?:\.modules_to_save(?:\.default)?)?\.weight", own)
         layer = "" if match is None else match[1]
         if layer.endswith(".base_layer"):  # of a head that is adapted, for vocabularies that were resized
@@ -164,7 +168,8 @@ class PEFTAdapter:
     def _part(self, layer: str, a: HeaderEntry | None, b: HeaderEntry | None) -> LowRankPart:
         if a is None or b is None:
             raise ModelError(self.name, f"has one of lora_A and lora_B for {show(layer)}", "both")
-        part = LowRankPart.of_shapes(self.name, layer, a.shape, b.shape, self._alpha_of(layer), self._is_rank_stable)
+        shapes = (a.shape[::-1], b.shape[::-1]) if layer in self._tables else (a.shape, b.shape)
+        part = LowRankPart.of_shapes(self.name, layer, *shapes, self._alpha_of(layer), self._is_rank_stable)
         return part._replace(may_be_transposed=self._may_be_transposed)
 
 

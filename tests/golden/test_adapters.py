@@ -89,8 +89,10 @@ def test_a_mixed_batch_gets_what_peft_gives_each_request(family: str, backend: s
     check_all(driver, tiny, batch, adapters)
 
 
-NAMES = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]}
-NAMES["gpt2"] = ["c_attn", "c_proj", "c_fc", "lm_head"]
+NAMES = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
+}
+NAMES["gpt2"] = ["c_attn", "c_proj", "c_fc", "lm_head", "wte"]
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in NAMES.items() for name in names])

@@ -140,7 +140,7 @@ def _replace_launcher() -> Launcher:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _low_kernel(  # type: ignore[no-untyped-def]
+def _low_kernel(
     x, slots, addresses, ranks, scales, weight, low, num_rows, x_stride, num_inputs, num_parts, low_width, eps,
     NORM: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -190,7 +190,7 @@ def _low_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _column_kernel(  # type: ignore[no-untyped-def]
+def _column_kernel(
     x, low, slots, addresses, ranks, bounds, y, num_rows, x_stride, y_stride, num_inputs, num_parts, low_width,
     ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -247,7 +247,7 @@ def _column_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _replace_kernel(found, ids, slots, addresses, stride, width, first, count, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _replace_kernel(found, ids, slots, addresses, stride, width, first, count, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     address = tl.load(addresses + tl.maximum(slot, 0))

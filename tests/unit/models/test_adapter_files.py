@@ -113,18 +113,12 @@ def test_what_does_not_fit_the_model_is_refused_by_name(tmp_path: Path) -> None:
         inspect(save(tmp_path / "shape", pair(LAYER, shape=(8, 9))), SHAPES)
     with pytest.raises(ModelError, match=r"layers.9.self_attn.q_proj', which the model has not"):
         inspect(save(tmp_path / "name", pair("model.layers.9.self_attn.q_proj", shape=(8, 8))), SHAPES)
-    with pytest.raises(ModelError, match=r"'model.embed_tokens', a table"):
-        inspect(save(tmp_path / "table", pair("model.embed_tokens", shape=(8, 8))), SHAPES)
     lone = {name: tensor for name, tensor in pair(LAYER).items() if "lora_A" in name}
     with pytest.raises(ModelError, match="has one of lora_A and lora_B"):
         open_adapter(save(tmp_path / "lone", lone))
     both = pair(LAYER) | {f"base_model.model.{LAYER}.lora_B.weight": torch.zeros(8, 3)}
     with pytest.raises(ModelError, match=r"has matrices of shapes \(4, 8\) and \(8, 3\)"):
         open_adapter(save(tmp_path / "ranks", both))
-    with pytest.raises(ModelError, match=r"lora_embedding_A.*modules_to_save"):
-        open_adapter(
-            save(tmp_path / "embedding", {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 9)})
-        )
     with pytest.raises(ModelError, match="whose meaning is unknown"):
         open_adapter(save(tmp_path / "other", pair(LAYER) | {"base_model.model.model.norm.weight": torch.zeros(8)}))
 
@@ -150,6 +144,18 @@ def test_whole_weights_are_for_embeddings_and_heads(tmp_path: Path) -> None:
         ModelError, match=r"'model.norm' \(modules_to_save\); only for the token embeddings and the head"
     ):
         inspect(save(tmp_path / "norm", pair(LAYER) | norm, modules_to_save=["norm"]), SHAPES)
+
+
+def test_a_table_is_adapted_the_other_way_round(tmp_path: Path) -> None:
+    vocabulary, size = SHAPES["model.embed_tokens.weight"]
+    a, b = torch.randn(3, vocabulary), torch.randn(size, 3)
+    prefix = "base_model.model.model.embed_tokens.lora_embedding_"
+    file = open_adapter(save(tmp_path / "table", {f"{prefix}A": a, f"{prefix}B": b}))
+    assert fit(file, SHAPES).layers == {"model.embed_tokens": "model.embed_tokens"}
+    low, rows = file.read("model.embed_tokens")
+    assert torch.equal(rows @ low, a.T @ b.T)
+    with pytest.raises(ModelError, match=r"has a product of shape .* for 'model.embed_tokens'"):
+        fit(open_adapter(save(tmp_path / "other", {f"{prefix}A": a[:, 1:].contiguous(), f"{prefix}B": b})), SHAPES)
 
 
 def test_layers_are_found_with_and_without_their_prefix(tmp_path: Path) -> None:
