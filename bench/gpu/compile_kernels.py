@@ -42,7 +42,7 @@ from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
-from ratoon.layers.triton import bits, elementwise, gemv, matmul, norms, penalties, quantize, sampling, top
+from ratoon.layers.triton import bits, elementwise, gemv, low_rank, matmul, norms, penalties, quantize, sampling, top
 from ratoon.layers.triton.compilation import Launch, launches_go_to
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 
@@ -294,12 +294,34 @@ def choices(compilation: Compilation) -> None:
     bits.allow_bits(torch.empty(2, logits.shape[1]), ids[:2], words)
 
 
+def adapters(compilation: Compilation) -> None:
+    cpu = torch.device("cpu")
+    for model, hidden, inner in (("0.6B", 1024, 3072), ("8B", 4096, 14336)):
+        norm = RMSWeights(torch.ones(hidden, dtype=BF16), 1e-6)
+        for dependent in (False, True):
+            launch = "launched early" if dependent else "launched in turn"
+            products = low_rank.TritonLowRank(hidden, [inner, inner], 8, 64, cpu, BF16, dependent)
+            for num_rows in (32, 2048):
+                compilation.part = f"adapters: {model}, {num_rows} rows, {launch}"
+                x, y = torch.zeros(num_rows, hidden, dtype=BF16), torch.zeros(num_rows, 2 * inner, dtype=BF16)
+                slots = torch.zeros(num_rows, dtype=torch.int32)
+                products.add(y, x, slots)
+                products.add(y, x, slots, norm)
+        compilation.part = f"adapters: {model}, head"
+        head = low_rank.TritonLowRank(hidden, [151936], 8, 64, cpu, BF16, takes_weights=True)
+        head.add(torch.zeros(32, 151936, dtype=BF16), x[:32], slots[:32])
+        compilation.part = f"adapters: {model}, tables"
+        tables = low_rank.TritonTables(8, range(151936), cpu, BF16)
+        tables.replace(x, torch.zeros(len(x), dtype=torch.int64), slots)
+
+
 def inputs(compilation: Compilation) -> None:
     device = torch.device("cpu")
     shapes = (([BLOCK_SIZE], 0, 0), ([BLOCK_SIZE] * 2, 1500, 0), ([BLOCK_SIZE, 2 * BLOCK_SIZE], 0, 3))
     for block_sizes, max_encoder_len, rope_axes in shapes:
         num_groups = len(block_sizes)
-        rows = InputBatch(320, 40960, block_sizes, RowWrites(), max_encoder_len, BLOCK_SIZE, rope_axes)
+        has_adapters = rope_axes > 0
+        rows = InputBatch(320, 40960, block_sizes, RowWrites(), max_encoder_len, BLOCK_SIZE, rope_axes, has_adapters)
         rows.add(NewRequestData("a", [1, 2, 3], 3, SamplingParams(), 0, ([1],) * num_groups, 0))
         made = DeviceInputs(rows, 2048, 320, 512, 512, device)
         compilation.part = f"inputs: cells of the rows, {num_groups} groups"
@@ -317,7 +339,7 @@ def inputs(compilation: Compilation) -> None:
     copy_blocks(pages, pages, [(1, 2)] * 3)
 
 
-PARTS = {"attention": attention, "products": products, "choices": choices, "inputs": inputs}
+PARTS = {"attention": attention, "products": products, "adapters": adapters, "choices": choices, "inputs": inputs}
 
 
 def main() -> int:

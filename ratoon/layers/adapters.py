@@ -31,10 +31,12 @@ class AdapterRows:
 class AdaptedProduct:
     """The adapters beside one product, whose columns are those of one or more layers of the checkpoint."""
 
-    __slots__ = ("_num_inputs", "_ops", "_parts", "_products", "max_rank")
+    __slots__ = ("_num_inputs", "_ops", "_parts", "_products", "max_rank", "takes_weights")
 
-    def __init__(self, ops: Ops, num_inputs: int) -> None:
+    def __init__(self, ops: Ops, num_inputs: int, takes_weights: bool = False) -> None:
+        """`takes_weights`: an adapter may have a whole weight in place of the product's own."""
         self._ops = ops
+        self.takes_weights = takes_weights
         self._num_inputs = num_inputs  # of this rank
         self._parts: list[int] = []  # columns of each layer
         self._products: LowRankProducts | None = None  # None: no slots are open
@@ -48,8 +50,8 @@ class AdaptedProduct:
     def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes room for adapters. A slot that was never loaded adds nothing. Does nothing where they are open."""
         if self._products is None:
-            make = self._ops.make_low_rank
-            self._products = make(self._num_inputs, self._parts, num_slots, max_rank, device, dtype)
+            make, size = self._ops.make_low_rank, self._num_inputs
+            self._products = make(size, self._parts, num_slots, max_rank, device, dtype, self.takes_weights)
             self.max_rank = max_rank
 
     @property
@@ -66,19 +68,23 @@ class AdaptedProduct:
 class AdapterTarget:
     """One layer of the checkpoint, or this rank's part of it, as a target of adapters."""
 
-    __slots__ = ("_inputs", "_name", "_outputs", "_part", "_shape", "is_head", "product")
+    __slots__ = ("_inputs", "_name", "_outputs", "_part", "_shape", "product")
 
     def __init__(
         self, product: AdaptedProduct, name: str, shape: tuple[int, int], inputs: range, outputs: Sequence[range]
     ) -> None:
         """A layer [out, in] of which this rank has `inputs` and `outputs`, the next columns of the product."""
         self.product = product
-        self.is_head = False  # whose whole weight an adapter may bring
         self._name = name
         self._shape = shape
         self._inputs = inputs
         self._outputs = outputs
         self._part = product.add_part(sum(map(len, outputs)))
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the head, whose whole weight an adapter may bring."""
+        return self.product.takes_weights
 
     @property
     def numbers_of_rank(self) -> int:
@@ -102,7 +108,7 @@ class AdapterTarget:
 
     def load_weight(self, slot: int, weight: Tensor) -> None:
         """The whole weight [out, in] that an adapter has in place of the layer's own."""
-        if tuple(weight.shape) != self._shape or not self.is_head:
+        if tuple(weight.shape) != self._shape or not self.product.takes_weights:
             raise ModelError(self._name, f"has a weight of shape {tuple(weight.shape)} of its own", "low-rank matrices")
         own = self._take_rows(weight)
         self.product.products.load(slot, self._part, None, own[:, self._inputs.start : self._inputs.stop], 1.0)

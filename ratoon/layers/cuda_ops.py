@@ -279,9 +279,11 @@ class CudaOps(TorchOps):
         max_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        takes_weights: bool = False,
     ) -> LowRankProducts:
+        dependent, one_tile = self.dependent_launch, self.batch_invariant
         return TritonLowRank(
-            num_inputs, num_outputs, num_slots, max_rank, device, dtype, self.dependent_launch, self.batch_invariant
+            num_inputs, num_outputs, num_slots, max_rank, device, dtype, dependent, one_tile, takes_weights
         )
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:

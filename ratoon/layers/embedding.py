@@ -125,9 +125,8 @@ class LMHead:
         if bias is not None:
             bias = bias[rows.start : rows.stop]
         self.multiply = make_product(weights.ops, [weight], bias)
-        self.adapted = AdaptedProduct(weights.ops, size)
-        target = weights.add_target(self.adapted, (self.vocab_size, size), range(size), [rows])
-        target.is_head = bias is None  # a weight of an adapter would lose the bias
+        self.adapted = AdaptedProduct(weights.ops, size, takes_weights=bias is None)  # which would lose the bias
+        weights.add_target(self.adapted, (self.vocab_size, size), range(size), [rows])
 
     @property
     def communicates(self) -> bool:

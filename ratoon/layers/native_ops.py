@@ -196,6 +196,7 @@ class NativeOps:
         max_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        takes_weights: bool = False,
     ) -> LowRankProducts:
         return NativeLowRank(num_inputs, num_outputs, num_slots, self._has_few_bits)
 

@@ -130,9 +130,11 @@ class Ops(Protocol):
         max_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        takes_weights: bool = False,
     ) -> LowRankProducts:
         """The adapters of so many slots, up to this rank, beside a product of so many inputs, whose columns are those
-        of parts with these numbers of outputs. No memory is taken for their matrices yet."""
+        of parts with these numbers of outputs. No memory is taken for their matrices yet. `takes_weights`: adapters may
+        have whole weights, too."""
         ...
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:

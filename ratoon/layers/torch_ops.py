@@ -55,6 +55,7 @@ class TorchOps:
         max_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        takes_weights: bool = False,
     ) -> LowRankProducts:
         return TorchLowRank(num_outputs, self.rms_norm, device, dtype)
 

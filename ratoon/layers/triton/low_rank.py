@@ -44,8 +44,10 @@ class TritonLowRank:
         dtype: torch.dtype,
         dependent: bool = False,
         one_tile: bool = False,
+        takes_weights: bool = False,
     ) -> None:
         """`one_tile`: tiles have the same number of rows in any step, for the same bits. `dependent`: see launch.py."""
+        self._takes_weights = takes_weights
         self._num_inputs = num_inputs
         self._num_parts = num_parts = len(num_outputs)
         self._num_slots = num_slots
@@ -80,7 +82,9 @@ class TritonLowRank:
         rows = x.shape[0]
         tile = MANY_ROWS if rows >= MANY_FROM and not self._one_tile else FEW_ROWS
         low = torch.empty((self._splits, rows, self._num_parts, self._max_rank), dtype=torch.float32, device=x.device)
-        low_launcher, column_launcher = _launchers(tile, self._splits, norm is not None, self._dependent)
+        low_launcher, column_launcher = _launchers(
+            tile, self._splits, norm is not None, self._takes_weights, self._dependent
+        )
         row_blocks, entries = -(-rows // tile), self._num_slots * self._num_parts
         weight, eps = (x, 0.0) if norm is None else norm
         low_launcher(
@@ -121,7 +125,9 @@ class TritonTables:
 
 
 @cache
-def _launchers(tile: int, splits: int, has_norm: bool, dependent: bool) -> tuple[Launcher, Launcher]:
+def _launchers(
+    tile: int, splits: int, has_norm: bool, takes_weights: bool, dependent: bool
+) -> tuple[Launcher, Launcher]:
     options = launch_options(dependent)
     low = Launcher(
         _low_kernel, NORM=has_norm, ROWS=tile, RANKS=BLOCK_RANK, INPUTS=BLOCK_INPUTS, SPLITS=splits, num_warps=4,
@@ -129,7 +135,7 @@ def _launchers(tile: int, splits: int, has_norm: bool, dependent: bool) -> tuple
     )  # fmt: skip
     columns = Launcher(
         _column_kernel, ROWS=tile, RANKS=BLOCK_RANK, INPUTS=BLOCK_INPUTS, OUTPUTS=BLOCK_OUTPUTS, SPLITS=splits,
-        num_warps=4, **options,
+        WHOLE=takes_weights, num_warps=8 if tile == MANY_ROWS else 4, **options,
     )  # fmt: skip
     return low, columns
 
@@ -193,7 +199,7 @@ def _low_kernel(
 def _column_kernel(
     x, low, slots, addresses, ranks, bounds, y, num_rows, x_stride, y_stride, num_inputs, num_parts, low_width,
     ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y [T, columns] of so many rows, one slot, and OUTPUTS columns of one part. Where the adapter has a whole weight,
     y is the product of x with it."""
@@ -215,22 +221,25 @@ def _column_kernel(
         columns = first + tl.arange(0, OUTPUTS)
         is_column = columns < num_outputs
         sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-        if is_low:
-            for r in range(0, rank, RANKS):
-                depth = r + tl.arange(0, RANKS)
-                inside = own[:, None] & (depth < rank)[None, :]
-                numbers = tl.zeros((ROWS, RANKS), tl.float32)
-                for split in tl.static_range(SPLITS):
-                    place = ((split * num_rows + rows.to(tl.int64)[:, None]) * num_parts + part) * low_width
-                    numbers += tl.load(low + place + depth[None, :], mask=inside, other=0)
-                matrix = tl.load(
-                    b + depth[:, None].to(tl.int64) * num_outputs + columns[None, :],
-                    mask=(depth < rank)[:, None] & is_column[None, :],
-                    other=0,
-                )
-                sums = tl.dot(numbers.to(kind), matrix, sums, input_precision="ieee")
-        else:
-            for k in range(0, num_inputs, INPUTS):
+        depth_of_low = rank
+        if WHOLE:
+            depth_of_low = tl.where(is_low, rank, 0)
+        for r in range(0, depth_of_low, RANKS):
+            depth = r + tl.arange(0, RANKS)
+            inside = own[:, None] & (depth < rank)[None, :]
+            numbers = tl.zeros((ROWS, RANKS), tl.float32)
+            for split in tl.static_range(SPLITS):
+                place = ((split * num_rows + rows.to(tl.int64)[:, None]) * num_parts + part) * low_width
+                numbers += tl.load(low + place + depth[None, :], mask=inside, other=0)
+            matrix = tl.load(
+                b + depth[:, None].to(tl.int64) * num_outputs + columns[None, :],
+                mask=(depth < rank)[:, None] & is_column[None, :],
+                other=0,
+            )
+            sums = tl.dot(numbers.to(kind), matrix, sums, input_precision="ieee")
+        if WHOLE:
+            depth_of_x = tl.where(is_low, 0, num_inputs)
+            for k in range(0, depth_of_x, INPUTS):
                 depth = k + tl.arange(0, INPUTS)
                 inside = own[:, None] & (depth < num_inputs)[None, :]
                 numbers = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + depth[None, :], mask=inside, other=0)

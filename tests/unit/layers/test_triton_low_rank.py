@@ -28,9 +28,11 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cu
 SLOTS = 4
 
 
-def both(num_inputs: int, outputs: list[int], max_rank: int, dtype: torch.dtype) -> list[TritonLowRank | TorchLowRank]:
+def both(
+    num_inputs: int, outputs: list[int], max_rank: int, dtype: torch.dtype, takes_weights: bool = False
+) -> list[TritonLowRank | TorchLowRank]:
     return [
-        TritonLowRank(num_inputs, outputs, SLOTS, max_rank, DEVICE, dtype),
+        TritonLowRank(num_inputs, outputs, SLOTS, max_rank, DEVICE, dtype, takes_weights=takes_weights),
         TorchLowRank(outputs, TorchOps().rms_norm, DEVICE, dtype),
     ]
 
@@ -85,16 +87,20 @@ def test_many_rows_have_larger_tiles_and_the_same_products(monkeypatch: pytest.M
 
 
 def test_a_whole_weight_replaces_the_product() -> None:
-    products = both(70, [150], 8, torch.float32)
+    products = both(70, [150], 8, torch.float32, takes_weights=True)
     weight = torch.randn(150, 70)
+    a, b = torch.randn(3, 70), torch.randn(150, 3)
     for each in products:
         each.load(2, 0, None, weight, 1.0)
-    slots = torch.tensor([2, -1, 2, 0], dtype=torch.int32, device=DEVICE)
+        each.load(1, 0, a, b, 1.0)
+    low = (b @ a).to(DEVICE)
+    slots = torch.tensor([2, -1, 2, 1], dtype=torch.int32, device=DEVICE)
     x, base = torch.randn(4, 70, device=DEVICE), torch.randn(4, 150, device=DEVICE)
     for each in products:
         y = base.clone()
         each.add(y, x, slots)
         expected = torch.where((slots == 2)[:, None], x @ weight.to(DEVICE).T, base)
+        expected[3] += low @ x[3]
         torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
 
 
