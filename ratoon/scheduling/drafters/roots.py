@@ -85,14 +85,18 @@ class RootsDrafter:
         if not match.places:
             return ()
         limit = min(max_tokens, max(1, int(match.length * self._max_factor)))
-        places, probability, draft = match.places, 1.0, []
+        places, probability = match.places, 1.0
+        draft: list[int] = []
         while places and len(draft) < limit:
-            token, share = _vote(places)
-            probability *= share
-            if probability < self._min_probability:
-                break
-            draft.append(token)
-            places = follow(places, token)
+            run = _common_run(places, limit - len(draft))
+            if not run:
+                token, share = _vote(places)
+                probability *= share
+                if probability < self._min_probability:
+                    break
+                run = [token]
+            draft += run
+            places = follow([(node, position + len(run) - 1) for node, position in places], run[-1])
         return draft
 
     def _locate(self, scope: _Scope, branch: Branch) -> Match:
@@ -198,14 +202,27 @@ class RootsDrafter:
         assert sum(len(scope.index) for scope in self._scopes.values()) == len(self._owner_of)
 
 
+def _common_run(places: Sequence[Place], most: int) -> list[int]:
+    """Returns the tokens that all of these places have in common, at most so many, up to where a run branches off."""
+    if len({node.tokens[position] for node, position in places}) > 1:
+        return []
+    first, *others = [node.run_from(position, most) for node, position in places]
+    for run in others:
+        length = min(len(first), len(run))
+        if run[:length] != first[:length]:
+            length = next(at for at in range(length) if run[at] != first[at])
+        del first[length:]
+    return first
+
+
 def _vote(places: Sequence[Place]) -> tuple[int, float]:
     """Returns the token that most texts have at these places, of equals the newest one's, and the share of these."""
-    votes = {node.tokens[position]: 0 for node, position in places}
-    if len(votes) > 1:
-        for node, position in places:
-            votes[node.tokens[position]] += node.num_texts_at(position)
+    votes: dict[int, int] = {}
+    for node, position in places:
+        token = node.tokens[position]
+        votes[token] = votes.get(token, 0) + node.num_texts_at(position)
     token = max(votes, key=votes.__getitem__)
-    return token, votes[token] / sum(votes.values()) if len(votes) > 1 else 1.0
+    return token, votes[token] / sum(votes.values())
 
 
 def _scope_key(branch: Branch) -> ScopeKey:

@@ -20,8 +20,8 @@ import numpy as np
 
 ANCHOR = 3  # tokens of the shortest suffix that is looked up
 MAX_SUFFIX = 64  # longer matches count as equally long
-MAX_HOPS = 32  # places behind the same anchor that are compared, the newest first
-MAX_PLACES = 8  # of the longest match that are returned
+MAX_HOPS = 16  # places behind the same anchor that are compared, the newest first
+MAX_PLACES = 4  # of the longest match that are returned
 
 # Bytes, measured with tracemalloc (test_roots_drafter.py compares)
 TOKEN_BYTES = 22  # the token and two links, with the space that arrays keep for growth
@@ -63,6 +63,20 @@ class Node:
             end, node = node.parent_length, node.parent
             tokens = node.tokens[max(0, end - count + len(tokens)) : end] + tokens
         return tokens
+
+    def token_before(self, position: int) -> int:
+        """Returns the token before this position, which may lie in the runs before this one; -1: the text begins."""
+        if position > 0:
+            return self.tokens[position - 1]
+        tokens = self.before(0, 1 - position)
+        return tokens[0] if len(tokens) > -position else -1
+
+    def run_from(self, position: int, most: int) -> list[int]:
+        """Returns the tokens from this position on, at most so many, up to where another run branches off."""
+        end = min(position + most, self.length)
+        if self.children:
+            end = min([at for at in self.children if at > position] + [end])
+        return self.tokens[position:end].tolist()
 
     def num_texts_at(self, position: int) -> int:
         """Returns the number of texts that have the token at this position."""
@@ -269,9 +283,9 @@ class SuffixIndex:
             node, position = self._nodes[place >> _POSITION_BITS], place & _POSITION_MASK
             before = node.tokens[position - best : position] if position >= best else node.before(position, best)
             if before == wanted and position < node.length:
-                length = _match_length(node, position, suffix, best)
-                if length > best:
-                    best, wanted, found = length, suffix[-length:], []
+                if best < len(suffix) and node.token_before(position - best) == suffix[-best - 1]:
+                    best, found = _match_length(node, position, suffix, best), []
+                    wanted = suffix[-best:]
                 if len(found) < MAX_PLACES:
                     found.append((node, position))
             place = node.earlier[position]
@@ -343,7 +357,11 @@ def _common_length(node: Node, tokens: array[int], first: int) -> int:
 def _match_length(node: Node, position: int, suffix: array[int], least: int) -> int:
     """Returns how many tokens before a place are the last ones of `suffix`. The last `least` ones are."""
     before = node.before(position, len(suffix))
-    length, most = least, min(len(before), len(suffix))
-    while length < most and before[-length - 1] == suffix[-length - 1]:
-        length += 1
-    return length
+    most = min(len(before), len(suffix))
+    if before[-most:] == suffix[-most:]:
+        return most
+    for mine, other in zip(before[-least - 1 :: -1], suffix[-least - 1 :: -1]):
+        if mine != other:
+            break
+        least += 1
+    return least
