@@ -62,7 +62,7 @@ class Sizes:
     questions: int = 4
     answer: int = 128  # tokens of an answer in a chat
     turns: int = 10
-    turn: int = 500  # tokens of a turn, at most
+    turn: int = 400  # tokens of a turn, at most
 
 
 QUICK = Sizes(most_tokens=24, questions=1, answer=16, turns=2, turn=16)
@@ -120,8 +120,9 @@ class SpeculationBenchmark(Program):
         self.ways = {way.label: way for way in self._find_ways()}
 
     def _find_ways(self) -> Iterator[Way]:
-        for source in self.args.sources:
-            settings = {"speculate": source, "kv_memory": KV_MEMORY}
+        for source in [OFF] if self.args.record else self.args.sources:
+            # A recording has the same answers with drafts, sooner
+            settings = {"speculate": "ngram,roots" if self.args.record else source, "kv_memory": KV_MEMORY}
             yield Way(OURS, source, "ratoon_worker", settings, {})
         if not self.args.peers or self.args.record:
             return
