@@ -100,11 +100,22 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
         return KVCacheGroup(self.spec, tuple(layer - layers.start for layer in self.layers if layer in layers))
 
 
+class AttachedGroup(msgspec.Struct, frozen=True):
+    """Layers of a model that drafts beside the engine's own. Their keys and values lie in the blocks of one of the
+    groups, in bytes that no other layer has, so they have no block table: what happens to a block (forks, prefix hits,
+    copies, swaps) happens to them."""
+
+    spec: KVCacheSpec
+    layers: tuple[int, ...]  # attention-layer indices of the model that drafts
+    table: int = 0  # the group whose blocks they lie in
+
+
 class PageLayout(msgspec.Struct, frozen=True):
     """The memory behind one block id: a row in each of several tensors, divided among the layers of every group."""
 
     tensor_bytes: tuple[int, ...]  # of a row, by tensor
     places: tuple[tuple[tuple[int, int], ...], ...]  # by group, for each of its layers: tensor, first byte in the row
+    attached: tuple[tuple[tuple[int, int], ...], ...] = ()  # the same of attached groups
 
 
 class KVFingerprint(msgspec.Struct, frozen=True):
@@ -139,6 +150,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0  # of the same size, in host memory: the first tier of the block store
     sized_by: str = "num_blocks"  # the setting that num_blocks follows from
     fingerprint: KVFingerprint = KVFingerprint()
+    attached: tuple[AttachedGroup, ...] = ()  # of a model that drafts
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -157,7 +169,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     @property
     def bytes_per_block(self) -> int:
         """Memory of one block id, over all tensors."""
-        return bytes_per_block(self.all_groups)
+        return bytes_per_block(self.all_groups, self.attached)
 
 
 class SwapCosts(msgspec.Struct, frozen=True):
@@ -171,15 +183,21 @@ def kv_config_of(data: Mapping[str, Any]) -> KVCacheConfig:
     """The config that was encoded. Specs are of any class that this process has defined; ValueError for another one."""
     kinds = {kind.__name__: kind for kind in _subclasses(KVCacheSpec)}
 
-    def group_of(group: Mapping[str, Any]) -> KVCacheGroup:
+    def spec_of(group: Mapping[str, Any]) -> KVCacheSpec:
         spec = group["spec"]
         if spec["type"] not in kinds:
             raise ValueError(f"a KV cache spec of the unknown kind {spec['type']!r}; known: {', '.join(kinds)}")
-        return KVCacheGroup(msgspec.convert(spec, kinds[spec["type"]]), tuple(group["layers"]))
+        return msgspec.convert(spec, kinds[spec["type"]])
+
+    def group_of(group: Mapping[str, Any]) -> KVCacheGroup:
+        return KVCacheGroup(spec_of(group), tuple(group["layers"]))
 
     groups, cross = tuple(map(group_of, data["groups"])), data["cross"]
-    others = msgspec.convert({**data, "groups": (), "cross": None}, KVCacheConfig)
-    return msgspec.structs.replace(others, groups=groups, cross=None if cross is None else group_of(cross))
+    attached = tuple(AttachedGroup(spec_of(one), tuple(one["layers"]), one["table"]) for one in data["attached"])
+    others = msgspec.convert({**data, "groups": (), "cross": None, "attached": ()}, KVCacheConfig)
+    return msgspec.structs.replace(
+        others, groups=groups, cross=None if cross is None else group_of(cross), attached=attached
+    )
 
 
 def _subclasses(kind: type[KVCacheSpec]) -> list[type[KVCacheSpec]]:
@@ -194,12 +212,12 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     return tuple(KVCacheGroup(spec, tuple(layers)) for spec, layers in layers_by_spec.items())
 
 
-def lay_out_pages(groups: Sequence[KVCacheGroup]) -> PageLayout:
+def lay_out_pages(groups: Sequence[KVCacheGroup], attached: Sequence[AttachedGroup] = ()) -> PageLayout:
     """Places for the layers of all groups, those with the largest pages first.
 
     A layer takes the next wide enough place in a tensor created for another group, or a new tensor if there is none. So
     layers with equal pages share tensors one to one, and several small pages lie in one row of a tensor that is as wide
-    as a large page.
+    as a large page. Attached layers have tensors of their own: a block of their group has its pages in the others.
     """
     tensor_bytes: list[int] = []
     places: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -212,7 +230,12 @@ def lay_out_pages(groups: Sequence[KVCacheGroup]) -> PageLayout:
         free += [(len(tensor_bytes) + index, 0) for index in range(num_new)]
         tensor_bytes += [size] * num_new
         places[number] = tuple(free[:count])
-    return PageLayout(tuple(tensor_bytes), tuple(places[number] for number in range(len(groups))))
+    beside = []
+    for group in attached:
+        first = len(tensor_bytes)
+        tensor_bytes += [group.spec.page_size_bytes] * len(group.layers)
+        beside.append(tuple((first + index, 0) for index in range(len(group.layers))))
+    return PageLayout(tuple(tensor_bytes), tuple(places[number] for number in range(len(groups))), tuple(beside))
 
 
 def tokens_in(num_blocks: int, groups: Sequence[KVCacheGroup]) -> int:
@@ -222,5 +245,5 @@ def tokens_in(num_blocks: int, groups: Sequence[KVCacheGroup]) -> int:
     return num_blocks // sum(whole // size for size in sizes) * whole
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroup]) -> int:
-    return sum(lay_out_pages(groups).tensor_bytes)
+def bytes_per_block(groups: Sequence[KVCacheGroup], attached: Sequence[AttachedGroup] = ()) -> int:
+    return sum(lay_out_pages(groups, attached).tensor_bytes)

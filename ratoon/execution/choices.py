@@ -100,7 +100,8 @@ class WorkerParts:
 
     def probe_for(self, plan: SchedulerOutput) -> KVCacheConfig:
         """A pool that is just large enough for the plan."""
-        return KVCacheConfig(num_blocks_of(plan), self.config.cache.block_size, self.geometry.groups)
+        block_size, geometry = self.config.cache.block_size, self.geometry
+        return KVCacheConfig(num_blocks_of(plan), block_size, geometry.groups, attached=geometry.attached)
 
     # ---- what is built ----
 

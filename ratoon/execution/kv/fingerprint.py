@@ -9,16 +9,24 @@ from ratoon.execution.kv.geometry import Geometry
 from ratoon.layers.weights import TensorSource
 
 
-def fingerprint_of(kv_config: KVCacheConfig, geometry: Geometry, tensors: TensorSource, dtype: str) -> KVFingerprint:
-    """`dtype`: in which the model computes."""
-    groups = kv_config.all_groups
-    shapes = [choice.backend.page_shapes(group.spec) for choice, group in zip(geometry.choices, groups, strict=True)]
+def fingerprint_of(
+    kv_config: KVCacheConfig,
+    geometry: Geometry,
+    tensors: TensorSource,
+    dtype: str,
+    draft_tensors: TensorSource | None = None,
+) -> KVFingerprint:
+    """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one."""
+    specs = [group.spec for group in (*kv_config.all_groups, *kv_config.attached)]
+    choices = [*geometry.choices, *geometry.attached_choices]
+    shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
+    sources = [tensors] if draft_tensors is None else [tensors, draft_tensors]
     return KVFingerprint(
-        weights=digest_of_weights(tensors),
+        weights=" ".join(map(digest_of_weights, sources)),
         dtype=dtype,
-        specs=tuple(repr(group.spec) for group in groups),
-        layout=lay_out_pages(groups),
-        page_orders=tuple(f"{choice.backend.name} {shape}" for choice, shape in zip(geometry.choices, shapes)),
+        specs=tuple(map(repr, specs)),
+        layout=lay_out_pages(kv_config.all_groups, kv_config.attached),
+        page_orders=tuple(f"{choice.backend.name} {shape}" for choice, shape in zip(choices, shapes)),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import BackendChoice, select_backend
-from ratoon.core.kv import KVCacheGroup, group_layers
+from ratoon.core.kv import AttachedGroup, KVCacheGroup, group_layers
 from ratoon.execution.kv.kv_tensors import dtype_name
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 from ratoon.models.base import LanguageModel
@@ -26,10 +26,13 @@ class Geometry:
     cross: KVCacheGroup | None
     choices: list[BackendChoice]  # for each of `groups`, then for `cross`
     encoder_choice: BackendChoice | None  # for the attention of an encoder to its own input
+    attached: tuple[AttachedGroup, ...] = ()  # of the model that drafts
+    attached_choices: Sequence[BackendChoice] = ()  # for each of `attached`
 
     @property
     def all_choices(self) -> list[BackendChoice]:
-        return self.choices if self.encoder_choice is None else [*self.choices, self.encoder_choice]
+        own = self.choices if self.encoder_choice is None else [*self.choices, self.encoder_choice]
+        return [*own, *self.attached_choices]
 
 
 def geometry_of(
@@ -42,11 +45,12 @@ def geometry_of(
     batch_invariant: bool = False,
     encoder_may_round: bool = False,
     whole: LanguageModel | None = None,
+    draft_layers: Sequence[AttentionLayer] = (),
 ) -> Geometry:
     """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
     `encoder_may_round`: the attention of an encoder may round to bf16. `whole`: the model with the layers of all
-    stages, from which the groups of each stage are cut; None: `model` has all. Raises ConfigError if no backend
-    supports some layers of the model."""
+    stages, from which the groups of each stage are cut; None: `model` has all. `draft_layers`: those of a model that
+    drafts beside it. Raises ConfigError if no backend supports some layers of the model."""
     whole = whole or model
 
     def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
@@ -67,7 +71,17 @@ def geometry_of(
     own = None
     if encoder is not None:
         own = choose("encoder layers", model.encoder_attention_layers, encoder, encoder_may_round)
-    return Geometry(tuple(group.cut(model.layer_range) for group in groups), cross, choices, own)
+    table = table_of_drafts(groups)
+    beside = groups_of(draft_layers)
+    attached = tuple(AttachedGroup(group.spec, group.layers, table) for group in beside)
+    attached_choices = [choose("draft layers", draft_layers, group) for group in beside]
+    own_groups = tuple(group.cut(model.layer_range) for group in groups)
+    return Geometry(own_groups, cross, choices, own, attached, attached_choices)
+
+
+def table_of_drafts(groups: Sequence[KVCacheGroup]) -> int:
+    """The group in whose blocks a model that drafts keeps its keys and values: the one that keeps the most of a text."""
+    return max(range(len(groups)), key=lambda number: getattr(groups[number].spec, "window", float("inf")), default=0)
 
 
 def _only(groups: tuple[KVCacheGroup, ...]) -> KVCacheGroup | None:

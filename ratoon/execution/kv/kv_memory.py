@@ -35,7 +35,7 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
     """The number of blocks: as configured, or as many as the memory allows beside the largest step, which needs
     `step_bytes`."""
     groups, cross = geometry.groups, geometry.cross
-    price = bytes_per_block(groups if cross is None else (*groups, cross))
+    price = bytes_per_block(groups if cross is None else (*groups, cross), geometry.attached)
     num_host_blocks = 0 if cache.preemption_mode == "recompute" else cache.swap_bytes // price
     if cache.kv_connector is not None and not num_host_blocks:
         problem = f"{cache.swap_bytes:,} bytes hold no block, through which those of {cache.kv_connector!r} pass"
@@ -53,7 +53,10 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
                 f"{memory:,} bytes for keys and values{beside} hold {num_blocks} blocks of {price:,} bytes",
                 f"at least 2 blocks are needed: {2 * price:,} bytes",
             )
-    return KVCacheConfig(num_blocks, cache.block_size, groups, cross, num_host_blocks, _memory_setting(cache))
+    sized_by = _memory_setting(cache)
+    return KVCacheConfig(
+        num_blocks, cache.block_size, groups, cross, num_host_blocks, sized_by, attached=geometry.attached
+    )
 
 
 def _kv_bytes(cache: CacheConfig, device: torch.device, step_bytes: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.core.errors import ConfigError
-from ratoon.core.kv import KVCacheConfig, KVCacheSpec, lay_out_pages
+from ratoon.core.kv import AttachedGroup, KVCacheConfig, KVCacheGroup, KVCacheSpec, lay_out_pages
 from ratoon.core.kv_connector import BlockMover
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
@@ -32,16 +32,36 @@ STAGING_BYTES = 256 * 2**20
 STAGING_PART_BYTES = 64 * 2**20
 
 
-class KVTensors:
-    """`backends`: one for each group of the config, the cross group's last."""
+class LayerCaches:
+    """The caches of one model's layers, and the backends that read them."""
 
-    def __init__(self, config: KVCacheConfig, backends: Sequence[AttentionBackend], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup | AttachedGroup], backends: Sequence[AttentionBackend]) -> None:
+        """`backends`: one for each of the groups, and behind them one for cross-attention, if there is any."""
         self.backends = list(backends)
-        self.group_of_layer = {layer: number for number, group in enumerate(config.groups) for layer in group.layers}
+        self.group_of_layer = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.of_layer: dict[int, LayerCache] = {}
         self.of_cross_layer: dict[int, LayerCache] = {}
+
+    @property
+    def cross_backend(self) -> AttentionBackend:
+        return self.backends[-1]
+
+
+class KVTensors(LayerCaches):
+    """`backends`: one for each group of the config, the cross group's last. `attached_backends`: for each attached
+    group, whose layers have their caches in `attached`."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        backends: Sequence[AttentionBackend],
+        device: torch.device,
+        attached_backends: Sequence[AttentionBackend] = (),
+    ) -> None:
+        super().__init__(config.groups, backends)
+        self.attached = LayerCaches(config.attached, attached_backends)
         self._config = config
-        self._layout = lay_out_pages(config.all_groups)
+        self._layout = lay_out_pages(config.all_groups, config.attached)
         self._device = device
         self._tensors: list[torch.Tensor] = []  # [blocks, words]
         self._host_tensors: list[torch.Tensor] = []  # the same, for the block store's host tier on a CPU
@@ -49,10 +69,6 @@ class KVTensors:
         self._swaps: BlockSwaps | None = None  # between CUDA and the host tier
         self._connector: ConnectorMoves | None = None  # between the host tier and a connector
         self.allocate()
-
-    @property
-    def cross_backend(self) -> AttentionBackend:
-        return self.backends[-1]
 
     def allocate(self) -> None:
         config, widths = self._config, self._layout.tensor_bytes
@@ -71,6 +87,10 @@ class KVTensors:
             caches = self.of_cross_layer if group is config.cross else self.of_layer
             for layer, (tensor, start) in zip(group.layers, places, strict=True):
                 caches[layer] = view_pages(self._tensors[tensor], start, group.spec, self.backends[number])
+        beside = self.attached
+        for attached, places, backend in zip(config.attached, self._layout.attached, beside.backends, strict=True):
+            for layer, (tensor, start) in zip(attached.layers, places, strict=True):
+                beside.of_layer[layer] = view_pages(self._tensors[tensor], start, attached.spec, backend)
 
     def _use_kernel(self) -> None:
         from ratoon.execution.kv.block_kernels import Pages
@@ -94,6 +114,7 @@ class KVTensors:
         self._pages = self._swaps = None
         self.of_layer.clear()
         self.of_cross_layer.clear()
+        self.attached.of_layer.clear()
 
     def measure_swaps(self) -> float | None:
         """Seconds to fetch a block from the host. None: it is not known."""

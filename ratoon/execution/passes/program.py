@@ -16,7 +16,7 @@ import torch
 from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.embeddings import StepEmbeddings
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
-from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import LayerCaches
 from ratoon.execution.passes.ends import (
     FIRST_WITHOUT_STATES,
     End,
@@ -103,7 +103,7 @@ class ProgramEnds(NamedTuple):
 class StepProgram:
     """The program of a model over its paged cache."""
 
-    def __init__(self, model: LanguageModel, kv: KVTensors) -> None:
+    def __init__(self, model: LanguageModel, kv: LayerCaches) -> None:
         self.model = model
         self.kv = kv
 

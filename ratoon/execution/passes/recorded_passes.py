@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ratoon.execution.inputs.step_inputs import StepInputs
-from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import LayerCaches
 from ratoon.execution.passes.ends import End, Logits, RowColumns, States, Tokens
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, StepProgram
 from ratoon.execution.passes.stages import begin_stage, hand_on
@@ -67,7 +67,7 @@ STATES = States()
 
 
 class RecordedPasses:
-    def __init__(self, kv: KVTensors) -> None:
+    def __init__(self, kv: LayerCaches) -> None:
         self._kv = kv
         self._arena = Arena()
         self._passes: dict[PassShape, RecordedPass] = {}  # in the order of their last use
@@ -75,7 +75,7 @@ class RecordedPasses:
         self._is_possible = True
 
     @staticmethod
-    def can_serve(kv: KVTensors) -> bool:
+    def can_serve(kv: LayerCaches) -> bool:
         return all(backend.supports_recording for backend in kv.backends)
 
     @property

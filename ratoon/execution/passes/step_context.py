@@ -8,7 +8,7 @@ import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.execution.inputs.step_inputs import ReadRows
-from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.execution.kv.kv_tensors import KVTensors, LayerCaches
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
@@ -23,7 +23,7 @@ class PagedStep:
 
     def __init__(
         self,
-        kv: KVTensors,
+        kv: LayerCaches,
         metadata: list[Any],
         cross: Any = None,
         read: ReadRows | None = None,
