@@ -205,6 +205,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     adapter_loads: list[AdapterLoad] = []
     # There is nothing else to do: the result tells whether adapters are there that requests wait for.
     awaits_adapters: bool = False
+    # Tokens that a model or heads on the device draft behind this step, by branch of `sampled_req_ids`, at most, and no
+    # more than its blocks have slots for
+    draft_lengths: dict[str, int] = {}
 
     @property
     def req_ids(self) -> list[str]:

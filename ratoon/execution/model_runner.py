@@ -17,6 +17,8 @@ from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, NewRequestData, SchedulerOutput
 from ratoon.execution.adapter_slots import AdapterSlots
+from ratoon.execution.drafting.build import BuiltDraft, make_drafting
+from ratoon.execution.drafting.drafting import Drafting
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
 from ratoon.execution.inputs.embeddings import EmbeddingTable
@@ -28,7 +30,7 @@ from ratoon.execution.passes.calls import Calls
 from ratoon.execution.passes.encoder import EncoderRunner
 from ratoon.execution.passes.program import Driver, ProgramStep, StepProgram
 from ratoon.execution.readers.beams import BeamReaders
-from ratoon.execution.readers.hidden_states import CaptureReaders, lay_out_spans
+from ratoon.execution.readers.hidden_states import NO_SPANS, CaptureReaders, lay_out_spans
 from ratoon.execution.readers.interface import ExecutedPass, PendingOutput, ReaderSource, RowReader, StepLayout, join
 from ratoon.execution.readers.pooling import PoolingBranches
 from ratoon.execution.readers.prompt_logprobs import PromptLogprobsReaders
@@ -68,6 +70,8 @@ class ModelRunner:
         has_adapters: bool = False,
         adapters: AdapterSlots | None = None,
         by_rejection: bool = False,
+        draft: BuiltDraft | None = None,
+        draft_backends: Sequence[AttentionBackend] = (),
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
         encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
@@ -75,9 +79,11 @@ class ModelRunner:
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
         structured output. `jump_forward`: tokens without a choice are appended at once. `has_adapters`: whether
         rows may have adapters, which are in the slots of `adapters`. `by_rejection`: drafts are accepted by rejection
-        sampling."""
+        sampling. `draft`: the model or head that drafts, with backends for each of the KV config's attached groups."""
         self.device = device
-        self.kv = KVTensors(kv_config, backends, device)
+        self.kv = KVTensors(kv_config, backends, device, draft_backends)
+        if draft is not None:
+            max_num_tokens += max_num_reqs  # a draft runs over what a step has computed and its new tokens
         num_rows = max_num_reqs + MAX_CAPTURE_SPANS
         self.encoder: EncoderRunner | None = None
         max_encoder_len = 0
@@ -149,7 +155,12 @@ class ModelRunner:
                 PromptLogprobsReaders(self.input_batch, self.program),
                 self.pooling,
             ]
+        self.drafting: Drafting | None = None
+        self._draft_settings = kv_config.attached[0].table if kv_config.attached else 0, record
+        if draft is not None:
+            self.attach_draft(draft)
         self.num_computed_tokens = 0  # rows run through the model since the start
+        self._spans = NO_SPANS  # rows that the step reads, until what comes behind it has run
         self._output = ModelRunnerOutput()  # what the first phase leaves for the second:
         self._executed: list[ExecutedPass] = []
         self._awaits_adapters = False
@@ -158,10 +169,26 @@ class ModelRunner:
     def model(self) -> LanguageModel:
         return self.program.model
 
+    def attach_draft(self, draft: BuiltDraft) -> None:
+        """Draft behind steps from now on."""
+        table, record = self._draft_settings
+        memory = None if self._resident is None else self._resident.memory
+        self.drafting = make_drafting(
+            draft, self.kv.attached, table, self.inputs, self.input_batch, self.model.config.num_layers, memory, record
+        )
+        self._sources.append(self.drafting)
+
+    def detach_draft(self) -> None:
+        """Forget the model or head that drafts: its memory is about to be freed."""
+        if self.drafting is not None:
+            self._sources.remove(self.drafting)
+            self.drafting = None
+
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Update the rows and launch the forward pass. Does not wait for the device."""
         self._executed, self._output = [], ModelRunnerOutput()
+        self._give_back_spans()  # of a step that failed
         self._apply_changes(plan)
         if self.adapters is not None:
             self.adapters.begin(plan.adapter_loads)
@@ -172,12 +199,17 @@ class ModelRunner:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
             self._executed += self.encoder.run(self.model, plan.encoder_steps)
         if plan.total_num_scheduled_tokens:
-            spans = lay_out_spans(self.input_batch, plan.captures)
+            self._spans = lay_out_spans(self.input_batch, plan.captures)
             try:
-                self._executed.append(self._run_program(plan, spans))
+                self._executed.append(self._run_program(plan, self._spans))
             finally:
-                self.input_batch.give_back(spans.rows)  # their content is in the step's inputs now
+                if self.drafting is None:
+                    self._give_back_spans()  # their content is in the step's inputs now
             self.num_computed_tokens += plan.total_num_scheduled_tokens
+
+    def _give_back_spans(self) -> None:
+        spans, self._spans = self._spans, NO_SPANS
+        self.input_batch.give_back(spans.rows)
 
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
         beams = [(self.beam_rows.rows_of(step.req_id), step.num_tokens) for step in plan.beam_steps if step.num_tokens]
@@ -185,6 +217,8 @@ class ModelRunner:
         if batch.adapter_slots is not None and self.adapters is not None:
             self.adapters.require(set(batch.adapter_slots.tolist()) - {-1})
         layout = StepLayout(plan, batch)
+        if self.drafting is not None:
+            self.drafting.begin(plan, batch, spans)
         readers: list[RowReader] = []
         for source in self._sources:
             readers += source.readers(plan, layout, self._output)
@@ -275,5 +309,9 @@ class ModelRunner:
             output.adapters = self.adapters.report(waits=self._awaits_adapters)
         if self._resident is not None:
             cast("DeviceInputs", self.inputs).note_launched()
-        finish = join([forward_pass.read(output) for forward_pass in executed])
+        parts = [forward_pass.read(output) for forward_pass in executed]
+        if self.drafting is not None:
+            parts.append(self.drafting.after_step(output))
+            self._give_back_spans()
+        finish = join(parts)
         return output if finish is None else PendingOutput(output, finish)

@@ -14,7 +14,7 @@ import torch
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
-from ratoon.core.kv import KVCacheConfig, group_layers
+from ratoon.core.kv import AttachedGroup, KVCacheConfig, group_layers
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
@@ -57,6 +57,7 @@ class Driver:
         backend: str = "torch",
         max_num_reqs: int = 8,
         ops: Ops | None = None,
+        attached: tuple[AttachedGroup, ...] = (),
         **settings: Any,
     ) -> None:
         if ops is None:
@@ -68,7 +69,7 @@ class Driver:
         self.runner = ModelRunner(
             model,
             [ATTENTION.get(backend, TorchReferenceBackend)() for _ in self.groups],
-            KVCacheConfig(num_blocks=40, block_size=BLOCK_SIZE, groups=self.groups),
+            KVCacheConfig(num_blocks=40, block_size=BLOCK_SIZE, groups=self.groups, attached=attached),
             dtype=torch.float32,
             device=CPU,
             max_model_len=tiny.config.max_position,
