@@ -15,7 +15,7 @@ MAX_DRAFT_TOKENS = 64
 CPU_FREE_ROWS, GPU_FREE_ROWS = 16, 512
 SOURCES = "ngram, roots, draft:MODEL or head:PATH, several with commas between them, or off"
 NAMES_A_FILE = {"ngram": False, "roots": False, "draft": True, "head": True}  # sources; some have a model or file
-SUPPORTED = ("ngram", "roots")  # sources that scheduling/drafters/build.py makes
+SUPPORTED = ("ngram", "roots", "draft", "head")  # sources that scheduling/drafters/build.py makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,11 @@ class SpeculationConfig:
     free_rows: int = CPU_FREE_ROWS
 
     @property
+    def on_device(self) -> DraftSource | None:
+        """The source that is a model or a head on the device."""
+        return next((source for source in self.sources if NAMES_A_FILE[source.kind]), None)
+
+    @property
     def sources(self) -> tuple[DraftSource, ...]:
         """The sources in the order of priority; none: it is off. Raises ConfigError."""
         return _parse_sources(self.speculate)
@@ -136,6 +141,9 @@ def verify_speculation(config: SpeculationConfig) -> None:
         if source.kind not in SUPPORTED:
             expected = " or ".join((*SUPPORTED, OFF))
             raise ConfigError("speculate", f"{str(source)!r} is not supported yet", expected)
+    on_device = [str(source) for source in config.sources if NAMES_A_FILE[source.kind]]
+    if len(on_device) > 1:
+        raise ConfigError("speculate", f"{' and '.join(on_device)} would both run on the device", "one of them")
     if config.ngram_min > config.ngram_max:
         problem = f"{config.ngram_min} is more than speculate_ngram_max ({config.ngram_max})"
         raise ConfigError("speculate_ngram_min", problem, "lower it, or raise speculate_ngram_max")

@@ -70,6 +70,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kernel_choices: list[dict[str, Any]] = []
     step_bytes: int = 0
     swap_costs: SwapCosts | None = None  # measured on a GPU, where preempted sequences may be swapped out
+    draft_cost: float = 0.0  # of a token that a model or head on the device drafts, in steps of the model
 
 
 class WorkerStats(msgspec.Struct, frozen=True):

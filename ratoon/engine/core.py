@@ -74,6 +74,7 @@ class EngineCore:
             facts.swap_costs,
             config.speculation,
             config.adapters.num_slots,
+            facts.draft_cost,
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
         if config.cache.kv_connector is not None:

@@ -20,6 +20,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.execution.adapter_slots import AdapterSlots, open_slots
 from ratoon.execution.device_kinds import BITS_OF_FLOATS, BUILT_IN, DeviceKind, OpsSettings, open_device
 from ratoon.execution.devices import gpu_name, keep_freed_memory, resolve_dtype, use_device
+from ratoon.execution.drafting.build import BuiltDraft, DraftParts, open_draft
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.kv.geometry import Geometry, geometry_of
 from ratoon.execution.kv.kv_memory import largest_step, num_blocks_of, one_prompt
@@ -66,10 +67,20 @@ class WorkerParts:
     whole: LanguageModel  # the same with the layers of all stages
     geometry: Geometry
     part: ModelPart  # of the model, which this worker has
+    draft: DraftParts | None = None  # a model or head that drafts beside it
 
     @cached_property
     def num_weights(self) -> int:
-        return count_weights(self.model_config, self.tensors, self.part)
+        """Those of the model, and of what drafts beside it."""
+        drafting = 0 if self.draft is None else self.draft.num_weights
+        return count_weights(self.model_config, self.tensors, self.part) + drafting
+
+    @property
+    def draft_cost(self) -> float:
+        """What a drafted token costs in steps of the model: what is read of weights for it, by number."""
+        if self.draft is None:
+            return 0.0
+        return self.draft.num_weights / max(1, self.num_weights - self.draft.num_weights)
 
     @property
     def name_of_ops(self) -> str:
@@ -96,7 +107,9 @@ class WorkerParts:
 
     def geometry_anew(self) -> Geometry:
         """With other backends: these keep memory between steps."""
-        return choose_geometry(self.config, self.declaration, self.whole, self.device, self.dtype, self.kv_dtype)
+        return choose_geometry(
+            self.config, self.declaration, self.whole, self.device, self.dtype, self.kv_dtype, self.draft
+        )
 
     def probe_for(self, plan: SchedulerOutput) -> KVCacheConfig:
         """A pool that is just large enough for the plan."""
@@ -120,6 +133,10 @@ class WorkerParts:
             return None
         return AdapterSlots(model, self.tensors.shapes(), config.num_slots, config.max_lora_rank, self.device)
 
+    def build_draft(self, model: LanguageModel) -> BuiltDraft | None:
+        """What drafts beside this model; None: nothing does."""
+        return None if self.draft is None else self.draft.build(model, self.ops, self.device, self.dtype)
+
     def make_runner(
         self,
         model: LanguageModel,
@@ -127,8 +144,9 @@ class WorkerParts:
         capture: Capture | None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterSlots | None = None,
+        draft: BuiltDraft | None = None,
     ) -> ModelRunner:
-        return self._runner(model, self.geometry, kv_config, self.device, capture, grammars, adapters)
+        return self._runner(model, self.geometry, kv_config, self.device, capture, grammars, adapters, draft)
 
     def make_outline(self, geometry: Geometry, kv_config: KVCacheConfig, capture: Capture) -> ModelRunner:
         """A runner of the same kind on the meta device. `geometry`: with backends of its own."""
@@ -146,6 +164,7 @@ class WorkerParts:
         capture: Capture | None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterSlots | None = None,
+        draft: BuiltDraft | None = None,
     ) -> ModelRunner:
         scheduler = self.config.scheduler
         return ModelRunner(
@@ -166,6 +185,8 @@ class WorkerParts:
             has_adapters=self.config.adapters.num_slots > 0,
             adapters=adapters,
             by_rejection=self.config.speculation.acceptance == "rejection",
+            draft=draft,
+            draft_backends=[choice.backend for choice in geometry.attached_choices],
         )
 
 
@@ -190,7 +211,11 @@ def choose_parts(
     if part.stage.count > 1:
         whole = declare_model(model_config, max_model_len, ModelPart(part.shard))
     kv_dtype = choose_kv_dtype(config, ops, tensors)
-    geometry = choose_geometry(config, declaration, whole, device, dtype, kv_dtype)
+    draft: DraftParts | None = None
+    source = config.speculation.on_device
+    if source is not None:
+        draft = open_draft(source.kind, source.path, model_config, declaration, max_model_len, part)
+    geometry = choose_geometry(config, declaration, whole, device, dtype, kv_dtype, draft)
     for choice in geometry.all_choices:
         is_fast = isinstance(choice.backend, CpuAttentionBackend)
         is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
@@ -210,6 +235,7 @@ def choose_parts(
         whole,
         geometry,
         part,
+        draft,
     )
 
 
@@ -238,6 +264,7 @@ def choose_geometry(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
+    draft: DraftParts | None = None,
 ) -> Geometry:
     return geometry_of(
         declaration,
@@ -249,6 +276,7 @@ def choose_geometry(
         config.batch_invariant,
         encoder_may_round=config.quantization in BITS_OF_FLOATS,
         whole=whole,
+        draft_layers=() if draft is None else draft.layers,
     )
 
 

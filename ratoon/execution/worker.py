@@ -29,6 +29,7 @@ from ratoon.core.worker import Measurements, PoolSize, WeightFacts, WorkerChoice
 from ratoon.execution.adapter_slots import bytes_of_slots
 from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
+from ratoon.execution.drafting.build import BuiltDraft
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
 from ratoon.execution.kv.fingerprint import fingerprint_of
@@ -114,6 +115,7 @@ class Worker:
     def load(self) -> WeightFacts:
         """Build the model with its weights."""
         self._model = self._load_model()
+        self._draft = self._load_draft(self._model)
         formats = describe_weights(self._choices.ops, self._choices.num_weights, self._choices.dtype)
         return WeightFacts(sum(one["num_bytes"] for one in formats))
 
@@ -125,11 +127,13 @@ class Worker:
         if self._kernels is not None:
             with timer.phase("compile kernels"):
                 self._kernels.wait()
-        step_bytes, token_seconds = measure(choices, self._model, self._capture, timer)
+        step_bytes, token_seconds = measure(choices, self._model, self._draft, self._capture, timer)
         adapters = self._config.adapters
         adapter_bytes = bytes_of_slots(self._model, adapters.num_slots, adapters.max_lora_rank)
         pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes + adapter_bytes)
-        fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype_name(choices.dtype))
+        draft_tensors = None if choices.draft is None else choices.draft.tensors
+        dtype = dtype_name(choices.dtype)
+        fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype, draft_tensors)
         self._pool = replace(pool, fingerprint=fingerprint)
         size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
         self._measurements = Measurements(size, step_bytes, token_seconds)
@@ -146,11 +150,13 @@ class Worker:
             vocab_size = self._model_config.vocab_size
             self.grammars = GrammarCompiler(partial(open_grammar_library, config, vocab_size, on_cuda))
             adapters = choices.make_adapter_slots(self._model)
-            self.runner = choices.make_runner(self._model, kv_config, self._capture, self.grammars, adapters)
+            self.runner = choices.make_runner(
+                self._model, kv_config, self._capture, self.grammars, adapters, self._draft
+            )
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover)
-        del self._model  # the runner's, which may put it to sleep
+        del self._model, self._draft  # the runner's, which may put them to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
             kv_config=kv_config,
@@ -161,6 +167,7 @@ class Worker:
             kv_bytes=kv_config.num_blocks * kv_config.bytes_per_block,
             step_bytes=self._measurements.step_bytes,
             swap_costs=self._measure_swaps(kv_config, self._measurements.token_seconds),
+            draft_cost=choices.draft_cost,
         )
 
     def warm_up(self) -> None:
@@ -182,6 +189,14 @@ class Worker:
         fitting = refusing_what_does_not_fit(choices.tensors.name, choices.num_weights, choices.device, choices.dtype)
         with timer.phase("load weights"), torch.inference_mode(), fitting:
             return choices.build_model()
+
+    def _load_draft(self, model: LanguageModel) -> BuiltDraft | None:
+        choices, draft = self._choices, self._choices.draft
+        if draft is None:
+            return None
+        fitting = refusing_what_does_not_fit(draft.tensors.name, draft.num_weights, choices.device, choices.dtype)
+        with self._timer.phase("load what drafts"), torch.inference_mode(), fitting:
+            return choices.build_draft(model)
 
     def _measure_swaps(self, kv_config: KVCacheConfig, token_seconds: float | None) -> SwapCosts | None:
         """`token_seconds`: that a token of a prompt takes. None: nothing is swapped."""
@@ -319,9 +334,12 @@ class Worker:
             self.runner.graphs.clear()
         if self.runner.recorded is not None:
             self.runner.recorded.clear()
+        if self.runner.drafting is not None:
+            self.runner.drafting.drafter.clear()
         if level >= 2:
             if self.runner.adapters is not None:
                 self.runner.adapters.release()
+            self.runner.detach_draft()
             del self.runner.program.model
         return_freed_memory()
 
@@ -329,6 +347,9 @@ class Worker:
         if not hasattr(self.runner, "model"):
             with torch.inference_mode():
                 self.runner.program.model = model = self._choices.build_model()
+                draft = self._choices.build_draft(model)
+                if draft is not None:
+                    self.runner.attach_draft(draft)
             if self.runner.adapters is not None:
                 self.runner.adapters.reload(model)
         self.runner.kv.allocate()
@@ -374,7 +395,11 @@ def measure_products(choices: WorkerParts, timer: StartupTimer) -> None:
 
 
 def measure(
-    choices: WorkerParts, model: LanguageModel, capture: Capture | None, timer: StartupTimer
+    choices: WorkerParts,
+    model: LanguageModel,
+    draft: BuiltDraft | None,
+    capture: Capture | None,
+    timer: StartupTimer,
 ) -> tuple[int, float | None]:
     """Before there is a KV cache: bytes that the largest step needs, and seconds that a token of a prompt takes; 0 and
     None where that decides nothing."""
@@ -383,12 +408,12 @@ def measure(
         with timer.phase("measure the largest step"):
             largest = choices.largest_step()
             probe = choices.probe_for(largest)
-            make = partial(choices.make_runner, shorten(model), probe, capture)
+            make = partial(choices.make_runner, shorten(model), probe, capture, draft=draft)
             step_bytes = measure_step(largest, probe.num_blocks * probe.bytes_per_block, make, choices.device)
     if choices.can_run_without_weights and cache.swap_bytes and cache.preemption_mode == "auto":
         with timer.phase("measure a prompt"):
             plan = choices.one_prompt()
-            make = partial(choices.make_runner, model, choices.probe_for(plan), capture)
+            make = partial(choices.make_runner, model, choices.probe_for(plan), capture, draft=draft)
             token_seconds = measure_prefill(plan, make, choices.device)
     return step_bytes, token_seconds
 

@@ -208,13 +208,14 @@ class KVCacheManager:
         num_new_tokens: int,
         new_computed_blocks: GroupBlocks | None = None,
         num_new_computed_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
     ) -> BlockIds | None:
         """Make room for the tokens of a step. Returns the ids appended to each table, or None (and nothing changed).
 
-            |  computed  |  new computed  |         new          |
-            | in the     | prefix hit:    | written in this step |
-            | tables     | by reference   |                      |
-                                          ^ num_computed         ^ num_total
+            |  computed  |  new computed  |         new          |  lookahead        |
+            | in the     | prefix hit:    | written in this step | for drafts behind |
+            | tables     | by reference   |                      | the step's end    |
+                                          ^ num_computed         ^ num_total         ^ num_slots
 
         A written block that is shared or in the prefix cache is first replaced by a copy (copy-on-write).
         """
@@ -222,6 +223,7 @@ class KVCacheManager:
             self.register_blocks()
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
         num_total = num_computed + num_new_tokens
+        num_slots = num_total + num_lookahead_tokens
         tables = branch.block_tables or [[] for _ in self._sizes]
 
         # Count first, so that a refusal changes nothing. A decoding branch at the end of a block, the most frequent
@@ -232,20 +234,20 @@ class KVCacheManager:
             writes_held = num_computed // size < num_held
             if new_computed_blocks is not None:
                 num_held += len(new_computed_blocks[0])
-            num_blocks = -(-num_total // size)
+            num_blocks = -(-num_slots // size)
             missing = num_blocks - num_held if num_blocks > num_held else 0
             num_missing, num_wanted = (missing,) * self.num_groups, missing * self.num_groups
             write_limit = (num_held + missing) * size
         else:
             num_missing, writes_held, write_limit = self._count_by_group(
-                tables, num_computed, num_total, new_computed_blocks
+                tables, num_computed, num_slots, new_computed_blocks
             )
             num_wanted = sum(num_missing)
         num_available = self.pool.num_free_blocks
         to_copy: list[TablePlace] = []
         unread: list[TablePlace] = []
         if writes_held:
-            to_copy = self._places_to_copy(tables, num_computed, num_total)
+            to_copy = self._places_to_copy(tables, num_computed, num_slots)
             num_wanted += len(to_copy)
         if self._returning:
             unread = self._unread_places(tables, num_computed)

@@ -102,7 +102,7 @@ def _read_offsets(weights: Weights, config: DraftHeadConfig) -> Tensor | None:
         return None
     offsets = source.read("d2t").data.to(torch.int64)
     ids = torch.arange(size) + offsets
-    if size and not (0 <= int(ids.min()) and int(ids.max()) < config.layer.vocab_size):
+    if size and not (int(ids.min()) >= 0 and int(ids.max()) < config.layer.vocab_size):
         problem = f"tensor 'd2t' leads to the tokens {int(ids.min())} to {int(ids.max())}"
         raise ModelError(source.name, problem, f"tokens of the vocabulary: 0 to {config.layer.vocab_size - 1}")
     return offsets.to(weights.device)

@@ -129,6 +129,7 @@ class Branch(TokenSequence):
         "num_drafts",
         "num_pending",
         "num_rows",
+        "num_to_draft",
         "order",
         "plans_ahead",
         "request",
@@ -155,6 +156,7 @@ class Branch(TokenSequence):
         self.num_pending = 0
         self.draft_tokens: Sequence[int] = ()  # guesses at its next tokens, for its next step
         self.num_drafts = 0  # that the step in flight checks; until its result it has no other
+        self.num_to_draft = 0  # tokens that the device drafts behind its next step
         self.speculates = False  # drafts of its tokens may be made
         self.waits_to_draft = False  # it is not planned while a token is pending: a draft comes behind it
         self.plans_ahead = False  # True: sampled tokens may be pending; else the next step waits for the result

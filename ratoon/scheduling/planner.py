@@ -229,12 +229,15 @@ class StepPlanner:
         num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
         if branch.draft_tokens and num_new_tokens == gap:
             num_new_tokens += self._num_drafts(step, branch, gap)
+        num_lookahead = self._num_lookahead(step, branch, num_new_tokens) if branch.num_to_draft else 0
         while True:
-            appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens)
+            appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens, num_lookahead_tokens=num_lookahead)
             if appended is not None:
                 step.add(branch, num_new_tokens, appended)
                 return
-            if num_new_tokens > gap:
+            if num_lookahead:
+                num_lookahead = 0
+            elif num_new_tokens > gap:
                 num_new_tokens = gap  # nothing is preempted for drafts
             elif self._preemption.make_room(step, branch) is branch:
                 return
@@ -251,6 +254,15 @@ class StepPlanner:
         num_drafts = min(len(branch.draft_tokens), room, branch.max_total_tokens - branch.num_tokens - 1)
         num_blocks = state.kv_cache.num_groups * (num_others + 1) + state.kv_cache.required_blocks(num_drafts)
         return num_drafts if num_drafts > 0 and num_blocks <= state.kv_cache.num_free_blocks else 0
+
+    def _num_lookahead(self, step: StepDraft, branch: Branch, num_new_tokens: int) -> int:
+        """Slots behind the tokens of this step, in which the device drafts: none that others are about to need."""
+        kv_cache, state = self._state.kv_cache, self._state
+        end = branch.num_computed_tokens + num_new_tokens
+        num_lookahead = min(branch.num_to_draft, branch.max_total_tokens - end)
+        num_others = state.num_running_rows - len(step.in_place) - len(step.allocated) - 1
+        num_blocks = kv_cache.num_groups * (num_others + 1) + kv_cache.required_blocks(num_new_tokens + num_lookahead)
+        return num_lookahead if num_lookahead > 0 and num_blocks <= kv_cache.num_free_blocks else 0
 
     def _schedule_waiting(self, step: StepDraft) -> None:
         state = self._state
@@ -434,6 +446,8 @@ class StepPlanner:
         self._state.finished_rows = []
         for branch in in_place:
             branch.num_computed_tokens += 1
+            if branch.num_to_draft and self._ask_for_drafts(plan, branch):
+                continue
             if branch.plans_ahead and branch.num_tokens + branch.num_pending + 1 < branch.max_total_tokens:
                 branch.num_pending += 1  # as in _expect_token
         for branch, num_new_tokens, appended in step.allocated:
@@ -487,8 +501,11 @@ class StepPlanner:
             branch.write_limit = 0  # the end of a prompt must be handled here, because it may fork
         else:
             branch.request.task.complete(plan, branch_id)
+            drafts_behind = branch.num_to_draft and self._ask_for_drafts(plan, branch)
             if branch.draft_tokens and self._write_drafts(plan, branch):
                 return  # where it goes on is known with the result
+            if drafts_behind:
+                return  # and so are the drafts behind it
             if branch.plans_ahead and branch_id not in plan.fanout:  # choices are created with the result
                 self._expect_token(branch)
 
@@ -499,6 +516,15 @@ class StepPlanner:
         if branch.num_drafts:
             plan.scheduled_spec_decode_tokens[branch.branch_id] = list(drafts[: branch.num_drafts])
         return branch.num_drafts > 0
+
+    def _ask_for_drafts(self, plan: SchedulerOutput, branch: Branch) -> bool:
+        """Let the device draft behind the token of this step, as far as the branch may get: it is not planned again
+        before the drafts are there. False: the branch is about to end."""
+        # Behind the token of this step and the last draft comes a token of its own.
+        room = branch.max_total_tokens - branch.num_tokens - branch.num_pending - 2
+        if room > 0:
+            plan.draft_lengths[branch.branch_id] = min(branch.num_to_draft, room)
+        return room > 0
 
     def _expect_token(self, branch: Branch) -> None:
         """A branch is sampled in this step, and may run in the next one before its token is known, unless it is the

@@ -38,13 +38,14 @@ class Scheduler:
         swap_costs: SwapCosts | None = None,
         speculation: SpeculationConfig | None = None,
         num_adapter_slots: int = 0,
+        draft_cost: float = 0.0,
     ) -> None:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
         self.state = SchedulerState(
-            scheduler_config, self.kv_cache, self.leases, swap_costs, speculation, num_adapter_slots
+            scheduler_config, self.kv_cache, self.leases, swap_costs, speculation, num_adapter_slots, draft_cost
         )
         beginnings, self.preemption = SharedPrefills(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)

@@ -6,16 +6,20 @@ guesses are wrong is left out, and is back as soon as they are right; text that 
 With steps in flight a branch is planned before its last token is known, and goes on so while no source has a draft that
 is worth it. Where one has, the branch is left out of the next plan, until no token of it is pending: the device then
 waits once for the host, for as long as it takes to apply a result and plan a step.
+
+A source on the device drafts behind a step, as many tokens as the plan says. That takes time even where nothing is
+checked, so it is asked for no more than what seems to be worth it, and from time to time for one token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ratoon.core.request import CheckedDrafts
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.stats import DraftStats
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.drafters.device import DeviceDrafter
 from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.drafters.prediction import PredictionDrafter
 from ratoon.scheduling.drafters.roots import RootsDrafter
@@ -49,13 +53,14 @@ def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
 class SourceRecord:
     """A source, and how often it was right about a branch."""
 
-    __slots__ = ("drafter", "guess", "guess_at", "rate")
+    __slots__ = ("drafter", "guess", "guess_at", "num_left_out", "rate")
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.rate = FIRST_RATES.get(drafter.name, FIRST_RATE)
         self.guess = -1  # at the token of this place, which is not known yet; -1: none
         self.guess_at = 0
+        self.num_left_out = 0  # steps behind which the device could have drafted
 
     def compare(self, token_ids: Sequence[int]) -> None:
         """Compares the last guess, unless its token is still unknown."""
@@ -79,9 +84,17 @@ class BranchDrafts:
 
 class Speculation:
     def __init__(
-        self, config: SpeculationConfig, drafters: Sequence[Drafter], pace: StepPace, max_num_seqs: int
+        self,
+        config: SpeculationConfig,
+        drafters: Sequence[Drafter],
+        pace: StepPace,
+        max_num_seqs: int,
+        draft_cost: float = 0.0,
     ) -> None:
+        """`draft_cost`: of a token that the device drafts, in steps of the model."""
         self.config = config
+        self._device = next((one for one in drafters if isinstance(one, DeviceDrafter)), None)
+        self._draft_cost = draft_cost
         self.stats: dict[str, DraftStats] = {}  # by source
         self._drafters = drafters
         self._prediction = PredictionDrafter()
@@ -100,11 +113,13 @@ class Speculation:
         if drafters and request.speculates:
             branch.speculates = True
             self._drafts[branch] = BranchDrafts(drafters)
+            if self._device is not None:
+                branch.num_to_draft = self.config.num_tokens
 
     def close(self, branch: Branch) -> None:
         """A branch ended."""
         if branch.speculates:
-            branch.speculates = False
+            branch.speculates, branch.num_to_draft = False, 0
             for record in self._drafts.pop(branch).records:
                 record.drafter.drop(branch)
 
@@ -156,6 +171,12 @@ class Speculation:
         self.stats[name].add(len(drafts), num_accepted)
         return CheckedDrafts(name, len(drafts), num_accepted)
 
+    def receive(self, drafts: Mapping[str, Sequence[int]], branches: Iterable[Branch]) -> None:
+        """The device drafted behind a step, by branch id; these branches got tokens from it."""
+        for branch in branches:
+            if self._device is not None and branch.branch_id in drafts:
+                self._device.receive(branch, drafts[branch.branch_id])
+
     def advance(self, branches: list[Branch], num_rows: int) -> None:
         """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
         `num_rows`: of all running branches."""
@@ -171,6 +192,8 @@ class Speculation:
             elif drafts and not branch.num_pending:
                 branch.propose(drafts)
                 room -= len(drafts)
+            if self._device is not None:
+                branch.num_to_draft = self._length_on_device(drafting, cost, room)
 
     def _draft(
         self, branch: Branch, drafting: BranchDrafts, cost: float, room: int
@@ -189,6 +212,19 @@ class Speculation:
             if length > 0:
                 return drafts, record
         return (), None
+
+    def _length_on_device(self, drafting: BranchDrafts, cost: float, room: int) -> int:
+        """The tokens that the device drafts behind the next step of a branch."""
+        record = next(one for one in drafting.records if one.drafter is self._device)
+        if cost > MOST_COST:
+            return 0
+        if self.config.max_seqs is None:
+            cost += self._draft_cost
+        length = min(self._length(record.rate, cost), room)
+        if length > 0:
+            return length
+        record.num_left_out += 1
+        return int(record.num_left_out % TRIES == 0)
 
     def _length(self, rate: float, cost: float) -> int:
         """The tokens to draft: as many as bring the most tokens in the same time. The k-th is right with probability

@@ -46,6 +46,7 @@ class SchedulerState:
         swap_costs: SwapCosts | None = None,  # None: preempted branches are swapped out wherever there is room
         speculation: SpeculationConfig | None = None,
         num_adapter_slots: int = 0,
+        draft_cost: float = 0.0,
     ) -> None:
         self.config = config
         self.swap_costs = swap_costs
@@ -61,7 +62,7 @@ class SchedulerState:
         self.shares = OwnerShares()
         self.pace = StepPace()
         asked = speculation or SpeculationConfig()
-        self.speculation = Speculation(asked, build_drafters(asked), self.pace, config.max_num_seqs)
+        self.speculation = Speculation(asked, build_drafters(asked), self.pace, config.max_num_seqs, draft_cost)
         self.waiting = FairQueue(config.policy, self.shares)
         self.order = sort_key_for(config.policy)
         self.adapters = AdapterGate(num_adapter_slots, self.waiting.turn)

@@ -10,7 +10,7 @@ from ratoon.execution.drafting.interface import Inputs, PassOfDrafts
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.kv.kv_tensors import LayerCaches
-from ratoon.execution.passes.ends import InnerLayers
+from ratoon.execution.passes.ends import InnerLayers, Layers
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.models.draft_head import DraftHead
 
@@ -34,7 +34,7 @@ class HeadDrafter:
         token_memory: Tensor | None = None,
     ) -> None:
         """`num_layers`: of the model. `token_memory`: that of the branches, where it lies on the device."""
-        self.reads = InnerLayers.of(head.config.reads, num_layers)
+        self.reads: Layers | None = InnerLayers.of(head.config.reads, num_layers)
         self._head = head
         self._caches = caches
         self._table = table

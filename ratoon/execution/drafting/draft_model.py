@@ -10,7 +10,7 @@ from ratoon.execution.drafting.interface import Inputs, PassOfDrafts
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
-from ratoon.execution.passes.ends import Logits
+from ratoon.execution.passes.ends import Layers, Logits
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, StepProgram
 from ratoon.execution.passes.recorded_passes import RecordedPasses
 from ratoon.layers import sampling
@@ -24,7 +24,7 @@ class DraftModel:
     """Implements Drafter."""
 
     lag = 0
-    reads = None
+    reads: Layers | None = None
 
     def __init__(
         self, model: LanguageModel, caches: LayerCaches, table: int, inputs: Inputs, record: bool = False

@@ -2,8 +2,8 @@
 
 Behind a step the drafter runs over the tokens that the step has computed, so that its keys and values reach as far as
 the model's: in the same blocks, which forks, prefix hits, swaps and continuations carry along. The tokens that were
-sampled are known then, so rows of drafts that were not kept do not run. Behind branches that draft it goes on, one token
-of each in a pass, in slots behind their ends, which the next step writes anew. A draft never changes a result.
+sampled are known then, so rows of drafts that were not kept do not run. Behind branches that draft it goes on, one
+token of each in a pass, in slots behind their ends, which the next step writes anew. A draft never changes a result.
 """
 
 from __future__ import annotations

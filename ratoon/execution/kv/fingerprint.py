@@ -17,7 +17,7 @@ def fingerprint_of(
     draft_tensors: TensorSource | None = None,
 ) -> KVFingerprint:
     """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one."""
-    specs = [group.spec for group in (*kv_config.all_groups, *kv_config.attached)]
+    specs = [*(group.spec for group in kv_config.all_groups), *(group.spec for group in kv_config.attached)]
     choices = [*geometry.choices, *geometry.attached_choices]
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
     sources = [tensors] if draft_tensors is None else [tensors, draft_tensors]

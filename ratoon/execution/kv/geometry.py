@@ -80,7 +80,7 @@ def geometry_of(
 
 
 def table_of_drafts(groups: Sequence[KVCacheGroup]) -> int:
-    """The group in whose blocks a model that drafts keeps its keys and values: the one that keeps the most of a text."""
+    """The group in whose blocks a model that drafts has its keys and values: the one that keeps the most of a text."""
     return max(range(len(groups)), key=lambda number: getattr(groups[number].spec, "window", float("inf")), default=0)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ratoon.core.speculation import SpeculationConfig
+from ratoon.scheduling.drafters.device import DeviceDrafter
 from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.drafters.own_text import NgramDrafter
 from ratoon.scheduling.drafters.roots import RootsDrafter
@@ -13,6 +14,8 @@ from ratoon.scheduling.drafters.roots import RootsDrafter
 MAKERS: dict[str, Callable[[SpeculationConfig], Drafter]] = {
     "ngram": lambda config: NgramDrafter(config.ngram_min, config.ngram_max),
     "roots": lambda config: RootsDrafter(config.roots_bytes, config.roots_min_probability, config.roots_factor),
+    "draft": lambda config: DeviceDrafter("draft"),
+    "head": lambda config: DeviceDrafter("head"),
 }
 
 

@@ -273,6 +273,8 @@ class GenerationKind(RequestKind):
             self._take_back_drafts(plan, output)
         if finished:
             self._state.release(finished, ended_well=True)
+        if output.draft_token_ids:
+            self._state.speculation.receive(output.draft_token_ids, drafting)
         if drafting:
             self._state.speculation.advance(drafting, self._state.num_running_rows)
 

@@ -173,7 +173,7 @@ def test_a_text_that_an_extraction_has_computed_can_be_drafted_behind(source: Ti
 def test_a_draft_ends_where_the_model_gives_no_number() -> None:
     bad = poisoned(tiny_llama(seed=3))
     driver = drafting_driver(bad)
-    output = driver.step(new=[driver.new("a", PROMPT[:20] + [96], 1)], draft_lengths={"a": 3})
+    output = driver.step(new=[driver.new("a", [*PROMPT[:20], 96], 1)], draft_lengths={"a": 3})
     assert output.sampled_token_ids and not output.draft_token_ids
 
 

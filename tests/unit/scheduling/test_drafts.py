@@ -186,3 +186,94 @@ def test_drafts_are_among_the_tokens_that_an_owner_wants_of_a_shared_step() -> N
     step(scheduler)
     scheduler.state.branches["ada"].propose([5, 6])
     assert scheduler.planner._wanted_tokens() == {"ada": 3, "bob": 1}
+
+
+# ---- drafts of a model or head on the device ----
+
+
+ON_DEVICE = SpeculationConfig(speculate="draft:model", num_tokens=3, max_seqs=64, min_acceptance=0)
+
+
+def drafting_scheduler(**settings: Any) -> tuple[Scheduler, SchedulerOutput]:
+    """A scheduler, and the plan of a prompt behind which the device drafts."""
+    settings = {"max_steps_in_flight": 2, "speculation": ON_DEVICE, "prompt": 3, **settings}
+    prompt = settings.pop("prompt")
+    params = {"max_tokens": settings.pop("max_tokens", 40)}
+    scheduler = scheduler_of(**settings)
+    add(scheduler, "a", prompt, **params)
+    return scheduler, scheduler.schedule()
+
+
+def draft(scheduler: Scheduler, plan: SchedulerOutput, tokens: list[int], drafts: list[int]) -> None:
+    output = ModelRunnerOutput(["a"], [tokens], draft_token_ids={"a": drafts} if drafts else {})
+    scheduler.update_from_output(plan, output)
+    scheduler.check()
+
+
+def test_drafts_of_the_device_are_checked_by_the_next_step() -> None:
+    scheduler, plan = drafting_scheduler()
+    assert plan.draft_lengths == {"a": 3}
+    assert scheduler.schedule().is_void, "the drafts are not known yet"
+    draft(scheduler, plan, [7], [5, 6, 8])
+    plan = scheduler.schedule()
+    assert plan.scheduled_spec_decode_tokens == {"a": [5, 6, 8]} and plan.draft_lengths == {"a": 3}
+    draft(scheduler, plan, [5, 6, 1], [9])
+    plan = scheduler.schedule()
+    assert plan.scheduled_spec_decode_tokens == {"a": [9]} and plan.num_scheduled_tokens == {"a": 2}
+    draft(scheduler, plan, [9, 2], [])
+    assert not scheduler.schedule().scheduled_spec_decode_tokens
+    assert scheduler.stats().drafts["draft"].accepted_per_pos == [2, 1, 0]
+
+
+def test_a_branch_has_slots_behind_its_end_for_drafts() -> None:
+    scheduler, plan = drafting_scheduler(prompt=BLOCK_SIZE - 1)
+    draft(scheduler, plan, [7], [5, 6, 8])
+    branch = scheduler.state.branches["a"]
+    plan = scheduler.schedule()
+    # It computes 1 + 3 tokens from BLOCK_SIZE - 1 on, and the device drafts in three slots behind them.
+    assert len(branch.block_tables[0]) * BLOCK_SIZE >= BLOCK_SIZE - 1 + 4 + 3
+    draft(scheduler, plan, [5, 1], [])
+    known = branch.token_ids.copy()
+    scheduler.abort_requests(["a"])
+    add(scheduler, "b", [*known, 6, 8, 9, 2])
+    step(scheduler)
+    assert scheduler.state.branches["b"].num_cached_tokens == BLOCK_SIZE, "slots behind the end are no tokens"
+
+
+def test_no_branch_waits_or_is_preempted_for_slots_of_drafts() -> None:
+    scheduler, plan = drafting_scheduler(num_blocks=4, max_model_len=12, prompt=BLOCK_SIZE, max_steps_in_flight=1)
+    for token in range(7):
+        draft(scheduler, plan, [token], [5, 6, 8])
+        plan = scheduler.schedule()
+        assert plan.num_scheduled_tokens["a"] >= 1 and not plan.preempted_req_ids
+        for req_id in plan.scheduled_spec_decode_tokens:
+            assert req_id == "a"
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_text() -> None:
+    scheduler, plan = drafting_scheduler(max_tokens=4)
+    assert plan.draft_lengths == {"a": 2}  # its own tokens are the first and the last
+    draft(scheduler, plan, [7], [])
+    plan = scheduler.schedule()
+    assert plan.draft_lengths == {"a": 1}
+    draft(scheduler, plan, [7], [])
+    plan = scheduler.schedule()
+    assert not plan.draft_lengths
+
+
+def test_a_request_may_go_without_drafts() -> None:
+    scheduler = scheduler_of(max_steps_in_flight=2, speculation=ON_DEVICE)
+    add(scheduler, "a", 3, speculate=False)
+    plan = scheduler.schedule()
+    assert not plan.draft_lengths and not scheduler.schedule().is_void
+
+
+def test_a_source_on_the_device_that_is_wrong_is_asked_rarely() -> None:
+    config = SpeculationConfig(speculate="head:path", num_tokens=3, max_seqs=64)
+    scheduler, plan = drafting_scheduler(speculation=config, max_tokens=150)
+    asked = []
+    for _ in range(140):
+        asked.append(plan.draft_lengths.get("a", 0))
+        draft(scheduler, plan, [7], [1, 2, 3][: asked[-1]])
+        plan = scheduler.schedule()
+    assert asked[0] == 3 and 1 <= sum(asked[40:]) <= 4
