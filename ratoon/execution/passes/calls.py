@@ -49,7 +49,7 @@ class Calls:
         rows: np.ndarray | None = None  # all
         if not step.reads_all:
             rows = np.concatenate([each.rows for each in wanted]) if wanted else NO_ROWS
-        if self._recorded is not None:
+        if self._recorded is not None and step.num_layers is None:
             results = self._recorded.run(self._program, inputs, ends, rows, columns)
             if results is not None:
                 return results

@@ -2,16 +2,16 @@
 
 A pass is recorded after a step of its shape has come before, and replayed from then on; the results are the same to
 the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
-their logits, or with the tokens whose logits are largest. On a stage of a pipeline, the pass is what lies between the
-rows that come from the stage before and those that go to the next one. A model whose layers use anything but kernels is
-not recorded.
+their logits, or with the tokens whose logits are largest; the stream between layers is copied on the way where an end
+reads it. On a stage of a pipeline, the pass is what lies between the rows that come from the stage before and those that
+go to the next one. A model whose layers use anything but kernels is not recorded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,12 @@ import torch
 
 from ratoon.execution.inputs.step_inputs import StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
-from ratoon.execution.passes.ends import End, Logits, RowColumns, States, Tokens
+from ratoon.execution.passes.ends import End, LayerRows, Logits, RowColumns, States, Tokens
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, StepProgram
 from ratoon.execution.passes.stages import begin_stage, hand_on
 from ratoon.execution.passes.step_context import PagedStep
 from ratoon.layers.native.recording import Arena, Program, Recording, join_recordings
-from ratoon.models.base import FinalStates, LanguageModel, StreamStates
+from ratoon.models.base import FinalStates, LanguageModel, StreamObserver, StreamStates
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class PassShape(NamedTuple):
     end: End  # for all rows
     has_embeddings: bool  # rows that are no token ids: then the pass begins behind the embeddings
     has_adapters: bool  # rows that have one
+    layers: tuple[int, ...] = ()  # before which the stream is copied, rising
 
 
 class PassResult(NamedTuple):
@@ -52,6 +53,7 @@ class PassResult(NamedTuple):
 
     states: FinalStates | StreamStates  # the latter on a stage that hands its rows on
     result: Any = None  # of the shape's end; None: that was not recorded
+    streams: Mapping[int, StreamStates] = {}  # by layer
 
 
 class RecordedPass(NamedTuple):
@@ -96,28 +98,41 @@ class RecordedPasses:
     ) -> list[Any] | None:
         """As StepProgram.run, with `rows` on the host. None: the step has to run call by call."""
         num_tokens = len(inputs.input_ids)
-        if not self._is_possible or num_tokens > MAX_TOKENS or any(end.inner_layers for end in ends.ends):
+        if not self._is_possible or num_tokens > MAX_TOKENS:
             return None
+        layers = tuple(sorted({layer for end in ends.ends for layer in end.inner_layers}))
         end: End = STATES
-        is_last = program.model.stage.is_last
-        if is_last and rows is None and num_tokens <= MAX_LOGITS_ROWS and _can_be_recorded(ends.ends[0], columns[0]):
+        is_last, can_end = program.model.stage.is_last, rows is None and not layers and num_tokens <= MAX_LOGITS_ROWS
+        if layers and not (is_last and program.model.stage.is_first):
+            return None  # rows of other stages' layers come with the stream
+        if is_last and can_end and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
         shape = PassShape(
-            num_tokens, len(inputs.cu_num_tokens), end, inputs.embeddings is not None, inputs.adapters is not None
+            num_tokens,
+            len(inputs.cu_num_tokens),
+            end,
+            inputs.embeddings is not None,
+            inputs.adapters is not None,
+            layers,
         )
         found = self._run_shape(shape, program, inputs)
         if found is None:
             return None
         if found.result is not None:
             return [found.result]
-        states, adapters = found.states, inputs.adapters
+        states, adapters, observer = found.states, inputs.adapters, None
         if isinstance(states, StreamStates):
             hand_on(program.model, StreamStates(states.stream.clone(), states.update))  # the next pass writes to it
             return []
+        if layers:
+            seen = torch.from_numpy(np.arange(num_tokens) if rows is None else rows)
+            observer = LayerRows([(one.inner_layers, seen[place]) for one, place in ends.pairs])
+            for layer, copied in found.streams.items():
+                observer.observe(layer, copied.stream, copied.update)
         if rows is not None:
             read = torch.from_numpy(rows[: ends.num_with_states])
             states, adapters = states.select(read), None if adapters is None else adapters.select(read)
-        return program.finish(states, ends, columns, adapters=adapters)
+        return program.finish(states, ends, columns, observer, adapters=adapters)
 
     def _run_shape(self, shape: PassShape, program: StepProgram, inputs: StepInputs) -> PassResult | None:
         recorded = self._passes.pop(shape, None)
@@ -165,13 +180,15 @@ class RecordedPasses:
             stream = self._arena.take(brought.nbytes).view(brought.dtype).view(brought.shape)
             stream.copy_(brought)
         step = PagedStep(kv, metadata, cross, adapters=inputs.adapters)
+        copies = StreamCopies(shape.layers, self._arena)
         states: FinalStates | StreamStates
         with Recording(self._arena) as layers:
             if model.stage.is_last:
-                states = model.forward_stream(stream, inputs.rope_positions, step)
+                observers = [copies] if shape.layers else []
+                states = model.forward_stream(stream, inputs.rope_positions, step, None, observers)
             else:
                 states = model.forward_stage(StreamStates(stream), inputs.rope_positions, step)
-        result = PassResult(states)
+        result = PassResult(states, streams=copies.found)
         recordings = [begin, layers] if begins_with_ids else [layers]
         if shape.end != STATES:
             assert isinstance(states, FinalStates), "the last stage has the ends"
@@ -191,6 +208,24 @@ class RecordedPasses:
         embedded = None if begins_with_ids else stream
         self._passes[shape] = RecordedPass(joined, embedded, _places(inputs), result, metadata, cross)
         return result
+
+
+class StreamCopies(StreamObserver):
+    """Copies of the stream between layers, all rows of it, where a recorded pass keeps them."""
+
+    def __init__(self, layers: Sequence[int], arena: Arena) -> None:
+        self.num_layers_read = max(layers, default=0)
+        self.found: dict[int, StreamStates] = {}  # by layer
+        self._layers = layers
+        self._arena = arena
+
+    def observe(self, layer: int, stream: torch.Tensor, update: torch.Tensor | None) -> None:
+        if layer in self._layers:
+            self.found[layer] = StreamStates(self._copy(stream), None if update is None else self._copy(update))
+
+    def _copy(self, rows: torch.Tensor) -> torch.Tensor:
+        copy: torch.Tensor = self._arena.take(rows.nbytes).view(rows.dtype).view(rows.shape)
+        return copy.copy_(rows)
 
 
 def _can_be_recorded(end: End, columns: RowColumns) -> bool:

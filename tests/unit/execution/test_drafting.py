@@ -28,6 +28,7 @@ from tests.unit.execution.test_model_runner import (
     PROMPT,
     TWO_GROUPS,
     Driver,
+    needs_kernels,
     oracle_greedy,
     poisoned,
 )
@@ -197,3 +198,16 @@ def test_a_branch_without_a_new_token_drafts_nothing() -> None:
         draft_lengths={"a": 3, "b": 3},
     )
     assert "a" in output.errors and list(output.draft_token_ids) == ["b"]
+
+
+@needs_kernels
+def test_steps_whose_states_a_head_reads_are_recorded() -> None:
+    driver, head = drafting_driver(HEADS["EAGLE-3"], LLAMA, "recorded"), HEADS["EAGLE-3"]
+    text = list(PROMPT)
+    output = driver.step(new=[driver.new("a", PROMPT, 1)], draft_lengths={"a": 2})
+    assert driver.runner.recorded is not None
+    for number in range(5):
+        text += output.sampled_token_ids[0]
+        assert drafts_of(output) == guesses(head, LLAMA, text, 2)
+        assert (len(driver.runner.recorded) > 0) == (number > 1), "from the second step of a shape on"
+        output = driver.step(known={"a": len(text) - 1}, draft_lengths={"a": 2})
