@@ -17,6 +17,7 @@ from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine, engine_of_folder, model_folder, scheduler_of, tiny_model, write_word_tokenizer
 from tests.golden.grammar_engines import grammar_engine
 from tests.golden.test_drafts import FAMILIES, PARAMS, PROMPTS, answers
+from tests.golden.test_encoder_decoder_api import folder_of
 
 LLAMA = "llama with grouped heads"
 OTHER = "qwen3 untied with heads that the native kernels take"
@@ -228,3 +229,34 @@ def test_two_models_on_the_device_are_refused() -> None:
         engine(LLAMA, speculate=f"draft:{model_folder(LLAMA)},head:{head_folder('mtp', LLAMA)}"),
     ):
         pass
+
+
+def test_a_pipeline_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="last stage, and a pipeline has 2"),
+        engine(LLAMA, speculate=f"draft:{model_folder(LLAMA)}", pipeline_parallel_size=2),
+    ):
+        pass
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="is for decoders alone"),
+        engine_of_folder(folder_of("bart"), speculate=f"draft:{model_folder(LLAMA)}"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_slept_drafts_again(kind: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with engine(LLAMA, speculate=source_of(kind, LLAMA), **ALWAYS) as llm:
+        expected = generate(llm, params)
+        stats = llm.stats().drafts["draft" if kind == "model" else "head"]
+        before = stats.draft_tokens, stats.accepted_tokens
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert generate(llm, params) == expected
+            stats = llm.stats().drafts["draft" if kind == "model" else "head"]
+            assert (stats.draft_tokens, stats.accepted_tokens) == tuple(count * (level + 1) for count in before)

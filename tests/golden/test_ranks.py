@@ -4,6 +4,7 @@ The ranks are threads, and their operations torch's own: the CPU kernels serve o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from ratoon import LLM
 from ratoon.core.params import HiddenStatesParams
 from ratoon.execution.device_kinds import CpuDevice
 from ratoon.layers.torch_ops import TorchOps
-from tests.golden.engines import engine_of_folder, model_folder
+from tests.golden.draft_heads import random_head
+from tests.golden.engines import engine_of_folder, model_folder, tiny_model
 from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.rank_executor import NAME, WORLD_SIZE, RankExecutor
@@ -66,3 +68,24 @@ def test_ranks_allocate_a_pool_of_half_of_the_heads() -> None:
         for facts in llm._client.core.executor.rank_facts:  # type: ignore[attr-defined]
             assert facts.kv_config.bytes_per_block * WORLD_SIZE == whole.kv_config.bytes_per_block
             assert facts.weight_bytes < 0.75 * whole.weight_bytes
+
+
+@pytest.mark.parametrize("kind", ["itself", "eagle3", "mtp"])
+def test_ranks_draft_together(kind: str, tmp_path: Path) -> None:
+    """A model or head that drafts is cut as the model is."""
+    family = "llama with grouped heads"
+    source = f"draft:{model_folder(family)}"
+    if kind != "itself":
+        draft_vocab = 40 if kind == "eagle3" else None
+        source = f"head:{random_head(kind, tiny_model(family).config, draft_vocab=draft_vocab).save(tmp_path)}"
+    always = {"speculate": source, "speculate_tokens": 3, "speculate_max_seqs": 64, "speculate_min_acceptance": 0}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    drafted = []
+    for settings in ({}, {"executor": NAME}):
+        with open_engine(model_folder(family), **always, **settings) as llm:
+            (output,) = llm.generate(PROMPTS[:1], params, progress=False)
+            stats = llm.stats().drafts["draft" if kind == "itself" else "head"]
+            drafted.append((list(output.outputs[0].token_ids), stats.draft_tokens, stats.accepted_tokens))
+    assert drafted[0] == drafted[1]
+    if kind == "itself":
+        assert drafted[1][1] == drafted[1][2] > 10
