@@ -26,6 +26,8 @@ from ratoon.core.request import (
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.drafters.device import DeviceDrafter
+from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.scheduler import Scheduler
 from ratoon.scheduling.speculation import Speculation
 from tests.property.adapters import FakeAdapters
@@ -123,7 +125,9 @@ class Drive:
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         if load.num_guesses and load.num_sources:
             state = self.scheduler.state
-            sources = [GuessingSource(self.runner, number) for number in range(load.num_sources)]
+            sources: list[Drafter] = [GuessingSource(self.runner, number) for number in range(load.num_sources)]
+            if load.drafts_on_device:
+                sources[-1] = DeviceDrafter("device")
             config = SpeculationConfig(num_tokens=load.num_guesses, max_seqs=load.scheduler.max_num_seqs)
             state.speculation = Speculation(config, sources, state.pace, load.scheduler.max_num_seqs)
         self.swaps = SwapWatch(self.scheduler)
@@ -332,6 +336,16 @@ class Drive:
             number = hash((row.prefixes[-1], 11))
             branch.propose(guesses(self.runner, row, branch.num_tokens, 1 + number % self.load.num_guesses, number))
 
+    def draft_behind(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Guesses of the device behind a step, as many as the plan asks for, or fewer."""
+        for branch_id, length in plan.draft_lengths.items():
+            if branch_id in result.req_ids:
+                event("drafts of the device")
+                row = self.runner.rows[branch_id]
+                number = hash((row.prefixes[-1], 23))
+                count = number % (length + 1)
+                result.draft_token_ids[branch_id] = guesses(self.runner, row, len(row.token_ids), count, number)
+
     def step(self, step: int) -> None:
         self.plan_steps()
         if not self.in_flight:
@@ -347,6 +361,7 @@ class Drive:
             self.encoder.look_for_losses()
             return
         result = self.runner.execute(decoded)
+        self.draft_behind(decoded, result)
         if not self.load.aborts_before_done:
             self.scheduler.step_done(plan)
         self.abort(self.load.mid_step_aborts.get(step, []))

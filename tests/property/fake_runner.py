@@ -18,7 +18,7 @@ from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import BeamStep, CaptureStep, NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
 from tests.property.adapters import FakeAdapters
-from tests.property.block_store import BlockStore
+from tests.property.block_store import GARBAGE, BlockStore
 from tests.property.extractions import states_of
 from tests.property.references import (
     best_candidates,
@@ -371,7 +371,21 @@ class FakeRunner:
             assert row.pooling is not None and row.num_computed_tokens == len(row.token_ids)
             result.pooled[row_id] = vector_of(row.pooled if row.pooling.pooling == "mean" else row.pooled[-1:])
         self._sample_all(plan, result)
+        self._draft_behind(plan, result)
         return result
+
+    def _draft_behind(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """What drafts on the device write in slots from a branch's last token on, as far as its blocks reach."""
+        for row_id, length in plan.draft_lengths.items():
+            assert length > 0 and row_id in plan.sampled_req_ids
+            if row_id not in result.req_ids:
+                continue
+            row = self.rows[row_id]
+            for position in range(len(row.token_ids) - 1, len(row.token_ids) - 1 + length):
+                for table, size in zip(row.tables, self.sizes):
+                    place, offset = divmod(position, size)
+                    if place < len(table):
+                        self.store.write(table[place], offset, GARBAGE)
 
     def _sample_all(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
         sampled: list[tuple[str, list[int]]] = []

@@ -99,6 +99,7 @@ class Load:
     broken_adapters: frozenset[str]  # digests of those that can't be loaded
     num_guesses: int  # that a branch of some requests has for its next tokens, at the most
     num_sources: int  # of drafts, from which these come; 0: they are proposed from outside
+    drafts_on_device: bool  # the last of these sources is on the device
 
 
 @st.composite
@@ -285,4 +286,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         broken_adapters=draw(among(frozenset(), frozenset(), frozenset({ADAPTERS[0].digest}))),
         num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
         num_sources=draw(among(0, 1, 2)),
+        drafts_on_device=draw(BOOLEAN),
     )
