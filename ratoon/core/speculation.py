@@ -151,7 +151,14 @@ def verify_speculation(config: SpeculationConfig) -> None:
 
 # ---- vLLM's object ----
 
-METHODS = {"ngram": "ngram", "suffix": "roots,ngram", "draft_model": "draft", "eagle": "head", "eagle3": "head"}
+METHODS = {
+    "ngram": "ngram",
+    "suffix": "roots,ngram",
+    "draft_model": "draft",
+    "eagle": "head",
+    "eagle3": "head",
+    "mtp": "head",
+}
 FIELDS = {
     "num_speculative_tokens": "speculate_tokens",
     "prompt_lookup_min": "speculate_ngram_min",

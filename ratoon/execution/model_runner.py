@@ -150,7 +150,13 @@ class ModelRunner:
         if self._has_results:
             jumps = jump_forward and grammars is not None
             self._sources[:0] = [
-                SampledReaders(self.input_batch, Sampler(self.sampling_rows, by_rejection), self._resident, jumps),
+                SampledReaders(
+                    self.input_batch,
+                    Sampler(self.sampling_rows, by_rejection),
+                    self._resident,
+                    jumps,
+                    waits_for_drafts=draft is not None,
+                ),
                 BeamReaders(self.beam_rows, device, model.config.vocab_size),
                 PromptLogprobsReaders(self.input_batch, self.program),
                 self.pooling,

@@ -59,6 +59,7 @@ KINDS = ("model", "eagle3", "mtp")
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_drafts_change_no_text(kind: str, family: str, name: str) -> None:
     with engine(family, speculate=source_of(kind, family), **ALWAYS) as llm:
         assert generate(llm, PARAMS[name]) == texts_without(family, name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratoon import LLM
-from ratoon.core.params import HiddenStatesParams
+from ratoon.core.params import HiddenStatesParams, SamplingParams
 from ratoon.execution.device_kinds import CpuDevice
 from ratoon.layers.torch_ops import TorchOps
 from tests.golden.draft_heads import random_head

@@ -61,9 +61,9 @@ class DraftModel:
 
 def inputs_of_group(inputs: StepInputs, table: int, count: int) -> StepInputs:
     """The inputs of a pass whose layers, in `count` groups of their own, lie in the blocks of one group. Its rows are
-    token ids at their positions."""
+    token ids at their positions, without adapters."""
     groups = [inputs.groups[table]] * count
-    return replace(inputs, groups=groups, rope_positions=inputs.positions, cross=None, embeddings=None)
+    return replace(inputs, groups=groups, rope_positions=inputs.positions, cross=None, embeddings=None, adapters=None)
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

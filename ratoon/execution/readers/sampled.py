@@ -36,16 +36,23 @@ MASKED_TOKENS = {mode: MaskedTokens(mode) for mode in Mode}
 class SampledReaders:
     """`resident`: the rows on the device, if they are there: tokens are chosen on the device then, unless a row asks
     for more than its kernels do, and stay there until the next step is under way. `jumps`: tokens for which a grammar
-    leaves no choice are appended at once: here where rows are on the host, and else as told_runs.py says."""
+    leaves no choice are appended at once: here where rows are on the host, and else as told_runs.py says.
+    `waits_for_drafts`: what is kept of drafts is known once they are read, because more is drafted behind it."""
 
     def __init__(
-        self, branches: InputBatch, sampler: Sampler, resident: DeviceRows | None = None, jumps: bool = False
+        self,
+        branches: InputBatch,
+        sampler: Sampler,
+        resident: DeviceRows | None = None,
+        jumps: bool = False,
+        waits_for_drafts: bool = False,
     ) -> None:
         self._branches = branches
         self._sampler = sampler
         self._resident = resident
         self._jumps = jumps
         self._first_spare = len(branches.params)  # a slot that no row has
+        self._waits_for_drafts = waits_for_drafts
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         if not plan.sampled_req_ids:
@@ -91,7 +98,7 @@ class SampledReaders:
     ) -> RowReader | None:
         """Reads the branches with drafts, and `others` of `ids`, whose rows are `own`. None: the program can't choose
         their tokens."""
-        if self._resident is None or self._sampler.by_rejection:
+        if self._resident is None or self._waits_for_drafts or self._sampler.by_rejection:
             return None
         drafted = np.array([layout.batch_rows[layout.place_of[req_id]] for req_id in drafts])
         if all_of(self._sampler.rows.needs[drafted]) & ~(Needs.RANDOM | Needs.FILTER):

@@ -111,9 +111,10 @@ def test_a_prompt_in_parts_leaves_what_drafts_read(source: TinyModel | RandomHea
     assert drafts_of(output) == expected_drafts(source, PROMPT + output.sampled_token_ids[0], 3)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_drafts_behind_rejected_ones_do_not_read_them(source: TinyModel | RandomHead) -> None:
-    driver = drafting_driver(source)
+def test_drafts_behind_rejected_ones_do_not_read_them(source: TinyModel | RandomHead, backend: str) -> None:
+    driver = drafting_driver(source, backend=backend)
     truth = oracle_greedy(LLAMA, PROMPT, 8)
     driver.step(new=[driver.new("a", PROMPT, 1)], draft_lengths={"a": 4})
     wrong = (truth[3] + 1) % 90
