@@ -16,8 +16,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 ANCHOR = 3  # tokens of the shortest suffix that is looked up
 MAX_SUFFIX = 64  # longer matches count as equally long
 MAX_HOPS = 16  # places behind the same anchor that are compared, the newest first
@@ -348,10 +346,16 @@ def follow(places: Sequence[Place], token: int) -> list[Place]:
 
 def _common_length(node: Node, tokens: array[int], first: int) -> int:
     """Returns how many tokens of a run are equal to those from `first` on."""
-    length = min(node.length, len(tokens) - first)
-    differ = np.frombuffer(node.tokens, np.int32, length) != np.frombuffer(tokens, np.int32, length, 4 * first)
-    at = int(differ.argmax()) if length else 0
-    return at if length and differ[at] else length
+    equal, differ = 0, min(node.length, len(tokens) - first) + 1  # so many tokens are equal, and so many are not
+    step = differ - 1  # at first all that there are
+    while step:
+        end = equal + step
+        if node.tokens[equal:end] == tokens[first + equal : first + end]:
+            equal = end
+        else:
+            differ = end
+        step = (differ - equal) // 2
+    return equal
 
 
 def _match_length(node: Node, position: int, suffix: array[int], least: int) -> int:
