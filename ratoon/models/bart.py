@@ -10,7 +10,7 @@ import torch
 from ratoon.core.config import ModelConfig
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer
-from ratoon.layers.embedding import Embedding, LMHead, RowEmbeddings, VocabParallelEmbedding
+from ratoon.layers.embedding import Embedding, LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import ColumnParallelLinear, MergedLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -42,15 +42,6 @@ class BartForConditionalGeneration(EncoderDecoderLM):
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = self.build_norm(decoder.on_stages(last=True) / "layer_norm") if self.pre_norm else None
         self.lm_head = self.build_head(weights.on_stages(last=True))
-
-    def embed_tokens(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        embeddings: RowEmbeddings | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        return self.input(input_ids, positions, embeddings, adapters)
 
     def build_embedding(self, weights: Weights) -> VocabParallelEmbedding:
         names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")

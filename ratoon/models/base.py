@@ -97,6 +97,7 @@ class LanguageModel:
     cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder with an encoder: one per layer
     encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
     embed: VocabParallelEmbedding
+    input: Callable[..., Tensor] | None = None  # of tokens and positions, where that is more than an embedding
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
@@ -136,6 +137,8 @@ class LanguageModel:
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """[T], [T] → [T, H], in new memory. `embeddings`: of rows whose token ids are not read."""
+        if self.input is not None:
+            return self.input(input_ids, positions, embeddings, adapters)
         return embed_rows(self.embed(input_ids, adapters), embeddings)
 
     def forward(

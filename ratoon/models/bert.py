@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ratoon.core.config import ModelConfig
-from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.embedding import Embedding, RowEmbeddings, VocabParallelEmbedding
+from ratoon.layers.embedding import Embedding, VocabParallelEmbedding
 from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -39,15 +38,6 @@ class BertModel(LanguageModel):
         layers = model / "encoder" / "layer"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = None
-
-    def embed_tokens(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        embeddings: RowEmbeddings | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        return self.input(input_ids, positions, embeddings, adapters)
 
     def build_input(self, weights: Weights) -> TextInput:
         config, hidden = self.config, self.config.hidden_size

@@ -1,4 +1,4 @@
-"""Adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
+"""Adapters in GGUF files, as llama.cpp's converter writes them.
 
 Layers have llama.cpp's names there, and the rows of queries and keys its order, both of which gguf_source.py undoes
 for models.

@@ -3,8 +3,8 @@
 A pass is recorded after a step of its shape has come before, and replayed from then on; the results are the same to
 the bit. It begins with the embeddings, where kernels compute them, and ends with the final states of all rows, with
 their logits, or with the tokens whose logits are largest; the stream between layers is copied on the way where an end
-reads it. On a stage of a pipeline, the pass is what lies between the rows that come from the stage before and those that
-go to the next one. A model whose layers use anything but kernels is not recorded.
+reads it. On a stage of a pipeline, the pass is what lies between the rows that come from the stage before and those
+that go to the next one. A model whose layers use anything but kernels is not recorded.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.outputs import Continuation
 from ratoon.core.params import RequestOutputKind, SamplingParams
 from ratoon.engine.async_llm import AsyncLLM
@@ -75,6 +76,7 @@ async def test_an_ordinary_request_has_no_continuation():
 @on_event_loop
 async def test_a_continuation_runs_on_the_engine_that_is_named():
     client = FakeAsyncClient()
+    client.health = lambda: Health([EngineHealth(0, EngineState.OK), EngineHealth(1, EngineState.OK)])
     async with make(client, num_replicas=2) as llm:
         await final(llm.generate("abc", FINAL, "parent"))
         await final(llm.generate_continuation("parent", "!", FINAL, data_parallel_rank=1))

@@ -19,6 +19,7 @@ from ratoon.api.server.protocol.base import (
     PromptLogprobs,
     Size,
     Usage,
+    at_most,
 )
 from ratoon.api.server.protocol.hidden_states import ChoiceHiddenStates
 from ratoon.api.server.protocol.sampling import SamplingFields
@@ -166,7 +167,7 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Passed to the chat template; none switches reasoning off, if the template can"
     )
     modalities: Entries[str] | None = Field(None, description='["text"]')
-    prediction: Prediction | None = Field(
+    prediction: Annotated[Prediction | None, at_most(8)] = Field(
         None, description="Drafts come from this text first: an answer that is mostly the same comes faster"
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
