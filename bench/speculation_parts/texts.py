@@ -77,7 +77,8 @@ FENCE = "```python\n"  # the answer begins with this
 
 SYSTEM = """You are a coding agent. You work on one file and answer with the whole file in a Python block when you \
 change it. After each answer you get the result of a tool: the tests, the type checker, or a reviewer's wish."""
-TASK = """This is the module of {thing}s. Begin with a method `cheapest` of the store that returns the {thing} of lowest price.
+TASK = """This is the module of {thing}s. Begin with a method `cheapest` of the store that returns the {thing} \
+of lowest price.
 
 ```python
 {file}```"""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.media import MediaConfig
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
 from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings, whole_between
 from ratoon.core.speculation import GPU_FREE_ROWS, SpeculationConfig, verify_speculation
@@ -111,6 +112,7 @@ class ModelConfig:
     suppressed_first_token_ids: tuple[int, ...] = ()  # not as the first token
 
     has_rope_positions: bool = False  # requests may bring positions of their own for the rotation of heads
+    media: MediaConfig | None = None  # set: it reads images
 
     @property
     def rope_axes(self) -> int:

@@ -12,6 +12,7 @@ import msgspec
 
 from ratoon.core.adapters import Adapter
 from ratoon.core.encoder import EncoderInput
+from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
 from ratoon.core.params import BeamSearchParams, GenerationParams, PoolingParams, SamplingParams
@@ -105,6 +106,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     external_id: str | None = None
     # For an encoder-decoder model: its encoder's input. The prompt is then the decoder's.
     encoder_input: EncoderInput | None = None
+    # Images and other media of the prompt, by rising offset; and the positions that a model with `rope_axes` rotates
+    # heads by.
+    mm_features: list[MediaFeature] = []
+    rope: RopePositions | None = None
     # Set: the prompt is the tokens of this branch, which has ended or still runs, and then `continuation_token_ids`.
     continuation_of: str | None = None
     continuation_token_ids: list[int] | None = None

@@ -1,0 +1,82 @@
+"""Images, video and embeddings beside text: what travels from the front end to the device, and what a model's config
+says of them.
+
+A picture is decoded, resized and cut into patches by the front end (`ratoon.media`), without torch. The device gets
+pixels as bytes, in the order of patches, and its encoder makes rows of embeddings of them, which stand in the place of
+placeholder tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ratoon.core.wire import WireTensor
+
+IMAGE, VIDEO, EMBEDS = "image", "video", "embeds"
+
+
+class MediaInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What an encoder reads at once, whole: an image, one tile of it, or the frames of a video. It runs once for all
+    requests with equal content."""
+
+    modality: str  # IMAGE or VIDEO; EMBEDS: `features` are the rows of embeddings themselves, and nothing is run
+    num_rows: int  # rows of embeddings that come out
+    # uint8 pixels before they are rescaled and normalised, in the layout that the family's preprocessing makes; of
+    # EMBEDS, floats [rows, hidden size]
+    features: WireTensor
+    grid: tuple[int, int, int] = (1, 1, 1)  # patches in time, height and width
+
+
+class MediaFeature(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A run of placeholder tokens in a prompt, in whose place a model reads rows of embeddings. An image that is cut
+    into tiles has one for each tile."""
+
+    offset: int  # of the first placeholder, in the prompt
+    length: int
+    content_hash: str  # of the input with all options of its preprocessing: equal inputs have equal hashes
+    data: MediaInput
+
+
+class RopePositions(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Positions by which heads are rotated, of the first tokens of a prompt: 32-bit integers, axis after axis. Tokens
+    behind them have their position in the sequence plus `delta`, on all axes."""
+
+    packed: bytes
+    delta: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """Hyperparameters of an encoder of pictures, under one set of names for all families. A family leaves what it does
+    not have at its default."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    image_size: int = 0  # of the side of the only size that it reads; 0: it reads any
+    num_channels: int = 3
+    activation: str = "gelu"
+    norm_eps: float = 1e-6
+    temporal_patch_size: int = 1  # frames in a patch
+    merge_size: int = 1  # patches on a side that become one row of embeddings
+    window_size: int = 0  # pixels on a side of the windows that attention stays in; 0: there are none
+    full_attention_layers: tuple[int, ...] = ()  # layers without windows
+    tokens_per_second: float = 0.0  # steps of the time axis of rope positions
+
+
+@dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """What a model reads besides text."""
+
+    family: str  # a key of ratoon.media and of the encoders: qwen2_vl, qwen2_5_vl, gemma3, idefics3
+    vision: VisionConfig
+    image_token_id: int  # the placeholder of a row of embeddings
+    video_token_id: int | None = None
+    num_rows: int = 0  # rows of embeddings for an image, or for a tile; 0: it depends on the size
+    attends_both_ways: bool = False  # the rows of an image see each other in both directions, so they run in one step
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # by channel, of pixels from 0 to 1
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
