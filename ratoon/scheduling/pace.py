@@ -66,6 +66,11 @@ class StepPace:
         share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
 
+    def seconds_of_rows(self, num_tokens: int) -> float | None:
+        """The same of a step of about that size. None: none was observed."""
+        index = bisect_right(self._tokens, num_tokens)
+        return None if index == 0 or self._tokens[index - 1] * 4 < num_tokens else self.seconds(num_tokens)
+
     def cost_of_read(self, num_tokens: int) -> float:
         """What a token that is read costs in a step of so many tokens, in tokens that are not: 1 or more."""
         if not self._seconds:

@@ -5,7 +5,8 @@ guesses are wrong is left out, and is back as soon as they are right; text that 
 
 With steps in flight a branch is planned before its last token is known, and goes on so while no source has a draft that
 is worth it. Where one has, the branch is left out of the next plan, until no token of it is pending: the device then
-waits once for the host, for as long as it takes to apply a result and plan a step.
+waits for the host, or computes steps of other branches. How much longer a branch waits for such a step is observed, and
+is part of what a draft costs.
 
 A source on the device drafts behind a step, as many tokens as the plan says. That takes time even where nothing is
 checked, so it is asked for no more than what seems to be worth it, and from time to time for one token.
@@ -36,7 +37,9 @@ MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
 LEAST_COST = 0.02
 ROWS_AHEAD = 4  # rows for drafts over which their cost is taken
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
-TRIES = 64  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
+TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
+WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
+MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
 LEAST_ROWS = 64  # that a step may read, sampled tokens and drafts together, where fewer sequences may run
 
 
@@ -75,11 +78,30 @@ class SourceRecord:
 class BranchDrafts:
     """The sources of a branch, by priority, and which of them made the draft that is being checked."""
 
-    __slots__ = ("drafted_by", "records")
+    __slots__ = ("drafted_by", "last_result", "num_checked", "records")
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.records = [SourceRecord(drafter) for drafter in drafters]
         self.drafted_by: SourceRecord | None = None
+        self.last_result: float | None = None  # when it came
+        self.num_checked = 0  # drafts that the newest result is about
+
+
+class ResultWaits:
+    """How long branches wait for their next tokens, in steps of their size: without drafts, and with some, less what
+    their rows cost. With steps in flight the first is 1, and the second more: the branch missed a step, or the device
+    waited for the host."""
+
+    __slots__ = ("drafted", "plain")
+
+    def __init__(self) -> None:
+        self.plain = self.drafted = 1.0
+
+    def observe(self, num_steps: float, num_drafts: int, cost: float) -> None:
+        if num_drafts:
+            self.drafted += (max(1.0, min(num_steps, MOST_WAIT) - num_drafts * cost) - self.drafted) * WEIGHT_OF_WAIT
+        else:
+            self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
 
 
 class Speculation:
@@ -102,6 +124,7 @@ class Speculation:
         self._drafts: dict[Branch, BranchDrafts] = {}  # of unfinished branches that may draft
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
+        self._waits = ResultWaits()
         self._num_held_back = 0
 
     # ---- branches ----
@@ -156,7 +179,9 @@ class Speculation:
 
     def checked(self, branch: Branch, drafts: Sequence[int], token_ids: Sequence[int]) -> CheckedDrafts | None:
         """A step checked drafts of a branch, which got these tokens from it."""
-        record = self._drafts[branch].drafted_by
+        drafting = self._drafts[branch]
+        drafting.num_checked = len(drafts)
+        record = drafting.drafted_by
         if record is None:
             return None
         num_accepted = num_equal(drafts, token_ids)
@@ -177,14 +202,16 @@ class Speculation:
             if self._device is not None and branch.branch_id in drafts:
                 self._device.receive(branch, drafts[branch.branch_id])
 
-    def advance(self, branches: list[Branch], num_rows: int) -> None:
+    def advance(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
-        `num_rows`: of all running branches."""
+        `num_rows`: of all running branches. `now`: when the result came."""
         cost = self._cost_of_row(num_rows)
+        self._observe_waits(branches, num_rows, cost, now)
         room = self._max_rows - num_rows
+        lengths: dict[float, int] = {}  # by rate: many branches have the same
         for branch in branches:
             drafting = self._drafts[branch]
-            drafts, drafting.drafted_by = self._draft(branch, drafting, cost, room)
+            drafts, drafting.drafted_by = self._draft(branch, drafting, cost, room, lengths)
             # What is pending is known before the draft is checked
             branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
             if branch.waits_to_draft:
@@ -195,8 +222,21 @@ class Speculation:
             if self._device is not None:
                 branch.num_to_draft = self._length_on_device(drafting, cost, room)
 
+    def _observe_waits(self, branches: list[Branch], num_rows: int, cost: float, now: float) -> None:
+        """Observes one branch that had drafts in the step, and one that had none."""
+        seen = set()
+        for branch in branches:
+            drafting = self._drafts[branch]
+            before, drafting.last_result = drafting.last_result, now
+            num_checked, drafting.num_checked = drafting.num_checked, 0
+            if before is not None and now > before and bool(num_checked) not in seen:
+                seen.add(bool(num_checked))
+                seconds = self._pace.seconds_of_rows(num_rows)
+                if seconds is not None:
+                    self._waits.observe((now - before) / seconds, num_checked, cost)
+
     def _draft(
-        self, branch: Branch, drafting: BranchDrafts, cost: float, room: int
+        self, branch: Branch, drafting: BranchDrafts, cost: float, room: int, lengths: dict[float, int]
     ) -> tuple[Sequence[int], SourceRecord | None]:
         """Returns the draft of the first source that has one worth its rows."""
         for record in drafting.records:
@@ -204,12 +244,15 @@ class Speculation:
         if cost > MOST_COST:
             return (), None
         for record in drafting.records:
-            length = min(self._length(record.rate, cost), room)
+            worth = lengths.get(record.rate)
+            if worth is None:
+                worth = lengths[record.rate] = self._length(record.rate, cost)
+            length = min(worth, room)
             drafts = record.drafter.propose(branch, max(length, 1))
             if not drafts:
                 continue
             record.guess, record.guess_at = drafts[0], branch.num_tokens
-            if length > 0:
+            if length > 0 or (worth == 0 and self._is_due(record.rate)):
                 return drafts, record
         return (), None
 
@@ -228,22 +271,28 @@ class Speculation:
 
     def _length(self, rate: float, cost: float) -> int:
         """The tokens to draft: as many as bring the most tokens in the same time. The k-th is right with probability
-        rate ** k, and a step with k of them takes 1 + k * cost times as long."""
+        rate ** k, and the result of a step with k of them comes later by the wait for it and by k rows."""
         if rate < self.config.min_acceptance:
             return 0
         rate = min(rate, HIGHEST_RATE)
-        length, most = 0, 1 + LEAST_GAIN
+        plain, drafted = (1.0, 1.0) if self.config.max_seqs is not None else (self._waits.plain, self._waits.drafted)
+        length, most = 0, (1 + LEAST_GAIN) / plain
         probability = tokens = 1.0
         for count in range(1, self.config.num_tokens + 1):
             probability *= rate
             tokens += probability
-            if tokens <= most * (1 + count * cost):
+            if tokens > most * (drafted + count * cost):
+                length, most = count, tokens / (drafted + count * cost)
+            elif length:
                 break  # further ones bring less
-            length, most = count, tokens / (1 + count * cost)
-        if length == 0:
-            self._num_held_back += 1
-            length = int(self._num_held_back % TRIES == 0)
         return length
+
+    def _is_due(self, rate: float) -> bool:
+        """Whether a draft that seems to cost too much is made all the same."""
+        if rate < self.config.min_acceptance:
+            return False
+        self._num_held_back += 1
+        return self._num_held_back % TRIES == 0
 
     def _cost_of_row(self, num_rows: int) -> float:
         """What a row for a draft costs, in rows of a step of so many: 1 where time grows in proportion to rows, less

@@ -15,7 +15,7 @@ LEAST_SLOTS = 256
 class NgramIndex:
     """Finds the longest earlier occurrence of the end of a text, in the text itself or in another one."""
 
-    __slots__ = ("_first", "_last", "_least", "_mask", "_most", "_next", "_previous", "tokens")
+    __slots__ = ("_end", "_end_slot", "_first", "_last", "_least", "_mask", "_most", "_next", "_previous", "tokens")
 
     def __init__(self, tokens: list[int], least: int, most: int) -> None:
         """`tokens` may grow afterwards. `least` and `most`: the tokens that must be equal, and that are compared."""
@@ -31,6 +31,7 @@ class NgramIndex:
         self._first = self._least
         self._previous = array("i")  # by position, from `_first` on: the one before it with the same hash
         self._next = self._first  # the first position that is not in the index
+        self._end, self._end_slot = -1, 0  # the last position that was looked for, and the slot of its hash
 
     def extend(self, max_tokens: int) -> None:
         """Adds so many of the positions that have a token behind them and are not in the index yet."""
@@ -39,6 +40,10 @@ class NgramIndex:
             self._clear(len(tokens))
         last, mask, link = self._last, self._mask, self._previous.append
         end = min(len(tokens), self._next + max_tokens)
+        if self._next == self._end < end:  # a text that grows token by token: this hash was made to look it up
+            link(last[self._end_slot])
+            last[self._end_slot] = self._next
+            self._next += 1
         for position in range(self._next, end):
             slot = hash(tuple(tokens[position - least : position])) & mask
             link(last[slot])
@@ -51,12 +56,21 @@ class NgramIndex:
         least, tokens = self._least, self.tokens
         if len(text) < least:
             return -1
-        tail = text[-self._most :][::-1]
-        position = self._last[hash(tuple(text[-least:])) & self._mask]
+        slot = hash(tuple(text[-least:])) & self._mask
+        if text is tokens:
+            self._end, self._end_slot = len(text), slot
+        position = self._last[slot]
+        if position < 0:
+            return -1
+        tail: list[int] = []
         best, longest = -1, least - 1
         for _ in range(MAX_CANDIDATES):
             if position < 0:
                 break
+            if tokens[position - 1] != text[-1]:  # another hash in the same slot
+                position = self._previous[position - self._first]
+                continue
+            tail = tail or text[-self._most :][::-1]
             length = 0
             for token, other in zip(tail, reversed(tokens[max(0, position - len(tail)) : position])):
                 if token != other:

@@ -276,7 +276,7 @@ class GenerationKind(RequestKind):
         if output.draft_token_ids:
             self._state.speculation.receive(output.draft_token_ids, drafting)
         if drafting:
-            self._state.speculation.advance(drafting, self._state.num_running_rows)
+            self._state.speculation.advance(drafting, self._state.num_running_rows, self._state.now)
 
     def _take_back_drafts(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Drafts that were not kept count as not computed, and neither does the last token of a branch that got one.

@@ -271,3 +271,37 @@ def test_a_preempted_branch_forgets_its_draft() -> None:
     assert branch.waits_to_draft
     scheduler.step_failed(second, "the device is gone")
     assert not branch.waits_to_draft and not branch.draft_tokens
+
+
+def waits(scheduler: Scheduler, seconds_with_drafts: float, num_steps: int = 40) -> list[int]:
+    """Drafts in each of so many steps. A result comes after a millisecond, with drafts after `seconds_with_drafts`."""
+    pace, found, now = scheduler.state.pace, [], 0.0
+    for size in (1, 2, 4, 8):
+        pace.observe(size, 0.001)  # by itself a step takes as long with more rows
+    for _ in range(num_steps):
+        plan = scheduler.schedule()
+        num_drafts = len(plan.scheduled_spec_decode_tokens.get("a", ()))
+        now += seconds_with_drafts if num_drafts else 0.001
+        scheduler.state.now = now
+        pace.skipped()
+        result_of(scheduler, plan)
+        found.append(num_drafts)
+    return found
+
+
+def half_right(branch: Branch, max_tokens: int) -> list[int]:
+    """Guesses of which every second one is right."""
+    done = branch.num_output_tokens
+    return [TEXT[done + place] + (done + place) % 2 for place in range(max_tokens)]
+
+
+@pytest.mark.parametrize("seconds, drafts", [(0.001, True), (0.004, False)])
+def test_the_wait_for_a_result_with_drafts_counts(
+    seconds: float, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.scheduling.test_speculation.TEXT", list(range(10, 160)))
+    source = Known()
+    source.propose = half_right  # type: ignore[method-assign]
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3, max_tokens=120)
+    assert (sum(waits(scheduler, seconds)[20:]) > 0) == drafts
