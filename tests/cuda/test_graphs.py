@@ -185,13 +185,13 @@ def test_steps_that_ran_once_are_captured_when_there_is_nothing_to_do(monkeypatc
         prompt = random_token_ids(12, seed=1)
         core.add_request(EngineCoreRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         results.append(run_to_the_end(core)[name, 0])
-        short = {sampling_key(size, 8, 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
+        short = {sampling_key(size, graphs.REQUEST_SIZES[0], 1, Mode.GREEDY) for size in graphs.SHORT_SIZES}
         first = {sampling_key(1, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)}
         expected = {*first, *short}
         deadline = time.monotonic() + 30
-        while made._graphs.keys() != expected and time.monotonic() < deadline:
+        while not expected <= made._graphs.keys() and time.monotonic() < deadline:  # requests are rehearsed, too
             time.sleep(0.05)
-        assert made._graphs.keys() == expected and made._num_failures == 0
+        assert expected <= made._graphs.keys() and made._num_failures == 0
     assert results[0] == results[1]
 
 
@@ -204,7 +204,7 @@ def test_the_second_call_finds_a_graph_of_each_step_of_the_first() -> None:
         core.add_request(EngineCoreRequest(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=1)))
         run_to_the_end(core)
         core.work_between_calls()
-        assert list(made._graphs) == [sampling_key(16, 8, 1, Mode.GREEDY)]
+        assert list(made._graphs) == [sampling_key(16, graphs.REQUEST_SIZES[0], 1, Mode.GREEDY)]
 
 
 def test_graphs_are_made_anew_after_sleep() -> None:
