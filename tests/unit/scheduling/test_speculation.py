@@ -295,7 +295,7 @@ def half_right(branch: Branch, max_tokens: int) -> list[int]:
     return [TEXT[done + place] + (done + place) % 2 for place in range(max_tokens)]
 
 
-@pytest.mark.parametrize("seconds, drafts", [(0.001, True), (0.004, False)])
+@pytest.mark.parametrize(("seconds", "drafts"), [(0.001, True), (0.004, False)])
 def test_the_wait_for_a_result_with_drafts_counts(
     seconds: float, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
