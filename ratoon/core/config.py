@@ -10,7 +10,16 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 from ratoon.core.media import MediaConfig
 from ratoon.core.params import MAX_HIDDEN_STATES_BYTES, MAX_LOGPROBS
-from ratoon.core.setting import ABOVE_ZERO_TO_ONE, at_least, number, one_of, setting, verify_settings, whole_between
+from ratoon.core.setting import (
+    ABOVE_ZERO_TO_ONE,
+    Check,
+    at_least,
+    number,
+    one_of,
+    setting,
+    verify_settings,
+    whole_between,
+)
 from ratoon.core.speculation import GPU_FREE_ROWS, SpeculationConfig, verify_speculation
 
 MAX_ROOTS = 1024  # ended requests that can be continued, unless the engine's config sets another limit
@@ -220,6 +229,39 @@ class AdapterConfig:
         return self.max_loras if self.enable_lora else 0
 
 
+MAX_MEDIA_PER_PROMPT = {"image": 8, "video": 1}  # unless the settings say otherwise
+LIMIT_OF_MEDIA = Check(
+    lambda limits: all(
+        modality in MAX_MEDIA_PER_PROMPT and isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
+        for modality, limit in limits.items()
+    ),
+    f"an object of whole numbers for {' and '.join(MAX_MEDIA_PER_PROMPT)}",
+    "has an unknown name or number",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSettings:
+    """What a request may bring besides text, and how it is prepared. The first two have vLLM's names."""
+
+    limit_mm_per_prompt: dict[str, Any] = setting(
+        {}, "an object of how many images and videos a prompt may have; default: 8 and 1", LIMIT_OF_MEDIA
+    )
+    mm_processor_kwargs: dict[str, Any] = setting(
+        {},
+        "an object of options for the preprocessing of images and videos, under the names of the model's processor, "
+        "such as max_pixels; those of a request take precedence",
+    )
+    max_image_pixels: int = setting(
+        2**26, "most pixels of an image, and of a frame of a video, before it is resized", at_least(1)
+    )
+    max_video_frames: int = setting(128, "most frames of a video that are given to a model", at_least(1))
+    max_media_bytes: int = setting(128 * 2**20, "most bytes of an encoded image or video", size=True)
+
+    def limit_of(self, modality: str) -> int:
+        return int({**MAX_MEDIA_PER_PROMPT, **self.limit_mm_per_prompt}[modality])
+
+
 TOKEN_BUDGET = 2048  # of a step, unless another is set
 STEPS_IN_FLIGHT = 2  # unless another number is set, or there are more stages
 LARGE_GPU_BYTES, LARGE_GPU_TOKEN_BUDGET = 60 * 2**30, 8192
@@ -348,6 +390,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    media: MediaSettings = field(default_factory=MediaSettings)
 
     @property
     def num_ranks(self) -> int:
@@ -463,7 +506,7 @@ def _too_long(asked: int, model: ModelConfig) -> ConfigError:
 
 def verify_engine_config(config: EngineConfig) -> None:
     """Raise ConfigError for settings that are out of range or contradict each other, before anything is loaded."""
-    for part in (config.cache, config.scheduler, config.speculation, config.adapters, config):
+    for part in (config.cache, config.scheduler, config.speculation, config.adapters, config.media, config):
         verify_settings(part)
     verify_speculation(config.speculation)
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:

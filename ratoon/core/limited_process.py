@@ -1,4 +1,4 @@
-"""Child processes that run programs of strangers: chat templates and grammars of requests.
+"""Child processes that read programs and data of strangers: chat templates, grammars and images of requests.
 
 A child is a new interpreter, not a fork of the caller. It has no open files but its two pipes and nothing of the
 caller's environment; messages are frames of bytes. It ends when the caller closes its pipe, and so with the caller.
@@ -39,7 +39,7 @@ class LimitedProcess:
             start_new_session=True,  # the parent handles interrupts from the terminal
         )
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes | memoryview) -> None:
         """OSError: it has ended."""
         assert self.process.stdin is not None
         write_frame(self.process.stdin, frame)
@@ -78,6 +78,15 @@ def limit_resources(max_address_space: int) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
+def address_space() -> int:
+    """Bytes that this process has taken of it so far. 0 on macOS, where it is not limited."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def limit_processor_time(seconds: float) -> None:
     """Limits the time of the processor from now on; SIGPROF then ends the process. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -86,7 +95,7 @@ def limit_processor_time(seconds: float) -> None:
 # ---- frames: their length, then their bytes ----
 
 
-def write_frame(pipe: IO[bytes], frame: bytes) -> None:
+def write_frame(pipe: IO[bytes], frame: bytes | memoryview) -> None:
     pipe.write(struct.pack("<Q", len(frame)))
     pipe.write(frame)
     pipe.flush()

@@ -8,7 +8,9 @@ placeholder tokens of the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -80,3 +82,7 @@ class MediaConfig:
     attends_both_ways: bool = False  # the rows of an image see each other in both directions, so they run in one step
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # by channel, of pixels from 0 to 1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    # What the model's files say of preprocessing (preprocessor_config.json and, where there is one, that of videos), as
+    # it is written there: the family's module in ratoon.media reads sizes and limits of it
+    processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    video_processor: Mapping[str, Any] = field(default_factory=dict, hash=False)  # empty: that of images is used

@@ -51,6 +51,8 @@ EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 4096}',
     "adapters": '{"sql": "/adapters/sql"}',
     "kv_connector_options": '{"folder": "/var/cache/kv"}',
+    "limit_mm_per_prompt": '{"image": 4, "video": 0}',
+    "mm_processor_kwargs": '{"max_pixels": 1003520}',
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}',
 }
 ABOVE_ZERO_TO_ONE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")

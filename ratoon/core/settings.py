@@ -10,6 +10,7 @@ from ratoon.core.config import (
     CacheConfig,
     EngineConfig,
     FrontEndConfig,
+    MediaSettings,
     SchedulerConfig,
     verify_engine_config,
 )
@@ -23,7 +24,7 @@ from ratoon.core.vllm_names import VLLM_NAMES, translate
 ROPE_SCALING = Setting(
     "hf_overrides", "rope_scaling", 'stretch positions: {"rope_type": "yarn", "factor": 4.0}', {}, dict
 )
-PARTS = (CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig)
+PARTS = (CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig, MediaSettings)
 ENGINE_SETTINGS = (*settings_of(EngineConfig), ROPE_SCALING, *(one for part in PARTS for one in settings_of(part)))
 FRONT_END_SETTINGS = settings_of(FrontEndConfig)
 
@@ -44,6 +45,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         scheduler=SchedulerConfig(**_values(SchedulerConfig, given)),
         speculation=SpeculationConfig(**_values(SpeculationConfig, given)),
         adapters=AdapterConfig(**_values(AdapterConfig, given)),
+        media=MediaSettings(**_values(MediaSettings, given)),
         hf_overrides={**overrides, "rope_scaling": rope_scaling} if rope_scaling else overrides,
         **_values(EngineConfig, given),
     )
@@ -59,6 +61,7 @@ def values_of(config: EngineConfig) -> dict[str, Any]:
         SchedulerConfig: config.scheduler,
         SpeculationConfig: config.speculation,
         AdapterConfig: config.adapters,
+        MediaSettings: config.media,
     }
     return {one.name: getattr(part, one.field) for kind, part in kinds.items() for one in settings_of(kind)}
 

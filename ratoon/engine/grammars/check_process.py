@@ -28,6 +28,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.heap import used_bytes
 from ratoon.core.limited_process import (
     MAX_FRAME_BYTES,
+    address_space,
     limit_processor_time,
     limit_resources,
     read_frame,
@@ -52,7 +53,6 @@ MAX_SENT_BYTES = 2**15  # of a check that is sent to a fork, so that sending it 
 LONG_TRANSLATION = 2**13  # characters; writing more takes an engine milliseconds, in which its steps wait
 LARGE_SECONDS = 0.05  # of processor time for compiling, from which on a grammar is large
 MEASURED_SECONDS = 0.005  # and from which on its memory is measured: that takes a millisecond or two
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 EXPECTED = "a smaller one, with fewer repetitions and alternatives within each other"
 
 
@@ -202,7 +202,7 @@ class _Server:
     def _check_and_exit(self, check: Check, pipe: socket.socket) -> None:
         """In the fork."""
         try:
-            before = _address_space()
+            before = address_space()
             limit_resources(before + self._limits.memory_bytes)
             with pipe.makefile("rb") as jobs, pipe.makefile("wb") as answers:
                 num_left, goes_on = MAX_CHECKS_OF_FORK, True
@@ -211,7 +211,7 @@ class _Server:
                     finding = self._checker.check(check.asked)
                     limit_processor_time(0)
                     num_left -= 1
-                    goes_on = num_left > 0 and _address_space() - before <= MAX_LEFT_BYTES
+                    goes_on = num_left > 0 and address_space() - before <= MAX_LEFT_BYTES
                     write_frame(answers, msgspec.msgpack.encode(_Report(finding, goes_on)))
                     frame = read_frame(jobs) if goes_on else None
                     if frame is None:
@@ -400,15 +400,6 @@ def _processor_seconds(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)  # the clock's id, as clock_getcpuclockid makes it
     except OSError:  # it has ended
         return 0.0
-
-
-def _address_space() -> int:
-    """Bytes. 0 on macOS, where it is not limited."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * PAGE_BYTES
-    except OSError:
-        return 0
 
 
 def _take_frame(received: bytearray) -> bytes | None:

@@ -1,0 +1,19 @@
+"""Content hashes of what encoders read: equal for equal pixels, wherever they came from and however they were encoded."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from ratoon.core.media import MediaInput
+
+HASH_BYTES = 32
+
+
+def hash_input(family: str, data: MediaInput, seconds_per_step: float = 0.0) -> str:
+    """Options of preprocessing are in it by what they do to pixels and grid. The seconds of a video are in it because
+    rope positions, and so the keys of its rows, depend on them."""
+    digest = blake2b(digest_size=HASH_BYTES)
+    facts = (family, data.modality, data.num_rows, data.grid, data.features.dtype, data.features.shape)
+    digest.update(repr((*facts, seconds_per_step)).encode())
+    digest.update(data.features.data)
+    return digest.hexdigest()

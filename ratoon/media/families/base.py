@@ -1,0 +1,79 @@
+"""What a family of models does with pictures, as an interface, and the reading of its options.
+
+Options have the names of the arguments of transformers' processors. They come from the model's files, from the setting
+`mm_processor_kwargs` and from a request, each over the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+from ratoon.core.media import MediaConfig, MediaInput
+from ratoon.core.wire import WireTensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+OPTIONS_FIELD = "mm_processor_kwargs"
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+class Preprocessed(msgspec.Struct):
+    """What becomes of an image or a video: one input of the encoder, or several where it is cut."""
+
+    inputs: list[MediaInput]
+    num_rows: int = 0  # of tiles; 0: it is not cut
+    num_columns: int = 0
+    seconds_per_step: float = 0.0  # of a video: between two steps of its grid in time
+
+
+class Family(Protocol):
+    modalities: ClassVar[tuple[str, ...]]
+
+    def options(self, config: MediaConfig, asked: Mapping[str, Any]) -> Any:
+        """The options of a request. RequestError: one is unknown or has a value that does not fit."""
+
+    def read_image(self, picture: np.ndarray, config: MediaConfig, options: Any, field: str) -> Preprocessed:
+        """`picture` is uint8 [height, width, 3]."""
+
+    def sample(
+        self, num_frames: int, fps: float | None, config: MediaConfig, options: Any, max_frames: int
+    ) -> list[int]:
+        """Which frames of a video file are read."""
+
+    def read_video(
+        self, frames: Iterable[np.ndarray], num_frames: int, fps: float, config: MediaConfig, options: Any, field: str
+    ) -> Preprocessed:
+        """`frames` are pictures of one size, `num_frames` in all; `fps`: how many of them there are in a second."""
+
+    def placeholder(self, modality: str, config: MediaConfig) -> int | str:
+        """The token that stands for an image or a video in a prompt: its id, or its text."""
+
+    def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
+        """The text that takes the placeholder's place, with one `image_token` for each input. None: the rows of the
+        input alone, without any text."""
+
+
+def read_options(kind: type[Options], of_files: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
+    """Options in their types. What else the model's files hold is ignored; of a request it is an error."""
+    known = kind.__struct_fields__
+    for name in asked:
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "no options: the model has none"
+            raise RequestError(f"{OPTIONS_FIELD}.{name}", "is not an option of this model's preprocessing", expected)
+    usable = {name: value for name, value in of_files.items() if name in known and value is not None}
+    try:
+        return msgspec.convert({**usable, **asked}, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            OPTIONS_FIELD, f"does not fit: {error}", "values as the model's processor has them"
+        ) from None
+
+
+def wire_pixels(pixels: np.ndarray) -> WireTensor:
+    """uint8, in row-major order."""
+    return WireTensor("uint8", pixels.shape, pixels.tobytes())

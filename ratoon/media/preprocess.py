@@ -1,0 +1,114 @@
+"""One image or video to the inputs of an encoder: decoded if it is a file, then prepared as the model's family does it.
+
+Files are given to `preprocess_file` in a child process (process.py); what a caller has decoded itself is read by
+`preprocess_decoded` where the caller is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ratoon.core.errors import RequestError
+from ratoon.core.media import IMAGE, MediaConfig
+from ratoon.core.wire import Buffer
+from ratoon.media.decode import VideoFile, decode_image
+from ratoon.media.families import family_of
+from ratoon.media.families.base import Preprocessed
+from ratoon.media.items import VIDEO_FORMS, MediaItem, is_array, is_with_facts
+from ratoon.media.pixels import is_picture, require_pillow, rgb_of_array, rgb_of_image, to_numpy, verify_pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+
+UNKNOWN_FPS = 24.0  # of frames that are given without it, as transformers takes it
+
+
+class MediaLimits(msgspec.Struct, frozen=True):
+    max_pixels: int  # of a picture before it is resized
+    max_frames: int  # of a video that are given to a model
+
+
+def preprocess_file(
+    modality: str, data: Buffer, config: MediaConfig, asked: Mapping[str, Any], limits: MediaLimits, field: str
+) -> Preprocessed:
+    family = family_of(config.family)
+    options = family.options(config, asked)
+    if modality == IMAGE:
+        return family.read_image(decode_image(bytes(data), field, limits.max_pixels), config, options, field)
+    video = VideoFile(bytes(data), field, limits.max_pixels)
+    indices = family.sample(video.num_frames, video.fps, config, options, limits.max_frames)
+    fps = len(indices) / video.num_frames * (video.fps or UNKNOWN_FPS)
+    return family.read_video(video.frames(indices), len(indices), fps, config, options, field)
+
+
+def preprocess_decoded(
+    item: MediaItem, config: MediaConfig, asked: Mapping[str, Any], limits: MediaLimits
+) -> Preprocessed:
+    require_pillow(item.field)
+    family = family_of(config.family)
+    options = family.options(config, asked)
+    if item.modality == IMAGE:
+        picture = _picture(item.field, item.data, limits)
+        return family.read_image(picture, config, options, item.field)
+    frames, facts = item.data if is_with_facts(item.data) else (item.data, {})
+    pictures = _pictures(item.field, frames, limits)
+    fps = _fps_of(item.field, facts, len(pictures), asked)
+    return family.read_video(pictures, len(pictures), fps, config, options, item.field)
+
+
+def is_decoded(item: MediaItem) -> bool:
+    data = item.data[0] if is_with_facts(item.data) else item.data
+    if item.modality == IMAGE:
+        return is_picture(data)
+    return is_array(data) or (isinstance(data, Sequence) and not isinstance(data, (str, bytes, bytearray, memoryview)))
+
+
+def _picture(field: str, picture: Any, limits: MediaLimits) -> np.ndarray:
+    if not hasattr(picture, "getbands"):
+        return rgb_of_array(field, picture, limits.max_pixels)
+    verify_pixels(field, picture.height, picture.width, limits.max_pixels)
+    try:
+        return rgb_of_image(picture)
+    except Exception as error:  # an image of Pillow may be a file that is read only now
+        raise RequestError(field, f"can't be read ({error})", "an image that is whole") from None
+
+
+def _pictures(field: str, frames: Any, limits: MediaLimits) -> list[np.ndarray]:
+    """The frames of a video, all of one size."""
+    if is_array(frames):
+        frames = to_numpy(field, frames)
+        if frames.ndim != 4:
+            raise RequestError(field, f"has the shape {list(frames.shape)}", VIDEO_FORMS)
+    if len(frames) == 0:
+        raise RequestError(field, "has no frames", "at least one")
+    if len(frames) > limits.max_frames:
+        raise RequestError(field, f"has {len(frames)} frames", f"at most {limits.max_frames} (max_video_frames)")
+    for index, frame in enumerate(frames):
+        if not is_picture(frame):
+            raise RequestError(f"{field}[{index}]", f"{type(frame).__name__} is not a frame", VIDEO_FORMS)
+    pictures = [_picture(f"{field}[{index}]", frame, limits) for index, frame in enumerate(frames)]
+    for index, picture in enumerate(pictures):
+        if picture.shape != pictures[0].shape:
+            (height, width), (first_height, first_width) = picture.shape[:2], pictures[0].shape[:2]
+            problem = f"has {width} × {height} pixels, and the first frame {first_width} × {first_height}"
+            raise RequestError(f"{field}[{index}]", problem, "frames of one size")
+    return pictures
+
+
+def _fps_of(field: str, facts: Mapping[str, Any], num_frames: int, asked: Mapping[str, Any]) -> float:
+    """How many of the given frames there are in a second: by the facts beside them, by the option `fps`, or else as
+    transformers assumes it."""
+    fps = facts.get("fps")
+    if fps is None:
+        return float(asked.get("fps") or UNKNOWN_FPS)
+    total, indices = facts.get("total_num_frames"), facts.get("frames_indices")
+    try:
+        rate = float(fps) if total is None or indices is None else len(indices) / float(total) * float(fps)
+    except (TypeError, ValueError, ZeroDivisionError):
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise RequestError(f"{field}[1].fps", f"{fps!r} is not a number of frames in a second", "a number above 0")
+    return rate

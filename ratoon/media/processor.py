@@ -1,0 +1,160 @@
+"""Prompts with images and videos of one model: tokens with expanded placeholders, inputs of the encoder, rope positions.
+
+What is wrong with a prompt is found in this order: kinds and numbers of media and options (`verify`), placeholders, then
+the media themselves. Files are decoded in child processes, so callers wait in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ratoon.core.config import MediaSettings
+from ratoon.core.errors import RequestError
+from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature, RopePositions
+from ratoon.core.sizes import format_size
+from ratoon.core.wire import Buffer
+from ratoon.media.families import family_of
+from ratoon.media.families.base import Preprocessed
+from ratoon.media.items import IMAGE_FORMS, VIDEO_FORMS, MediaItem, verify_number
+from ratoon.media.placeholders import Placeholders, TextTokens
+from ratoon.media.preprocess import MediaLimits, is_decoded, preprocess_decoded
+from ratoon.media.process import Job, preprocess_in_child
+from ratoon.media.rope_index import Span, pack_positions, rope_index
+
+MAX_KEPT_BYTES = 256 * 2**20  # of preprocessed files, so that one that comes again is not decoded again
+
+
+class ExpandedPrompt(NamedTuple):
+    token_ids: list[int]
+    features: list[MediaFeature]
+    rope: RopePositions | None
+
+
+class MediaProcessor:
+    def __init__(
+        self, config: MediaConfig, tokenizer: TextTokens | None, settings: MediaSettings, rope_axes: int = 0
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._rope_axes = rope_axes
+        self._limits = MediaLimits(settings.max_image_pixels, settings.max_video_frames)
+        self._family = family_of(config.family)
+        self._placeholders = Placeholders(config, self._family, tokenizer)
+        self._kept = PreprocessedFiles(MAX_KEPT_BYTES)
+
+    def verify(self, items: Sequence[MediaItem], asked: Mapping[str, Any]) -> None:
+        """RequestError for what is wrong before any of it is read."""
+        for item in items:
+            if item.modality not in self._placeholders.modalities:
+                known = " and ".join(self._placeholders.modalities)
+                raise RequestError(item.field, f"is of the kind {item.modality}, which the model does not read", known)
+        verify_number(items, self._settings)
+        self._family.options(self._config, self._options(asked))
+
+    def process(
+        self, field: str, token_ids: list[int], items: Sequence[MediaItem], asked: Mapping[str, Any]
+    ) -> ExpandedPrompt:
+        """`field` names the tokens in errors."""
+        found = self._placeholders.find(field, token_ids, Counter(item.modality for item in items))
+        if not items:
+            return ExpandedPrompt(token_ids, [], None)
+        options = self._options(asked)
+        waiting = {kind: iter([item for item in items if item.modality == kind]) for kind in (IMAGE, VIDEO)}
+        media = [self._preprocess(next(waiting[modality]), options) for _, modality in found]
+        expanded, features = self._placeholders.expand(token_ids, found, media)
+        return ExpandedPrompt(expanded, features, self._rope(len(expanded), features, media))
+
+    def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._settings.mm_processor_kwargs, **asked}
+
+    def _preprocess(self, item: MediaItem, options: dict[str, Any]) -> Preprocessed:
+        if is_decoded(item):
+            return preprocess_decoded(item, self._config, options, self._limits)
+        data = self._read(item)
+        key = blake2b(data, digest_size=32, person=item.modality.encode()).digest() + _packed(options)
+        preprocessed = self._kept.find(key)
+        if preprocessed is None:
+            job = Job(item.modality, self._config, options, self._limits, item.field)
+            preprocessed = preprocess_in_child(job, data)
+            self._kept.keep(key, preprocessed)
+        return preprocessed
+
+    def _read(self, item: MediaItem) -> Buffer:
+        """The bytes of a file."""
+        data, limit = item.data, self._settings.max_media_bytes
+        if isinstance(data, (str, os.PathLike)):
+            try:
+                with open(data, "rb") as file:
+                    data = file.read(limit + 1)
+            except (OSError, ValueError) as error:
+                problem = f"can't read {os.fspath(data)!r} ({getattr(error, 'strerror', None) or error})"
+                raise RequestError(item.field, problem, "a file that exists") from None
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            forms = IMAGE_FORMS if item.modality == IMAGE else VIDEO_FORMS
+            raise RequestError(item.field, f"{type(data).__name__} is not of the kind {item.modality}", forms)
+        if len(data) > limit:
+            problem = f"has more than {format_size(limit)}"
+            raise RequestError(item.field, problem, "a smaller file, or a greater max_media_bytes")
+        return data
+
+    def _rope(
+        self, num_tokens: int, features: Sequence[MediaFeature], media: Sequence[Preprocessed]
+    ) -> RopePositions | None:
+        if self._rope_axes != 3:
+            return None
+        vision = self._config.vision
+        seconds = [one.seconds_per_step for one in media for _ in one.inputs]
+        spans = [
+            Span(feature.offset, feature.data.grid, _time_interval(vision.tokens_per_second, time))
+            for feature, time in zip(features, seconds)
+        ]
+        return pack_positions(*rope_index(num_tokens, spans, vision.merge_size))
+
+
+class PreprocessedFiles:
+    """What files became, by their bytes and options; the one that was used longest ago goes first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[bytes, Preprocessed] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: bytes) -> Preprocessed | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def keep(self, key: bytes, preprocessed: Preprocessed) -> None:
+        with self._lock:
+            if key in self._kept or _bytes_of(preprocessed) > self._max_bytes:
+                return
+            self._kept[key] = preprocessed
+            self._num_bytes += _bytes_of(preprocessed)
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+
+
+def _bytes_of(preprocessed: Preprocessed) -> int:
+    return sum(one.features.data.nbytes for one in preprocessed.inputs)
+
+
+def _packed(options: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(options, order="deterministic")
+
+
+def _time_interval(tokens_per_second: float, seconds_per_step: float) -> float:
+    """Positions between two steps of a video; 1 for an image, and for models whose videos have no rate."""
+    if not tokens_per_second or not seconds_per_step:
+        return 1.0
+    import numpy as np
+
+    return float(np.float32(tokens_per_second) * np.float32(seconds_per_step))
