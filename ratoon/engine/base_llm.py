@@ -118,6 +118,7 @@ class BaseLLM:
             max_lease_seconds=self.config.cache.max_lease_seconds,
             max_hidden_states_bytes=self.config.max_hidden_states_bytes,
             pooling=source.pooling,
+            media=self.config.media,
         )
         output_processor = OutputProcessor(
             self._tokenizer,

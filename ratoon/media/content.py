@@ -1,12 +1,20 @@
-"""Content hashes of what encoders read: equal for equal pixels, wherever they came from and however they were encoded."""
+"""Content hashes of what encoders read: equal for equal pixels, wherever these came from and in whatever format."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
 from ratoon.core.media import MediaInput
+from ratoon.media.families.base import Preprocessed
 
 HASH_BYTES = 32
+
+
+def hash_inputs(family: str, preprocessed: Preprocessed) -> None:
+    """Fills in the content hashes, in place."""
+    preprocessed.content_hashes = [
+        hash_input(family, one, preprocessed.seconds_per_step) for one in preprocessed.inputs
+    ]
 
 
 def hash_input(family: str, data: MediaInput, seconds_per_step: float = 0.0) -> str:

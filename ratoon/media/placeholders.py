@@ -1,4 +1,4 @@
-"""The tokens of a prompt with one placeholder for each image or video, expanded to one token for each row of embeddings.
+"""The tokens of a prompt with one placeholder for each image or video, expanded to a token for each row of embeddings.
 
 Where a family puts text around the rows, it is tokenised together with the ordinary text beside it, as if the whole
 prompt had been written out and tokenised, which is what transformers' processors do.
@@ -12,7 +12,6 @@ from typing import Protocol
 
 from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature
-from ratoon.media.content import hash_input
 from ratoon.media.families.base import Family, Preprocessed
 
 
@@ -80,23 +79,19 @@ class Placeholders:
             else:
                 text.add_text(replacement)
         text.add_tokens(token_ids[begin:])
-        return self._with_rows(text.finish(), [one for one in media for _ in one.inputs], media)
+        return self._with_rows(text.finish(), media)
 
-    def _with_rows(
-        self, token_ids: list[int], owners: Sequence[Preprocessed], media: Sequence[Preprocessed]
-    ) -> tuple[list[int], list[MediaFeature]]:
+    def _with_rows(self, token_ids: list[int], media: Sequence[Preprocessed]) -> tuple[list[int], list[MediaFeature]]:
         """Every token that stands for rows, as often as its input has rows."""
         markers = {self._rows_token(modality) for modality in self._modalities}
-        inputs = iter([one for preprocessed in media for one in preprocessed.inputs])
-        owner = iter(owners)
+        inputs = iter([pair for one in media for pair in zip(one.inputs, one.content_hashes, strict=True)])
         expanded: list[int] = []
         features: list[MediaFeature] = []
         for token_id in token_ids:
             if token_id not in markers:
                 expanded.append(token_id)
                 continue
-            data, of = next(inputs), next(owner)
-            content_hash = hash_input(self._config.family, data, of.seconds_per_step)
+            data, content_hash = next(inputs)
             features.append(MediaFeature(len(expanded), data.num_rows, content_hash, data))
             expanded += [token_id] * data.num_rows
         assert next(inputs, None) is None, "each input has a token that stands for its rows"

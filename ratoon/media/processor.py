@@ -1,7 +1,7 @@
-"""Prompts with images and videos of one model: tokens with expanded placeholders, inputs of the encoder, rope positions.
+"""Prompts with images and videos of one model: expanded placeholders, inputs of the encoder, rope positions.
 
-What is wrong with a prompt is found in this order: kinds and numbers of media and options (`verify`), placeholders, then
-the media themselves. Files are decoded in child processes, so callers wait in a thread.
+What is wrong with a prompt is found in this order: kinds and numbers of media and options (`verify`), placeholders,
+then the media themselves. Files are decoded in child processes, so callers wait in a thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature, RopePositions
 from ratoon.core.sizes import format_size
 from ratoon.core.wire import Buffer
+from ratoon.media.content import hash_inputs
 from ratoon.media.families import family_of
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.items import IMAGE_FORMS, VIDEO_FORMS, MediaItem, verify_number
@@ -76,14 +77,17 @@ class MediaProcessor:
 
     def _preprocess(self, item: MediaItem, options: dict[str, Any]) -> Preprocessed:
         if is_decoded(item):
-            return preprocess_decoded(item, self._config, options, self._limits)
+            preprocessed = preprocess_decoded(item, self._config, options, self._limits)
+            hash_inputs(self._config.family, preprocessed)
+            return preprocessed
         data = self._read(item)
         key = blake2b(data, digest_size=32, person=item.modality.encode()).digest() + _packed(options)
-        preprocessed = self._kept.find(key)
-        if preprocessed is None:
-            job = Job(item.modality, self._config, options, self._limits, item.field)
-            preprocessed = preprocess_in_child(job, data)
-            self._kept.keep(key, preprocessed)
+        known = self._kept.find(key)
+        if known is not None:
+            return known
+        preprocessed = preprocess_in_child(Job(item.modality, self._config, options, self._limits, item.field), data)
+        hash_inputs(self._config.family, preprocessed)
+        self._kept.keep(key, preprocessed)
         return preprocessed
 
     def _read(self, item: MediaItem) -> Buffer:

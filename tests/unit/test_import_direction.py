@@ -21,7 +21,8 @@ BELOW = {
     "models": ("layers",),
     "execution": ("models", "attention"),
     "distributed": ("execution",),
-    "engine": ("scheduling", "distributed"),
+    "media": ("core",),
+    "engine": ("scheduling", "distributed", "media"),
     "transcription": ("engine",),
     "api": ("transcription",),
     "benchmarks": ("api",),
@@ -76,6 +77,17 @@ def test_accounting_and_policy_know_no_tensors(room):
         for path in room_files(room)
         for line, name in imports(path)
         if name.split(".")[0] in ("torch", "numpy", "transformers")
+    ]
+    assert not wrong
+
+
+def test_media_are_read_without_torch():
+    """A server's process that takes requests has no torch, and neither have those that decode images."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in room_files("media")
+        for line, name in imports(path)
+        if name.split(".")[0] in ("torch", "torchvision", "transformers")
     ]
     assert not wrong
 

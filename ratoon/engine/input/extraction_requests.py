@@ -6,7 +6,12 @@ token sees all others, the selector asks for the last one in any case.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from ratoon.core.encoder import EncoderInput
+from ratoon.core.media import MediaFeature
 from ratoon.core.params import ENCODER, HiddenStatesParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
@@ -17,11 +22,14 @@ from ratoon.engine.output.roots import Root
 def extract_from_prompt(
     selector: HiddenStatesSelector, request_id: str, model_input: ModelInput, params: HiddenStatesParams
 ) -> tuple[EngineCoreRequest, Selection]:
-    token_ids, encoder_input, _ = model_input
+    token_ids, encoder_input = model_input.token_ids, model_input.encoder_input
     if params.side == ENCODER:
         return _of_encoder(selector, request_id, token_ids, encoder_input, params)
-    selection = selector.select(params, len(token_ids), 0)
-    return _request(request_id, token_ids, encoder_input, selection), selection
+    selection = selector.select(params, len(token_ids), 0, model_input.mm_features)
+    request = _request(request_id, token_ids, encoder_input, selection)
+    request.mm_features = cut_features(model_input.mm_features, len(request.prompt_token_ids))
+    request.rope = model_input.rope
+    return request, selection
 
 
 def extract_from_root(
@@ -46,6 +54,15 @@ def extract_from_root(
     request.owner = root.owner
     request.preferred_rank = root.engine
     return request, selection
+
+
+def cut_features(features: Sequence[MediaFeature], num_tokens: int) -> list[MediaFeature]:
+    """What so many first tokens have of these. A run of placeholders that goes on behind them has its first rows."""
+    return [
+        msgspec.structs.replace(one, length=min(one.length, num_tokens - one.offset))
+        for one in features
+        if one.offset < num_tokens
+    ]
 
 
 def _of_encoder(

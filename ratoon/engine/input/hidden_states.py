@@ -15,6 +15,7 @@ import msgspec
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError, TooLargeError
+from ratoon.core.media import IMAGE, MediaFeature
 from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
 from ratoon.core.readings import Piece, place_in_scope
 from ratoon.core.request import Extraction
@@ -64,7 +65,13 @@ class HiddenStatesSelector:
         layers, passed = self._layer_names(params), sorted(set(self._layers(params)))
         return msgspec.structs.replace(params, positions=positions, layers=layers, layers_passed=passed)
 
-    def select(self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int) -> Selection:
+    def select(
+        self,
+        params: HiddenStatesParams,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        media: Sequence[MediaFeature] = (),
+    ) -> Selection:
         """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions."""
         layers = self._layers(params)
         runs = self._runs(params, num_prompt_tokens, num_output_tokens)
@@ -77,6 +84,8 @@ class HiddenStatesSelector:
         last = num_prompt_tokens + num_output_tokens - 1
         if not self._model_config.causal and rows[-1] != last:
             rows.append(last)  # the rows depend on all tokens, so all are run; this one is not returned
+        elif self._model_config.media is not None and self._model_config.media.attends_both_ways:
+            rows += _last_row_of_image(media, rows[-1])  # likewise, of the other rows of an image
         return Selection(
             positions,
             self._layer_names(params),
@@ -230,6 +239,12 @@ def _each_once(numbers: list[int]) -> tuple[list[int], list[int]]:
         return rising, [*range(len(rising))]
     places = {number: place for place, number in enumerate(rising)}
     return rising, [places[number] for number in numbers]
+
+
+def _last_row_of_image(media: Iterable[MediaFeature], position: int) -> list[int]:
+    """The last row of an image that has this position, if it is another one."""
+    ends = [(one.offset, one.offset + one.length - 1) for one in media if one.data.modality == IMAGE]
+    return [last for first, last in ends if first <= position < last]
 
 
 def _is_list(value: Any) -> bool:

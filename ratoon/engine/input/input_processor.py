@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ratoon.core.config import CacheConfig, ModelConfig
+from ratoon.core.config import CacheConfig, MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.media import EMBEDS
 from ratoon.core.params import (
     MAX_HIDDEN_STATES_BYTES,
     MAX_LOGPROBS,
@@ -26,7 +27,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.extraction_requests import extract_from_prompt, extract_from_root
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.input.params_processor import ParamsProcessor
-from ratoon.engine.input.prompt_processor import PromptProcessor
+from ratoon.engine.input.prompt_processor import ModelInput, PromptProcessor
 from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.output.roots import Root
 from ratoon.engine.output.vectors import own_pooling, verify_pooling, with_pooling
@@ -50,6 +51,7 @@ class InputProcessor:
         max_lease_seconds: float = CacheConfig().max_lease_seconds,
         max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES,
         pooling: str | None = None,  # the pooling that the model's files define, if any
+        media: MediaSettings | None = None,
     ) -> None:
         self.selector = HiddenStatesSelector(model_config, max_hidden_states_bytes)
         self._model_config = model_config
@@ -57,7 +59,7 @@ class InputProcessor:
         self._max_lease_seconds = max_lease_seconds
         self._pooling = own_pooling(model_config, pooling)
         self._clock = clock
-        self._prompts = PromptProcessor(model_config, tokenizer, self._max_model_len)
+        self._prompts = PromptProcessor(model_config, tokenizer, self._max_model_len, media)
         self._params = ParamsProcessor(
             model_config,
             tokenizer,
@@ -126,10 +128,14 @@ class InputProcessor:
         if params.structured_output is not None and params.structured_output.continue_grammar:
             problem = "this request continues no other" if in_place_of is None else "the parent is forgotten"
             raise RequestError("structured_output.continue_grammar", problem, "a schema or grammar of its own")
-        token_ids, encoder_input, num_forced = self._prompts.process(prompt, num_places=1)  # for the first new token
+        model_input = self._prompts.process(prompt, num_places=1)  # for the first new token
+        token_ids, encoder_input, num_forced, mm_features, rope = model_input
+        _verify_readable(params, model_input)
         return EngineCoreRequest(
             prompt_token_ids=token_ids,
             encoder_input=encoder_input,
+            mm_features=list(mm_features),
+            rope=rope,
             params=self._params.complete(params, len(token_ids), encoder_input, num_forced),
             eos_token_id=self._eos_token_id,
             parent_id=in_place_of,
@@ -190,9 +196,13 @@ class InputProcessor:
         """A request for the prompt's vector. Nothing is generated, so the prompt may fill the model's whole length."""
         envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner)
         self.verify_pooling_params(pooling_params)
-        token_ids = self._prompts.process(prompt, num_places=0).token_ids
+        model_input = self._prompts.process(prompt, num_places=0)
         return EngineCoreRequest(
-            prompt_token_ids=token_ids, params=with_pooling(pooling_params, self._pooling), **envelope
+            prompt_token_ids=model_input.token_ids,
+            mm_features=list(model_input.mm_features),
+            rope=model_input.rope,
+            params=with_pooling(pooling_params, self._pooling),
+            **envelope,
         )
 
     def process_extraction(
@@ -254,6 +264,13 @@ class InputProcessor:
             raise RequestError("retain_kv", f"{seconds!r} is not a number of seconds", expected)
         if not 0 < seconds <= self._max_lease_seconds:
             raise RequestError("retain_kv", f"{seconds} is out of range", expected)
+
+
+def _verify_readable(params: GenerationParams, model_input: ModelInput) -> None:
+    """Embeddings stand for no tokens of which there could be log-probabilities."""
+    asks = getattr(params, "prompt_logprobs", None) is not None
+    if asks and any(one.data.modality == EMBEDS for one in model_input.mm_features):
+        raise RequestError("prompt_logprobs", "a prompt of embeddings has no tokens", "None, or a prompt of tokens")
 
 
 def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from ratoon.core.config import EncoderConfig, ModelConfig
+from ratoon.core.config import EncoderConfig, MediaSettings, ModelConfig
 from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_encoder
 from ratoon.core.errors import RequestError
+from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.wire import WireTensor
+from ratoon.engine.input.prompt_media import PromptMedia, refuse_media
 from ratoon.engine.input.prompts import (
     AUDIO_FORMS,
     TEXT_FORMS,
@@ -37,13 +39,22 @@ class ModelInput(NamedTuple):
     token_ids: list[int]
     encoder_input: EncoderInput | None = None  # of an encoder-decoder model
     num_forced_tokens: int = 0  # at the end of `token_ids`: those that the model's files have every text begin with
+    mm_features: Sequence[MediaFeature] = ()  # what the model reads in the place of tokens, in their order
+    rope: RopePositions | None = None
 
 
 class PromptProcessor:
-    def __init__(self, model_config: ModelConfig, tokenizer: Any | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Any | None,
+        max_model_len: int,
+        media: MediaSettings | None = None,
+    ) -> None:
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._media = PromptMedia(model_config, tokenizer, media or MediaSettings())
         token_id = Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]
         self._fine: Any = msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
 
@@ -52,11 +63,7 @@ class PromptProcessor:
         parsed = parse_prompt(prompt)
         encoder = self._model_config.encoder
         if encoder is None:
-            part = self._verify_single(parsed)
-            self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
-            token_ids = self._some_tokens(part)
-            self._verify_length(part.field, token_ids, num_places)
-            return ModelInput(token_ids)
+            return self._decoder_alone(self._verify_single(parsed), num_places)
         pair = parsed if isinstance(parsed, PromptPair) else PromptPair(parsed, None)
         decoder_ids = self._decoder_tokens(pair.decoder, num_places)
         num_forced = 0 if pair.decoder is not None else len(decoder_ids) - 1
@@ -74,6 +81,18 @@ class PromptProcessor:
 
     # ---- the parts ----
 
+    def _decoder_alone(self, part: PromptPart, num_places: int) -> ModelInput:
+        if part.embeds is not None:
+            expanded = self._media.read_embeds(part, self._max_model_len - num_places)
+        else:
+            items = self._media.verify(part)
+            self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
+            token_ids = self._some_tokens(part)
+            self._verify_length(part.field, token_ids, num_places)
+            expanded = self._media.expand(part, token_ids, items)
+            self._verify_length(part.field, expanded.token_ids, num_places)
+        return ModelInput(expanded.token_ids, mm_features=expanded.features, rope=expanded.rope)
+
     @property
     def _reads_audio(self) -> bool:
         encoder = self._model_config.encoder
@@ -81,6 +100,9 @@ class PromptProcessor:
 
     def _verify_single(self, parsed: PromptPart | PromptPair) -> PromptPart:
         if isinstance(parsed, PromptPair):
+            if parsed.encoder.audio is not None:
+                problem = "is audio, and the model has no encoder that reads audio"
+                raise RequestError(parsed.encoder.name, problem, TEXT_FORMS)
             if self._model_config.causal:
                 raise RequestError(parsed.encoder.name, "the model has no encoder", "a single prompt")
             part = parsed.decoder or parsed.encoder
@@ -90,6 +112,8 @@ class PromptProcessor:
         return parsed
 
     def _encoder_input(self, encoder: EncoderConfig, part: PromptPart) -> EncoderInput:
+        reads = "text" if encoder.num_mel_bins is None else "audio"
+        refuse_media(part, f"the model's encoder reads {reads}")
         if encoder.num_mel_bins is not None:
             if part.audio is None:
                 raise RequestError(part.field, "is text, and the model's encoder reads audio", AUDIO_FORMS)
@@ -117,6 +141,7 @@ class PromptProcessor:
             return default
         if part.audio is not None:
             raise RequestError(part.name, "is audio, and decoders read text", TEXT_FORMS)
+        refuse_media(part, "the decoder of this model reads text")
         self._verify_text(part, self._max_model_len - num_places, partial(self._too_long, num_places=num_places))
         token_ids = self._tokens(part, add_special_tokens=False)
         if default[0] not in (token_ids if self._reads_audio else token_ids[:1]):

@@ -1,4 +1,5 @@
-"""The forms that a prompt may have, brought into one: parts with text, token ids or audio, alone or as a pair.
+"""The forms that a prompt may have, brought into one: parts with text, token ids, embeddings or audio, alone or as a
+pair, and the images and videos beside them.
 
 Also which prompts take long to check. Nothing here knows a model or a tokenizer. Whether a model has an encoder to read
 a part, and what it reads of it, is worked out in prompt_processor.py.
@@ -7,20 +8,34 @@ a part, and what it reads of it, is worked out in prompt_processor.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from ratoon.core.errors import RequestError
 from ratoon.models.tokenizer import LONG_TEXT
 
 
-class TextPrompt(TypedDict):
+class WithMedia(TypedDict):
+    """What may stand beside a text or token ids that have a placeholder for each image and video."""
+
+    # {"image": …, "video": …}, each one or a list; of an encoder that reads audio, {"audio": (samples, sampling rate)}
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]  # options of preprocessing, such as max_pixels
+
+
+class TextPrompt(WithMedia):
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(WithMedia):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]  # the text of the ids, shown in outputs only
+
+
+class EmbedsPrompt(TypedDict):
+    """Embeddings in the place of tokens."""
+
+    prompt_embeds: Any  # floats [tokens, hidden size]
 
 
 class AudioPrompt(TypedDict):
@@ -37,7 +52,7 @@ class FeaturesPrompt(TypedDict):
 
 
 SingletonPrompt: TypeAlias = (
-    str | Sequence[int] | TextPrompt | TokensPrompt | AudioPrompt | FeaturesPrompt | Mapping[str, Any]
+    str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | AudioPrompt | FeaturesPrompt | Mapping[str, Any]
 )
 
 
@@ -53,8 +68,12 @@ Suffix: TypeAlias = str | Sequence[int]
 
 TEXT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 AUDIO_FORMS = '{"audio": floats, "sampling_rate": 16000} or {"features": floats}'
+EMBEDS_FORM = '{"prompt_embeds": floats}: [tokens, hidden size], alone'
+MEDIA_FORM = '{"image": …, "video": …}'
+MEDIA_AUDIO_FORM = '{"audio": (floats, 16000)}'
 PAIR_FORM = '{"encoder_prompt": …, "decoder_prompt": …}'
-_TEXT_KEYS = {"prompt", "prompt_token_ids"}
+_MEDIA_KEYS = {"multi_modal_data", "mm_processor_kwargs"}
+_TEXT_KEYS = {"prompt", "prompt_token_ids", *_MEDIA_KEYS}
 _AUDIO_KEYS = {"audio", "sampling_rate", "features"}
 _PAIR_KEYS = {"encoder_prompt", "decoder_prompt"}
 
@@ -67,11 +86,18 @@ class PromptPart:
     text: str | None = None
     token_ids: Sequence[int] | None = None
     audio: Mapping[str, Any] | None = None  # set: there are neither; the keys are AudioPrompt's or FeaturesPrompt's
+    embeds: Any = None  # set: there are neither
+    media: Mapping[str, Any] | None = None  # `multi_modal_data`, without audio
+    processor_kwargs: Mapping[str, Any] | None = None
 
     @property
     def field(self) -> str:
         """The field that an error about the tokens names."""
         return self.name if self.token_ids is None else f"{self.name}_token_ids"
+
+    @property
+    def media_field(self) -> str:
+        return "multi_modal_data" if self.name == "prompt" else f"{self.name}.multi_modal_data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +109,27 @@ class PromptPair:
 def parse_prompt(prompt: Any) -> PromptPart | PromptPair:
     """RequestError for what has none of the forms."""
     if not isinstance(prompt, Mapping) or not _PAIR_KEYS & prompt.keys():
-        return _parse_part("prompt", prompt)
+        return _parse_single(prompt)
     unknown = _first_unknown(prompt, _PAIR_KEYS)
     if unknown is not None:
         raise RequestError("prompt", f"a mapping with {unknown!r} beside an encoder or decoder prompt", PAIR_FORM)
     encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
     if encoder is None:
         raise RequestError("encoder_prompt", "is missing", f"{TEXT_FORMS}; of audio, {AUDIO_FORMS}")
-    return PromptPair(
-        _parse_part("encoder_prompt", encoder), None if decoder is None else _parse_part("decoder_prompt", decoder)
-    )
+    parsed = _parse_audio_beside_text("encoder_prompt", encoder)
+    if parsed is None:
+        return PromptPair(_parse_part("encoder_prompt", encoder), _parse_decoder(decoder))
+    if parsed.decoder is not None:
+        raise RequestError("encoder_prompt", "has text or token ids beside its audio", 'an empty "prompt", or none')
+    return PromptPair(parsed.encoder, _parse_decoder(decoder))
+
+
+def _parse_single(prompt: Any) -> PromptPart | PromptPair:
+    return _parse_audio_beside_text("prompt", prompt) or _parse_part("prompt", prompt)
+
+
+def _parse_decoder(decoder: Any) -> PromptPart | None:
+    return None if decoder is None else _parse_part("decoder_prompt", decoder)
 
 
 def texts_of(prompt: Prompt, has_encoder: bool) -> tuple[str | None, str | None]:
@@ -118,6 +155,8 @@ def _parse_part(name: str, prompt: Any) -> PromptPart:
         raise RequestError(name, "is itself a pair of an encoder and a decoder prompt", TEXT_FORMS)
     if _AUDIO_KEYS & prompt.keys():
         return _parse_audio(name, prompt)
+    if "prompt_embeds" in prompt:
+        return _parse_embeds(name, prompt)
     unknown = _first_unknown(prompt, _TEXT_KEYS)
     if unknown is not None:
         raise RequestError(name, f"a mapping with {unknown!r}", TEXT_FORMS)
@@ -128,7 +167,42 @@ def _parse_part(name: str, prompt: Any) -> PromptPart:
         raise RequestError(f"{name}_token_ids", f"{type(token_ids).__name__} is not a list", "a list of token ids")
     if text is None and token_ids is None:
         raise RequestError(name, "is missing", TEXT_FORMS)
-    return PromptPart(name, text, token_ids)
+    part = PromptPart(name, text, token_ids)
+    media, options = prompt.get("multi_modal_data"), prompt.get("mm_processor_kwargs")
+    if media is not None and not isinstance(media, Mapping):
+        raise RequestError(part.media_field, f"{type(media).__name__} is not a mapping", MEDIA_FORM)
+    if options is not None and not isinstance(options, Mapping):
+        raise RequestError("mm_processor_kwargs", f"{type(options).__name__} is not a mapping", "an object of options")
+    return replace(part, media=media or None, processor_kwargs=options or None)
+
+
+def _parse_embeds(name: str, prompt: Mapping[str, Any]) -> PromptPart:
+    unknown = _first_unknown(prompt, {"prompt_embeds"})
+    if unknown is not None:
+        raise RequestError(name, f"a mapping with {unknown!r} beside prompt_embeds", EMBEDS_FORM)
+    if prompt["prompt_embeds"] is None:
+        raise RequestError(f"{name}_embeds", "is missing", EMBEDS_FORM)
+    return PromptPart(name, embeds=prompt["prompt_embeds"])
+
+
+def _parse_audio_beside_text(name: str, prompt: Any) -> PromptPair | None:
+    """Audio in `multi_modal_data`, which is the encoder's prompt; a text beside it is the decoder's. None: there is
+    none."""
+    media = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if not isinstance(media, Mapping) or media.get("audio") is None:
+        return None
+    field = "multi_modal_data" if name == "prompt" else f"{name}.multi_modal_data"
+    unknown = _first_unknown(media, {"audio"}) or _first_unknown(prompt, _TEXT_KEYS)
+    if unknown is not None:
+        raise RequestError(field, f"a mapping with {unknown!r} beside audio", MEDIA_AUDIO_FORM)
+    audio = media["audio"]
+    if isinstance(audio, list) and len(audio) == 1:
+        audio = audio[0]
+    if not isinstance(audio, tuple) or len(audio) != 2:
+        raise RequestError(f"{field}.audio", f"{type(audio).__name__} is not a recording", MEDIA_AUDIO_FORM)
+    encoder = PromptPart(field, audio={"audio": audio[0], "sampling_rate": audio[1]})
+    text = {key: value for key, value in prompt.items() if key not in _MEDIA_KEYS and not _is_nothing(value)}
+    return PromptPair(encoder, _parse_part(name, text) if text else None)
 
 
 def _parse_audio(name: str, prompt: Mapping[str, Any]) -> PromptPart:
@@ -140,6 +214,10 @@ def _parse_audio(name: str, prompt: Mapping[str, Any]) -> PromptPart:
         if prompt.get(key) is None:
             raise RequestError(f"{name}.{key}", "is missing", AUDIO_FORMS)
     return PromptPart(name, audio=prompt)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, Sequence) and len(value) == 0)
 
 
 def _first_unknown(prompt: Mapping[str, Any], known: set[str]) -> str | None:
@@ -159,7 +237,12 @@ def _takes_long_to_read(prompt: Prompt) -> bool:
     parsed = parse_prompt(prompt)
     parts = [parsed.encoder, parsed.decoder] if isinstance(parsed, PromptPair) else [parsed]
     return any(
-        part.audio is not None or (part.token_ids is None and _is_long(part.text)) for part in parts if part is not None
+        part.audio is not None
+        or part.media is not None
+        or part.embeds is not None
+        or (part.token_ids is None and _is_long(part.text))
+        for part in parts
+        if part is not None
     )
 
 

@@ -26,9 +26,10 @@ class Preprocessed(msgspec.Struct):
     """What becomes of an image or a video: one input of the encoder, or several where it is cut."""
 
     inputs: list[MediaInput]
-    num_rows: int = 0  # of tiles; 0: it is not cut
-    num_columns: int = 0
+    tile_rows: int = 0  # 0: it is not cut into rows of tiles
+    tile_columns: int = 0
     seconds_per_step: float = 0.0  # of a video: between two steps of its grid in time
+    content_hashes: list[str] = []  # of the inputs, once they are computed (content.py)
 
 
 class Family(Protocol):

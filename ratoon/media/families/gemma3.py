@@ -41,7 +41,7 @@ class Gemma3:
         crops = _crops(picture, options) if options.do_pan_and_scan else []
         side = config.vision.image_size
         squares = [resize(one, side, side, "BILINEAR") for one in (picture, *crops)]
-        return Preprocessed([square_input(square, config) for square in squares], num_columns=len(crops))
+        return Preprocessed([square_input(square, config) for square in squares], tile_columns=len(crops))
 
     def sample(
         self, num_frames: int, fps: float | None, config: MediaConfig, options: Any, max_frames: int
@@ -58,9 +58,9 @@ class Gemma3:
 
     def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
         one = f"\n\n{START_OF_IMAGE}{image_token}{END_OF_IMAGE}\n\n"
-        if not preprocessed.num_columns:
+        if not preprocessed.tile_columns:
             return one
-        crops = " ".join([one] * preprocessed.num_columns)
+        crops = " ".join([one] * preprocessed.tile_columns)
         return f"Here is the original image {one} and here are some crops to help you see better {crops}"
 
 

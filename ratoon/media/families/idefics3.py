@@ -77,14 +77,14 @@ class Idefics3:
 
     def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
         whole = f"{AROUND_IMAGE}{GLOBAL_IMAGE}{image_token}{AROUND_IMAGE}"
-        if not preprocessed.num_rows:
+        if not preprocessed.tile_rows:
             return whole
         rows = (
             "".join(
                 f"{AROUND_IMAGE}<row_{row}_col_{column}>{image_token}"
-                for column in range(1, preprocessed.num_columns + 1)
+                for column in range(1, preprocessed.tile_columns + 1)
             )
-            for row in range(1, preprocessed.num_rows + 1)
+            for row in range(1, preprocessed.tile_rows + 1)
         )
         return "".join(f"{row}\n" for row in rows) + f"\n{whole}"
 

@@ -1,0 +1,59 @@
+"""Positions on three axes of random prompts with images and videos, against transformers' `get_rope_index`."""
+
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+from ratoon.media.processor import _time_interval
+from ratoon.media.rope_index import Span, pack_positions, rope_index
+
+MERGE = 2
+TEXT, IMAGE, VIDEO = 0, 1, 2
+
+
+def oracle(kind: type, types: list[int], images: list, videos: list, seconds: list[float], tokens_per_second: float):
+    vision = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=tokens_per_second)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = MethodType(kind.get_vision_position_ids, model)
+    positions, deltas = kind.get_rope_index(
+        model,
+        torch.zeros(1, len(types), dtype=torch.long),
+        torch.tensor([types]),
+        torch.tensor(images) if images else None,
+        torch.tensor(videos) if videos else None,
+        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+    )
+    return positions[:, 0].numpy(), int(deltas[0, 0])
+
+
+sides = st.integers(1, 6).map(lambda side: MERGE * side)
+texts = st.integers(1, 7)
+images = st.tuples(st.just(IMAGE), st.just(1), sides, sides, st.just(0.0))
+videos = st.tuples(st.just(VIDEO), st.integers(1, 9), sides, sides, st.floats(0.0625, 3.0, width=32))
+layouts = st.tuples(texts, st.lists(st.tuples(st.one_of(images, videos), texts), max_size=4))
+
+
+@pytest.mark.parametrize("kind", [Qwen2VLModel, Qwen2_5_VLModel])
+@given(layouts, st.sampled_from([1, 2, 4, 25]))
+@settings(max_examples=80, deadline=None)
+def test_positions_and_delta(kind: type, layout, tokens_per_second: int) -> None:
+    first, media = layout
+    rate = 0.0 if kind is Qwen2VLModel else float(tokens_per_second)
+    types, spans = [TEXT] * first, []
+    for (modality, steps, high, wide, seconds), behind in media:
+        spans.append(Span(len(types), (steps, high, wide), _time_interval(rate, seconds)))
+        types += [modality] * (steps * high * wide // MERGE**2) + [TEXT] * behind
+    grids = {kind: [list(one[1:4]) for one, _ in media if one[0] == kind] for kind in (IMAGE, VIDEO)}
+    seconds = [one[4] for one, _ in media if one[0] == VIDEO]
+    expected, delta = oracle(kind, types, grids[IMAGE], grids[VIDEO], seconds, tokens_per_second)
+    found, found_delta = rope_index(len(types), spans, MERGE)
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == np.int32 and found_delta == delta
+    packed = pack_positions(found, found_delta)
+    assert np.frombuffer(packed.packed, np.int32).reshape(3, -1).tolist() == expected.tolist()
