@@ -115,6 +115,8 @@ class VideoFile:
         if not container.streams.video:
             raise RequestError(self._field, "has no video stream", "a video file")
         stream = container.streams.video[0]
+        if not stream.height or not stream.width:
+            raise RequestError(self._field, "has a video stream without a size", "a video file that is whole")
         verify_pixels(self._field, stream.height, stream.width, self._max_pixels)
         return stream
 

@@ -39,7 +39,7 @@ MAX_PROCESSES = 2
 MAX_IMAGE_SECONDS = 10.0  # of processor time
 MAX_VIDEO_SECONDS = 60.0
 MAX_WAIT_SECONDS = 180.0  # by the clock, its start included: the machine may be busy
-BASE_MEMORY_BYTES = 256 * 2**20  # of address space, beyond what the child has taken when it forks
+BASE_MEMORY_BYTES = 256 * 2**20
 BYTES_PER_PIXEL = 24  # of a picture that is decoded, laid over white and resized, with copies
 VIDEO_MEMORY_BYTES = 2 * 2**30  # for the resized frames of a video, with copies
 MAX_PARTS = 4096  # of a message
@@ -51,15 +51,15 @@ class Job(msgspec.Struct, frozen=True):
     asked: dict[str, Any]  # options of preprocessing
     limits: MediaLimits
     field: str
+    seconds: float  # of processor time, at most
+    memory_bytes: int  # of address space, beyond what the child has taken when it forks
 
-    @property
-    def seconds(self) -> float:
-        return MAX_IMAGE_SECONDS if self.modality == IMAGE else MAX_VIDEO_SECONDS
 
-    @property
-    def memory_bytes(self) -> int:
-        of_pixels = BASE_MEMORY_BYTES + BYTES_PER_PIXEL * self.limits.max_pixels
-        return of_pixels if self.modality == IMAGE else of_pixels + VIDEO_MEMORY_BYTES
+def make_job(modality: str, config: MediaConfig, asked: dict[str, Any], limits: MediaLimits, field: str) -> Job:
+    memory_bytes = BASE_MEMORY_BYTES + BYTES_PER_PIXEL * limits.max_pixels
+    if modality == IMAGE:
+        return Job(modality, config, asked, limits, field, MAX_IMAGE_SECONDS, memory_bytes)
+    return Job(modality, config, asked, limits, field, MAX_VIDEO_SECONDS, memory_bytes + VIDEO_MEMORY_BYTES)
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from ratoon.media.families.base import Preprocessed
 from ratoon.media.items import IMAGE_FORMS, VIDEO_FORMS, MediaItem, verify_number
 from ratoon.media.placeholders import Placeholders, TextTokens
 from ratoon.media.preprocess import MediaLimits, is_decoded, preprocess_decoded
-from ratoon.media.process import Job, preprocess_in_child
+from ratoon.media.process import make_job, preprocess_in_child
 from ratoon.media.rope_index import Span, pack_positions, rope_index
 
 MAX_KEPT_BYTES = 256 * 2**20  # of preprocessed files, so that one that comes again is not decoded again
@@ -85,7 +85,8 @@ class MediaProcessor:
         known = self._kept.find(key)
         if known is not None:
             return known
-        preprocessed = preprocess_in_child(Job(item.modality, self._config, options, self._limits, item.field), data)
+        job = make_job(item.modality, self._config, options, self._limits, item.field)
+        preprocessed = preprocess_in_child(job, data)
         hash_inputs(self._config.family, preprocessed)
         self._kept.keep(key, preprocessed)
         return preprocessed
