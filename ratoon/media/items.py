@@ -90,7 +90,7 @@ def _videos(value: Any) -> Sequence[Any] | None:
         return value if is_array(value) and value.ndim == 5 else None
     if is_with_facts(value):
         return None
-    first = value[0] if len(value) else None
+    first: Any = value[0] if len(value) else None
     is_frame = hasattr(first, "getbands") or (is_array(first) and first.ndim <= 3)
     return None if is_frame else value
 
