@@ -229,13 +229,13 @@ class AdapterConfig:
         return self.max_loras if self.enable_lora else 0
 
 
-MAX_MEDIA_PER_PROMPT = {"image": 8, "video": 1}  # unless the settings say otherwise
+MAX_MEDIA_PER_PROMPT = {"image": 8, "video": 1, "audio": 1}  # unless the settings say otherwise
 LIMIT_OF_MEDIA = Check(
     lambda limits: all(
         modality in MAX_MEDIA_PER_PROMPT and isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
         for modality, limit in limits.items()
     ),
-    f"an object of whole numbers for {' and '.join(MAX_MEDIA_PER_PROMPT)}",
+    f"an object of whole numbers for {', '.join(MAX_MEDIA_PER_PROMPT)}",
     "has an unknown name or number",
 )
 
@@ -245,7 +245,7 @@ class MediaSettings:
     """What a request may bring besides text, and how it is prepared. The first two have vLLM's names."""
 
     limit_mm_per_prompt: dict[str, Any] = setting(
-        {}, "an object of how many images and videos a prompt may have; default: 8 and 1", LIMIT_OF_MEDIA
+        {}, "an object of how many images, videos and recordings a prompt may have; default: 8, 1 and 1", LIMIT_OF_MEDIA
     )
     mm_processor_kwargs: dict[str, Any] = setting(
         {},

@@ -47,6 +47,7 @@ def preprocess_file(
 def preprocess_decoded(
     item: MediaItem, config: MediaConfig, asked: Mapping[str, Any], limits: MediaLimits
 ) -> Preprocessed:
+    """An image of Pillow is taken as it is, without a look at its EXIF data, as transformers' processors do."""
     require_pillow(item.field)
     family = family_of(config.family)
     options = family.options(config, asked)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ratoon.core.config import MediaSettings
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature, RopePositions
 from ratoon.core.sizes import format_size
 from ratoon.core.wire import Buffer
@@ -39,6 +39,8 @@ class ExpandedPrompt(NamedTuple):
 
 
 class MediaProcessor:
+    """ConfigError: the setting `mm_processor_kwargs` has what the model's preprocessing does not know."""
+
     def __init__(
         self, config: MediaConfig, tokenizer: TextTokens | None, settings: MediaSettings, rope_axes: int = 0
     ) -> None:
@@ -48,6 +50,10 @@ class MediaProcessor:
         self._limits = MediaLimits(settings.max_image_pixels, settings.max_video_frames)
         self._family = family_of(config.family)
         self._placeholders = Placeholders(config, self._family, tokenizer)
+        try:
+            self._family.options(config, settings.mm_processor_kwargs)
+        except RequestError as error:
+            raise ConfigError(error.field, error.problem, error.expected) from None
         self._kept = PreprocessedFiles(MAX_KEPT_BYTES)
 
     def verify(self, items: Sequence[MediaItem], asked: Mapping[str, Any]) -> None:

@@ -64,6 +64,11 @@ class PromptMedia:
         return ExpandedPrompt([0] * len(rows), [MediaFeature(0, len(rows), digest.hexdigest(), data)], None)
 
 
+def verify_audio(part: PromptPart, settings: MediaSettings) -> None:
+    if part.audio is not None and settings.limit_of("audio") < 1:
+        raise RequestError(part.name, "is audio, of which none is allowed", "a greater limit_mm_per_prompt")
+
+
 def refuse_media(part: PromptPart, problem: str) -> None:
     """For parts of a prompt that are text alone."""
     if part.embeds is not None:

@@ -19,7 +19,7 @@ from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_e
 from ratoon.core.errors import RequestError
 from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.wire import WireTensor
-from ratoon.engine.input.prompt_media import PromptMedia, refuse_media
+from ratoon.engine.input.prompt_media import PromptMedia, refuse_media, verify_audio
 from ratoon.engine.input.prompts import (
     AUDIO_FORMS,
     TEXT_FORMS,
@@ -54,7 +54,8 @@ class PromptProcessor:
         self._model_config = model_config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._media = PromptMedia(model_config, tokenizer, media or MediaSettings())
+        self._media_settings = media or MediaSettings()
+        self._media = PromptMedia(model_config, tokenizer, self._media_settings)
         token_id = Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]
         self._fine: Any = msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
 
@@ -114,6 +115,7 @@ class PromptProcessor:
     def _encoder_input(self, encoder: EncoderConfig, part: PromptPart) -> EncoderInput:
         reads = "text" if encoder.num_mel_bins is None else "audio"
         refuse_media(part, f"the model's encoder reads {reads}")
+        verify_audio(part, self._media_settings)
         if encoder.num_mel_bins is not None:
             if part.audio is None:
                 raise RequestError(part.field, "is text, and the model's encoder reads audio", AUDIO_FORMS)

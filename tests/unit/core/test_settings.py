@@ -14,6 +14,7 @@ from ratoon.core.config import (
     CacheConfig,
     EngineConfig,
     FrontEndConfig,
+    MediaSettings,
     SchedulerConfig,
     fit_to_device,
     verify_engine_config,
@@ -24,8 +25,8 @@ from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure,
 from ratoon.core.speculation import SpeculationConfig
 
 NOT_SET_BY_PEOPLE = {
-    "model", "cache", "scheduler", "speculation", "adapters", "whole_prompts", "max_steps_of_branch", "num_rounds",
-    "free_rows",
+    "model", "cache", "scheduler", "speculation", "adapters", "media", "whole_prompts", "max_steps_of_branch",
+    "num_rounds", "free_rows",
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
@@ -38,6 +39,7 @@ SPECIAL = {
     "speculate": "ngram",
     "speculate_tokens": "9",
     "draft_acceptance": "rejection",
+    "limit_mm_per_prompt": '{"image": 2}',
 }
 # Settings without which another is refused
 NEEDED_WITH: dict[str, dict[str, Any]] = {
@@ -49,7 +51,8 @@ NEEDED_WITH: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_of_the_configs_is_a_setting() -> None:
-    for config in (EngineConfig, CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig, FrontEndConfig):
+    parts = (CacheConfig, SchedulerConfig, SpeculationConfig, AdapterConfig, MediaSettings)
+    for config in (EngineConfig, *parts, FrontEndConfig):
         declared = {one.field for one in settings_of(config)}
         assert set(config.__dataclass_fields__) - declared <= NOT_SET_BY_PEOPLE
 

@@ -239,6 +239,11 @@ def test_media_that_an_encoder_of_audio_does_not_read(media: Any, field: str) ->
     assert refusal_of(prompt, processor(encoder_decoder_config(NUM_MEL_BINS))).field == field
 
 
+def test_no_audio_where_none_is_allowed() -> None:
+    deaf = processor(encoder_decoder_config(NUM_MEL_BINS), limit_mm_per_prompt={"audio": 0})
+    assert "none is allowed" in refusal_of({"multi_modal_data": {"audio": (SOUND, 16_000)}}, deaf).problem
+
+
 # ---- what is refused, before anything is decoded ----
 
 BROKEN = b"nothing that could be decoded"
@@ -344,6 +349,8 @@ async def test_media_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
 def test_settings_of_media() -> None:
     config = engine_config("m", limit_mm_per_prompt='{"image": 3}', mm_processor_kwargs={"max_pixels": 5}).media
     assert (config.limit_of(IMAGE), config.limit_of(VIDEO)) == (3, 1) and config.mm_processor_kwargs["max_pixels"] == 5
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs\.colour"):
+        processor(mm_processor_kwargs={"colour": 1})
     for wrong in ({"image": -1}, {"smell": 1}, {"image": True}, {"image": "2"}, 5):
         with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
             engine_config("m", limit_mm_per_prompt=wrong)
