@@ -8,7 +8,6 @@ placeholder tokens of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +81,5 @@ class MediaConfig:
     attends_both_ways: bool = False  # the rows of an image see each other in both directions, so they run in one step
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # by channel, of pixels from 0 to 1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    # What the model's files say of preprocessing (preprocessor_config.json and, where there is one, that of videos), as
-    # it is written there: the family's module in ratoon.media reads sizes and limits of it
-    processor: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    video_processor: Mapping[str, Any] = field(default_factory=dict, hash=False)  # empty: that of images is used
+    # Fields of preprocessor_config.json as they are; `video_processor` are those of video, where a file has them
+    processor: dict[str, Any] = field(default_factory=dict, hash=False)

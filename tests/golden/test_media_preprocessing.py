@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from ratoon.core.errors import ModelError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
+from ratoon.media.families import FAMILIES
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.items import MediaItem
 from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file
@@ -67,6 +72,17 @@ def test_qwen_sizes_within_limits_of_pixels(width: int, height: int, least: int,
     assert_like_qwen(ours(in_files, picture), picture, **limits)
     as_size = {"size": {"shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]}}
     assert_like_qwen(ours(in_files, picture, **as_size), picture, **as_size)
+
+
+def test_qwen_videos_have_sizes_of_their_own_in_files() -> None:
+    config = replace(QWEN, processor={"max_pixels": 784, "video_processor": {"min_pixels": 1, "max_pixels": 8 * 784}})
+    picture = drawn(112, 56)
+    assert ours(config, picture).inputs[0].grid == (1, 2, 2)
+    assert ours(config, [picture, picture], VIDEO).inputs[0].grid == (1, 4, 8)
+    alone = replace(QWEN, processor={"min_pixels": 1, "max_pixels": 784})
+    assert ours(alone, [picture, picture], VIDEO).inputs[0].grid == (1, 2, 2)
+    with pytest.raises(ModelError, match="preprocessor_config"):
+        ours(replace(QWEN, processor={"max_pixels": "many"}), picture)
 
 
 def test_qwen_video_has_groups_of_frames_in_a_patch() -> None:
@@ -174,3 +190,26 @@ def test_floats_and_tensors_are_the_same_picture() -> None:
     assert ours(QWEN, torch.from_numpy(array)).inputs == expected
     assert ours(QWEN, torch.from_numpy(array).permute(2, 0, 1)).inputs == expected
     assert ours(QWEN, array.astype(np.int64)).inputs == expected
+
+
+# ---- texts around rows ----
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (1, 2), (3, 2)])
+def test_texts_of_idefics(rows: int, columns: int) -> None:
+    theirs = SimpleNamespace(
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+        image_token="<image>",
+        image_seq_len=1,
+    )
+    expected = Idefics3Processor.replace_image_token(theirs, {"rows": [[rows]], "cols": [[columns]]}, 0)
+    assert FAMILIES["idefics3"].replacement(IMAGE, Preprocessed([], rows, columns), "<image>") == expected
+
+
+@pytest.mark.parametrize("num_crops", [0, 1, 3])
+def test_texts_of_gemma(num_crops: int) -> None:
+    whole = "\n\n<start_of_image><row><end_of_image>\n\n"
+    theirs = SimpleNamespace(full_image_sequence=whole)
+    expected = Gemma3Processor.replace_image_token(theirs, {"num_crops": [num_crops]}, 0)
+    assert FAMILIES["gemma3"].replacement(IMAGE, Preprocessed([], tile_columns=num_crops), "<row>") == expected

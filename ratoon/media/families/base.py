@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import ModelError, RequestError
 from ratoon.core.media import MediaConfig, MediaInput
 from ratoon.core.wire import WireTensor
 
@@ -60,13 +60,20 @@ class Family(Protocol):
 
 
 def read_options(kind: type[Options], of_files: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
-    """Options in their types. What else the model's files hold is ignored; of a request it is an error."""
+    """Options in their types. What else the model's files hold is ignored; of a request it is an error. ModelError: the
+    files themselves are wrong."""
     known = kind.__struct_fields__
     for name in asked:
         if name not in known:
             expected = f"one of {', '.join(known)}" if known else "no options: the model has none"
             raise RequestError(f"{OPTIONS_FIELD}.{name}", "is not an option of this model's preprocessing", expected)
     usable = {name: value for name, value in of_files.items() if name in known and value is not None}
+    try:
+        msgspec.convert(usable, kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            "preprocessor_config.json", f"does not fit: {error}", "values as transformers has them"
+        ) from None
     try:
         return msgspec.convert({**usable, **asked}, kind)
     except msgspec.ValidationError as error:

@@ -70,7 +70,8 @@ class Qwen2VL:
     def options(self, config: MediaConfig, asked: Mapping[str, Any]) -> BothOptions:
         if asked.get("fps") is not None and asked.get("num_frames") is not None:
             raise RequestError("mm_processor_kwargs.fps", "and num_frames exclude each other", "one of the two")
-        of_files, of_video = config.processor, config.video_processor or config.processor
+        of_files = config.processor
+        of_video = of_files.get("video_processor") or of_files
         return BothOptions(
             read_options(Qwen2VLOptions, _pixels_alone(of_files, asked), asked),
             read_options(Qwen2VLOptions, _pixels_alone(of_video, asked), asked),
