@@ -42,13 +42,20 @@ class MediaSpan(NamedTuple):
     offset: int
     length: int
     content_hash: str
+    is_whole: bool = False  # its rows see each other in both directions: they are computed in one step, or not at all
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 class ExtraKeys:
     """What besides tokens must be equal for two sequences to share a block.
 
-    Tagged keys (adapter, salt) apply from the first block on. A media span applies with its place to the blocks that it
-    covers; blocks before it hash as plain text, and chaining separates all blocks after it.
+    Tagged keys (adapter, salt) apply from the first block on. A media span applies to the blocks that it covers, with
+    its place and where it ends in the block; blocks before it hash as plain text, and chaining separates all blocks
+    after it. So a sequence that was cut within an image shares the blocks before the cut, unless the image's rows see
+    those behind it.
     """
 
     __slots__ = ("_media_ends", "encoded", "media", "tagged")
@@ -57,7 +64,7 @@ class ExtraKeys:
         self.tagged = tuple(tagged)
         self.media = tuple(sorted(media))
         self.encoded = encode_extra_keys(self.tagged)  # the keys of a block without media
-        self._media_ends = [span.offset + span.length for span in self.media]
+        self._media_ends = [span.end for span in self.media]
         if any(end > span.offset for end, span in zip(self._media_ends, self.media[1:])):
             raise ValueError("media spans overlap")
 
@@ -68,7 +75,7 @@ class ExtraKeys:
             last += 1
         if first == last:
             return self.encoded
-        spans = self.media[first:last]
+        spans = [_clip(span, end) for span in self.media[first:last]]
         keys = [("media", f"{span.offset - start}+{span.length} {span.content_hash}") for span in spans]
         return encode_extra_keys((*self.tagged, *keys))
 
@@ -77,7 +84,18 @@ class ExtraKeys:
         return self.tagged == other.tagged and self._media_in(num_tokens) == other._media_in(num_tokens)
 
     def _media_in(self, num_tokens: int) -> list[MediaSpan]:
-        return [span for span in self.media if span.offset < num_tokens]
+        return [_clip(span, num_tokens) for span in self.media if span.offset < num_tokens]
+
+    def before_part(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` that end in no span whose rows are computed in one step."""
+        place = bisect_right(self._media_ends, num_tokens)
+        if place < len(self.media) and self.media[place].is_whole:
+            return min(num_tokens, self.media[place].offset)
+        return num_tokens
+
+
+def _clip(span: MediaSpan, end: int) -> MediaSpan:
+    return span if span.is_whole or span.end <= end else span._replace(length=end - span.offset)
 
 
 NO_EXTRA_KEYS = ExtraKeys()

@@ -145,7 +145,7 @@ class KVCacheManager:
         self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup]
     ) -> tuple[GroupBlocks, int]:
         limit = branch.num_tokens - 1 if max_tokens is None else min(branch.num_tokens - 1, max_tokens)
-        limit -= limit % self.block_size
+        limit = self._whole_blocks(branch, limit)
         if not self.enable_caching or limit <= 0 or not self._begins_with_hit(branch, lookups):
             return tuple([] for _ in self.rules), 0
         self._hash_blocks(branch, limit)
@@ -155,11 +155,18 @@ class KVCacheManager:
             hits, longest = [], limit
             for rule, size, lookup in zip(self.rules, self._sizes, lookups):
                 hit = rule.longest_hit(branch.block_hashes[size], limit // size, lookup, self.pool.null_block)
-                limit = len(hit) * size
-                limit -= limit % self.block_size
+                limit = self._whole_blocks(branch, len(hit) * size)
                 hits.append(hit)
             if limit == longest:
                 return tuple(hits), limit
+
+    def _whole_blocks(self, branch: TokenSequence, num_tokens: int) -> int:
+        """The most of the first `num_tokens` of a sequence that are whole blocks of all groups, and end in no image
+        that is computed in one step."""
+        num_tokens -= num_tokens % self.block_size
+        while (outside := branch.extra_keys.before_part(num_tokens)) < num_tokens:
+            num_tokens = outside - outside % self.block_size
+        return num_tokens
 
     def _begins_with_hit(self, branch: TokenSequence, lookups: Sequence[Lookup]) -> bool:
         """Whether its first block is found. Without that only windows have hits, and of a new prompt no further block
@@ -387,6 +394,7 @@ class KVCacheManager:
         computed, so that there is a state to sample from.
         """
         count = min(num_tokens, parent.num_computed_tokens, parent.num_tokens, child.num_tokens - num_left)
+        count = child.extra_keys.before_part(count)
         if count <= 0 or not parent.extra_keys.agree(child.extra_keys, count):
             return 0
         if parent.token_ids[:count] != child.token_ids[:count]:
@@ -555,6 +563,7 @@ class KVCacheManager:
             self._saved.forget(branch)
         if not self.num_tail_tokens(branch):  # a token is left to run
             num_tokens = min(num_tokens, branch.num_tokens - 1)
+        num_tokens = branch.extra_keys.before_part(num_tokens)
         if not self._holds(branch, num_tokens):
             branch.num_computed_tokens = 0  # what is lost must not enter the prefix cache
             self._free_tables(branch)

@@ -117,7 +117,8 @@ def test_a_salt_separates_from_the_first_block_on_with_and_without_images() -> N
     ("other", "num_expected"),
     [
         (MediaSpan(41, 20, "cat"), 2),  # another part of the picture at each token
-        (MediaSpan(40, 21, "cat"), 2),
+        (MediaSpan(40, 21, "cat"), 3),  # tokens in the fourth block
+        (MediaSpan(40, 20, "cat", is_whole=True), 2),  # the first rows have seen the last ones
         (MediaSpan(48, 20, "cat"), 2),
         (MediaSpan(32, 1, "cat"), 2),
         (MediaSpan(31, 1, "cat"), 1),
@@ -126,6 +127,22 @@ def test_a_salt_separates_from_the_first_block_on_with_and_without_images() -> N
 )
 def test_the_place_of_an_image_counts(other: MediaSpan, num_expected: int) -> None:
     assert num_shared(names_with(CAT), names_with(other)) == num_expected
+
+
+def test_an_image_that_ends_with_a_block_is_the_same_as_a_longer_one_up_to_there() -> None:
+    """As in a continuation that begins within an image."""
+    assert num_shared(names_with(MediaSpan(40, 24, "cat")), names_with(MediaSpan(40, 30, "cat"))) == 4
+    long, short = ExtraKeys([], [MediaSpan(40, 30, "cat")]), ExtraKeys([], [MediaSpan(40, 12, "cat")])
+    assert long.agree(short, 52) and not long.agree(short, 53)
+    whole = [ExtraKeys([], [MediaSpan(40, length, "cat", is_whole=True)]) for length in (30, 12)]
+    assert whole[0].agree(whole[1], 40) and not whole[0].agree(whole[1], 41)
+
+
+def test_tokens_that_end_within_an_image_of_one_step_end_before_it() -> None:
+    keys = ExtraKeys([], [MediaSpan(4, 6, "a", is_whole=True), MediaSpan(10, 3, "b", is_whole=True)])
+    assert [keys.before_part(count) for count in range(15)] == [0, 1, 2, 3, *[4] * 6, 10, 10, 10, 13, 14]
+    cut = ExtraKeys([], [MediaSpan(4, 6, "a")])
+    assert [cut.before_part(count) for count in range(12)] == list(range(12))
 
 
 def test_a_second_image_changes_nothing_before_it() -> None:
