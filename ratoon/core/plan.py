@@ -4,13 +4,13 @@ The runner keeps a row for each branch. A branch is sent once in full (NewReques
 changed. The runner drops a preempted branch, which is sent in full again when it resumes.
 
 The runner executes a plan in this order:
-  1. drop the rows of `finished_req_ids` and `preempted_req_ids`, and the tensors of `freed_embeddings`;
+  1. drop the rows of `finished_req_ids` and `preempted_req_ids`, and the tensors of `free_encoder_mm_hashes`;
   2. write the slots of `fetches`; read the blocks of `stores`, whose slots `saves` names next, and the sources of
      `block_copies`, then write the blocks of `loads` and the targets of the copies. A step may store a block to a slot
      and load it from there;
-  3. keep the tensors of `new_embeddings`; add new rows, apply the table entries of `block_copies` and the appended
-     blocks of known rows;
-  4. run the encoder over `encoder_steps`, and write what cross-attention reads;
+  3. add new rows, apply the table entries of `block_copies` and the appended blocks of known rows;
+  4. run the encoder over `encoder_steps`, and write what cross-attention reads; run the encoder of media over
+     `scheduled_encoder_inputs`, and keep what it makes;
   5. run `num_scheduled_tokens[id]` tokens of each branch, from its `num_computed_tokens` on;
   6. sample for `sampled_req_ids`, and for every id in `fanout` once more for each of its children, from the same row;
      for a branch with draft tokens also from the rows before, and keep the tokens up to the first that differs from
@@ -33,8 +33,8 @@ import msgspec
 
 from ratoon.core.adapters import AdapterLoad
 from ratoon.core.encoder import EncoderInput
+from ratoon.core.media import MediaInput
 from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
-from ratoon.core.wire import WireTensor
 
 MAX_CAPTURE_SPANS = 64  # in a step, over all captures: each is a row of the batch
 
@@ -47,7 +47,7 @@ class EmbeddingSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     start: int  # the first position in the sequence
     length: int
-    key: str  # of the tensor, in `new_embeddings` of this plan or of an earlier one
+    key: str  # of the tensor, in `scheduled_encoder_inputs` of this plan or of an earlier one
     first: int = 0  # the row of the tensor that stands at `start`
 
 
@@ -199,9 +199,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
     # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    # Tensors [rows, hidden size] that requests brought, for EmbeddingSpan. The runner keeps them until they are freed.
-    new_embeddings: dict[str, WireTensor] = {}
-    freed_embeddings: list[str] = []
+    # Images and other media that the encoder runs over in this step, by the key that spans name (EmbeddingSpan). The
+    # runner keeps the rows [num_rows, hidden size] that come out until their key is freed.
+    scheduled_encoder_inputs: dict[str, MediaInput] = {}
+    free_encoder_mm_hashes: list[str] = []
     adapter_loads: list[AdapterLoad] = []
     # There is nothing else to do: the result tells whether adapters are there that requests wait for.
     awaits_adapters: bool = False
@@ -231,11 +232,12 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     @property
     def is_empty(self) -> bool:
         """Whether there are no tokens to run; there may still be rows to drop."""
-        return self.total_num_scheduled_tokens == 0 and not self.encoder_steps
+        encodes = self.encoder_steps or self.scheduled_encoder_inputs
+        return self.total_num_scheduled_tokens == 0 and not encodes
 
     @property
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
         loads = self.loads or self.adapter_loads or self.awaits_adapters
-        return self.is_empty and not told and not loads and not self.freed_embeddings
+        return self.is_empty and not told and not loads and not self.free_encoder_mm_hashes

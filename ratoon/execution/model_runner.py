@@ -28,6 +28,7 @@ from ratoon.execution.inputs.step_inputs import InputPreparation
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.calls import Calls
 from ratoon.execution.passes.encoder import EncoderRunner
+from ratoon.execution.passes.media import MediaRunner
 from ratoon.execution.passes.program import Driver, ProgramStep, StepProgram
 from ratoon.execution.readers.beams import BeamReaders
 from ratoon.execution.readers.hidden_states import NO_SPANS, CaptureReaders, lay_out_spans
@@ -113,6 +114,7 @@ class ModelRunner:
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)
+        self.media = MediaRunner(self.embeddings, device, dtype)
         self.program = StepProgram(model, self.kv)
         self.inputs: InputPreparation | DeviceInputs
         self._resident: DeviceRows | None = None  # the rows on the device
@@ -204,6 +206,8 @@ class ModelRunner:
         if plan.encoder_steps:
             assert self.encoder is not None and isinstance(self.model, EncoderDecoderLM), "the model has no encoder"
             self._executed += self.encoder.run(self.model, plan.encoder_steps)
+        if plan.scheduled_encoder_inputs and self.model.stage.is_first:
+            self.media.run(self.model, plan.scheduled_encoder_inputs)
         if plan.total_num_scheduled_tokens:
             self._spans = lay_out_spans(self.input_batch, plan.captures)
             try:
@@ -231,7 +235,9 @@ class ModelRunner:
         if len(readers) > 1:
             readers.sort(key=lambda reader: reader.wanted.end.rank)
         wanted = [reader.wanted for reader in readers]
-        embeddings = self.embeddings.of_step(self.input_batch, batch.rows, batch.num_scheduled)
+        embeddings = None
+        if self.model.stage.is_first:  # later ones read rows of the stage before them
+            embeddings = self.embeddings.of_step(self.input_batch, batch.rows, batch.num_scheduled)
         step = ProgramStep(batch, wanted, embeddings)
         for driver in self._drivers:
             results = driver.run(step)
@@ -250,10 +256,8 @@ class ModelRunner:
         if gone:
             self.pooling.drop(gone)
             self.beam_rows.drop(gone)
-        for key in plan.freed_embeddings:
+        for key in plan.free_encoder_mm_hashes:
             self.embeddings.free(key)
-        for key, tensor in plan.new_embeddings.items():
-            self.embeddings.receive(key, tensor)
         new_ids = set()
         for new in plan.scheduled_new_reqs:
             row = self.input_batch.add(new)

@@ -130,7 +130,8 @@ class Worker:
         step_bytes, token_seconds = measure(choices, self._model, self._draft, self._capture, timer)
         adapters = self._config.adapters
         adapter_bytes = bytes_of_slots(self._model, adapters.num_slots, adapters.max_lora_rank)
-        pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, step_bytes + adapter_bytes)
+        beside = step_bytes + adapter_bytes + self._bytes_of_media()
+        pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, beside)
         draft_tensors = None if choices.draft is None else choices.draft.tensors
         dtype = dtype_name(choices.dtype)
         fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype, draft_tensors)
@@ -179,6 +180,16 @@ class Worker:
                 self._rehearsal = Rehearsal(self.runner, self._config.scheduler.token_budget)
 
     # ---- parts of phases ----
+
+    def _bytes_of_media(self) -> int:
+        """The rows of the encoder cache, which is filled while requests with images come. Of a pipeline, the first
+        stage has them."""
+        if self._model_config.media is None or not self._part.stage.is_first:
+            return 0
+        num_rows, width = self._config.cache.encoder_cache_size, self._model_config.hidden_size
+        num_bytes = num_rows * width * self._choices.dtype.itemsize
+        logger.info("%s are kept for %s rows of embeddings of images", gib(num_bytes), f"{num_rows:,}")
+        return num_bytes
 
     def _load_model(self) -> LanguageModel:
         choices, timer = self._choices, self._timer
@@ -328,6 +339,7 @@ class Worker:
         """Level 1 frees the KV cache, level 2 the weights as well."""
         self._rehearsal = None
         self.runner.kv.release()
+        self.runner.media.release()
         if self.runner.encoder is not None:
             self.runner.encoder.release()
         if self.runner.graphs is not None:

@@ -1,7 +1,7 @@
 """Embeddings that stand in the place of token ids: the tensors that the runner holds, and the rows of a step.
 
 Where they stand is said by the plan, and kept with the rows of the branches (input_batch.py). A tensor is brought by a
-plan, or put here by what computed it, and is kept until a plan frees it.
+plan, or put here by what computed it (passes/media.py), and is kept until a plan frees it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ class EmbeddingTable:
     def free(self, key: str) -> None:
         self._tensors.pop(key, None)
 
+    def clear(self) -> None:
+        self._tensors.clear()
+
     def of_step(self, rows: InputBatch, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> StepEmbeddings | None:
         """The embeddings of a step with so many tokens of each of these rows. None: all its inputs are token ids.
         Raises ValueError if a tensor is not there, or has too few rows."""
-        if not rows.embeddings:
+        if not rows.embeddings or (rows.num_computed[batch_rows] >= rows.embedding_ends[batch_rows]).all():
             return None
         found = np.full(int(num_scheduled.sum()), -1, np.int32)
         parts: list[Tensor] = []

@@ -66,6 +66,7 @@ class InputBatch:
         self.rope_lens = np.zeros(max_rows, np.int32)  # tokens whose rope positions are in rope_rows
         self.rope_deltas = np.zeros(max_rows, np.int32)  # what those behind them add to their positions
         self.embeddings: dict[int, Sequence[EmbeddingSpan]] = {}  # of rows that have some
+        self.embedding_ends = np.zeros(max_rows, np.int64)  # positions behind which all inputs are token ids
         self.encoder_lens = np.zeros(max_rows, np.int32)
         self.adapter_slots: np.ndarray | None = np.full(max_rows, -1, np.int32) if has_adapters else None
         self.num_tokens = np.zeros(max_rows, np.int64)
@@ -182,6 +183,7 @@ class InputBatch:
             return
         if overrides.embeddings:
             self.embeddings[row] = overrides.embeddings
+            self.embedding_ends[row] = max(span.start + span.length for span in overrides.embeddings)
         if overrides.rope_positions or overrides.rope_delta:
             if self.rope_rows is None:
                 raise ValueError("a branch has rope positions of its own, and the model declares none")
@@ -200,6 +202,7 @@ class InputBatch:
         if self.rope_rows is not None:
             self.rope_lens[rows] = self.rope_deltas[rows] = 0
         if self.embeddings:
+            self.embedding_ends[rows] = 0
             for row in rows:
                 self.embeddings.pop(row, None)
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ratoon.core.media import IMAGE, MediaInput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from ratoon.core.wire import WireError, WireTensor, encode
@@ -44,7 +45,10 @@ def plan_with(**fields: Any) -> SchedulerOutput:
         plan_with(scheduled_cached_reqs=CachedRequestData(IDS[:1], [1], [None]), scheduled_new_reqs=[NEW]),
         plan_with(scheduled_cached_reqs=CachedRequestData(list(IDS), [1, 2, 3], [None] * 3, [[7], [], [8, 9]])),
         plan_with(block_copies=[BlockCopy("b", 0, 1, 2, 3)], fanout={"b": [("c", 3)]}, step=1 << 40),
-        plan_with(new_embeddings={"k": WireTensor("float32", (1, 2), b"12345678")}),
+        plan_with(
+            scheduled_encoder_inputs={"k": MediaInput(IMAGE, 2, WireTensor("uint8", (1, 8), b"12345678"), (1, 2, 4))},
+            free_encoder_mm_hashes=["j"],
+        ),
     ],
     ids=lambda plan: f"{len(plan.num_scheduled_tokens)} branches",
 )

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from ratoon.core.config import RopeScaling
+from ratoon.core.media import EMBEDS, MediaInput
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BeamStep, BlockCopy, CaptureStep, EmbeddingSpan, InputOverrides, NewRequestData
@@ -190,6 +191,11 @@ def wire(tensor: torch.Tensor) -> WireTensor:
     return WireTensor("float32", tuple(tensor.shape), tensor.contiguous().numpy().tobytes())
 
 
+def embeds(tensor: torch.Tensor) -> MediaInput:
+    """Rows that a request brought."""
+    return MediaInput(EMBEDS, len(tensor), wire(tensor))
+
+
 def table_of(tiny: TinyModel) -> torch.Tensor:
     return tiny.oracle.get_input_embeddings().weight.detach()
 
@@ -215,7 +221,10 @@ def test_embeddings_that_are_rows_of_the_table_give_the_bits_of_their_ids(backen
                 places = [(0, 3, len(PROMPT) - 3), (6, 20, 3), (len(PROMPT) - 1, 1, len(PROMPT) - 4)]
                 spans = [EmbeddingSpan(start, length, name, first) for start, length, first in places]
                 new.overrides = InputOverrides(embeddings=spans)
-                rest |= {"new_embeddings": {name: wire(table[rows])}, "freed_embeddings": [f"{round - 1}"]}
+                rest |= {
+                    "scheduled_encoder_inputs": {name: embeds(table[rows])},
+                    "free_encoder_mm_hashes": [f"{round - 1}"],
+                }
             found.append(run_branch(driver, new, chunk=17, num_decodes=3, **rest))
         assert len(driver.runner.embeddings) == int(with_embeddings), "those of ended branches were freed"
         if backend == "recorded":
@@ -234,7 +243,7 @@ def test_any_embeddings_give_the_numbers_of_transformers_beside_rows_of_ids(back
     driver = driver_of(LLAMA, backend)
     new, beside = driver.new("a", PROMPT, 1, params=ALL), driver.new("b", OTHER, 6, params=ALL)
     new.overrides = InputOverrides(embeddings=[EmbeddingSpan(4, 14, "image")])
-    output = driver.step(new=[beside, new], new_embeddings={"image": wire(embeddings)})
+    output = driver.step(new=[beside, new], scheduled_encoder_inputs={"image": embeds(embeddings)})
     inputs = LLAMA.oracle.get_input_embeddings()(torch.tensor([PROMPT])).detach()
     inputs[0, 4:18] = embeddings
     with torch.inference_mode():
@@ -253,7 +262,7 @@ def test_a_prompt_of_one_embedding_and_a_decode_beside_it(backend: str) -> None:
     single = driver.new("a", [0], 1, params=ALL)
     single.overrides = InputOverrides(embeddings=[EmbeddingSpan(0, 1, "row")])
     row = table_of(LLAMA)[PROMPT[0]][None]
-    output = driver.step(new=[single], known={"b": len(OTHER)}, new_embeddings={"row": wire(row)})
+    output = driver.step(new=[single], known={"b": len(OTHER)}, scheduled_encoder_inputs={"row": embeds(row)})
     expected = LLAMA.oracle_logits(PROMPT[:1])[-1].log_softmax(-1)
     np.testing.assert_allclose(logprobs_of(output, "a"), expected.numpy(), atol=TOLERANCE, rtol=0)
     # A step of the same shape without embeddings
@@ -277,7 +286,7 @@ def test_hidden_states_are_read_out_of_rows_of_embeddings() -> None:
         output = driver.step(
             captures=[capture],
             total_num_scheduled_tokens=len(ids),
-            new_embeddings={key: wire(table[torch.tensor(rows)])} if rows else {},
+            scheduled_encoder_inputs={key: embeds(table[torch.tensor(rows)])} if rows else {},
         )
         captured.append(output.hidden_states[key])
     assert captured[0] == captured[1]
@@ -290,12 +299,12 @@ def test_embeddings_that_the_runner_does_not_hold_are_named() -> None:
     new.overrides = InputOverrides(embeddings=[EmbeddingSpan(2, 5, "picture", 1)])
     with pytest.raises(ValueError, match=r"embeddings 'picture' are not there, and rows 1 to 5 are to be read"):
         driver.step(new=[new])
-    narrow = wire(torch.zeros(5, 3))
+    narrow = embeds(torch.zeros(5, 3))
     with pytest.raises(ValueError, match=r"'picture' have the shape \[5, 3\], not \[rows, 64\]"):
-        driver.step(finished_req_ids=["a"], counts={}, new_embeddings={"picture": narrow})
-    short = wire(torch.zeros(5, LLAMA.config.hidden_size))
+        driver.step(finished_req_ids=["a"], counts={}, scheduled_encoder_inputs={"picture": narrow})
+    short = embeds(torch.zeros(5, LLAMA.config.hidden_size))
     with pytest.raises(ValueError, match=r"'picture' have 5 rows, and rows 1 to 5 are to be read"):
-        driver.step(new=[new], finished_req_ids=["a"], new_embeddings={"picture": short})
+        driver.step(new=[new], finished_req_ids=["a"], scheduled_encoder_inputs={"picture": short})
 
 
 def test_beams_rotate_by_the_delta_of_their_search() -> None:

@@ -1,0 +1,57 @@
+"""Runs the encoder of media over the inputs of a step, and keeps the rows of embeddings that come out for the prompts
+that read them. The plan decides which inputs run when, and which rows are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ratoon.core.media import EMBEDS, MediaInput
+from ratoon.execution.inputs.embeddings import EmbeddingTable
+from ratoon.models.base import LanguageModel
+
+Tensor = torch.Tensor
+# Attention within runs of rows: q, k, v [T, heads, head_dim] and the lengths of the runs → [T, heads * head_dim]
+SegmentAttention = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+
+
+class MediaRunner:
+    def __init__(self, embeddings: EmbeddingTable, device: torch.device, dtype: torch.dtype) -> None:
+        self.num_runs = 0  # inputs that the encoder has read, since the start
+        self._embeddings = embeddings
+        self._device = device
+        self._dtype = dtype
+        self._attend: SegmentAttention | None = None
+
+    def run(self, model: LanguageModel, inputs: Mapping[str, MediaInput]) -> None:
+        """Encodes these inputs, and keeps what comes out under their keys. Rows of embeddings that a request brought
+        are kept as they are. Raises ValueError for an input that the model has no encoder for, or whose rows are not as
+        many as was said."""
+        pictures = {key: media for key, media in inputs.items() if media.modality != EMBEDS}
+        for key, media in inputs.items():
+            if media.modality == EMBEDS:
+                self._embeddings.receive(key, media.features)
+        if not pictures:
+            return
+        encoder = getattr(model, "media_encoder", None)
+        if encoder is None:
+            raise ValueError("a plan has images, and the model has no encoder for them")
+        outputs = encoder.encode(list(pictures.values()), self._attention())
+        self.num_runs += len(pictures)
+        for (key, media), rows in zip(pictures.items(), outputs, strict=True):
+            if len(rows) != media.num_rows:
+                raise ValueError(f"the encoder made {len(rows)} rows of {key!r}, not {media.num_rows}")
+            self._embeddings.put(key, rows)
+
+    def _attention(self) -> SegmentAttention:
+        if self._attend is None:
+            from ratoon.attention.segments import build_segment_attention
+
+            self._attend = build_segment_attention(self._device, self._dtype)
+        return self._attend
+
+    def release(self) -> None:
+        """Drops all rows, because memory is freed."""
+        self._embeddings.clear()
