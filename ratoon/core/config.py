@@ -170,6 +170,12 @@ class CacheConfig:
     enable_prefix_caching: bool = setting(
         True, "share computed prefixes between requests", options=("--prefix-caching",)
     )
+    encoder_cache_size: int = setting(
+        16384,
+        "rows of embeddings of images, videos and prompt_embeds that are kept on the device, for prompts that read "
+        "them now or later; an input with more is refused",
+        at_least(1),
+    )
     lease_fraction: float = setting(
         0.5,
         "share of the KV cache that is kept for continuations, at most",
@@ -283,7 +289,10 @@ class SchedulerConfig:
         at_least(1),
     )
     max_num_encoder_tokens: int = setting(
-        16384, "budget of a step for encoder inputs; one that is longer runs alone", at_least(1)
+        16384,
+        "budget of a step for encoder inputs: positions of text or audio, rows of embeddings of images; one that is "
+        "longer runs alone",
+        at_least(1),
     )
     policy: SchedulingPolicy = setting(SchedulingPolicy.FCFS, "fcfs, or priority: by the priority of requests")
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in several steps")
@@ -294,6 +303,7 @@ class SchedulerConfig:
         "requests with much such text; with --no-jump-forward a CPU gives the same answers",
     )
     whole_prompts: bool = False  # attention is not causal, so a sequence must be computed in one step
+    whole_images: bool = False  # rows of an image see each other in both directions, so it is computed in one step
     # Steps in flight of which each needs the token that the one before it samples for the same branch. With 1, a branch
     # waits for its token, which its next plan then carries. None: as many as are in flight; workers feed tokens back.
     max_steps_of_branch: int | None = None
@@ -445,7 +455,9 @@ def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
 
 def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Override settings that the model rules out: without causal attention neither chunked prefill nor prefix caching
-    is possible."""
+    is possible, and images that are attended to in both directions are not cut."""
+    if model.media is not None and model.media.attends_both_ways:
+        config = replace(config, scheduler=replace(config.scheduler, whole_images=True))
     if model.causal:
         return config
     longest = resolve_max_model_len(config.max_model_len, model)

@@ -8,6 +8,8 @@ placeholder tokens of the prompt.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,45 @@ class RopePositions(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
     packed: bytes
     delta: int = 0
+
+
+def cut_features(features: Sequence[MediaFeature], num_tokens: int) -> list[MediaFeature]:
+    """The features of the first `num_tokens` of a prompt. One that goes on behind them is shorter: its input is still
+    read whole, and fewer of its rows are used."""
+    return [
+        msgspec.structs.replace(feature, length=min(feature.length, num_tokens - feature.offset))
+        for feature in features
+        if feature.offset < num_tokens
+    ]
+
+
+def feature_around(features: Sequence[MediaFeature], num_tokens: int) -> MediaFeature | None:
+    """The image that the first `num_tokens` of a prompt end in. Embeddings that a caller brought can be cut anywhere,
+    as text can."""
+    for feature in features:
+        if feature.offset < num_tokens < feature.offset + feature.length and feature.data.modality != EMBEDS:
+            return feature
+    return None
+
+
+def end_of_image(features: Sequence[MediaFeature], num_tokens: int) -> int:
+    """The fewest tokens of a prompt, `num_tokens` or more, that end in no image."""
+    feature = feature_around(features, num_tokens)
+    return num_tokens if feature is None else feature.offset + feature.length
+
+
+def cut_rope(rope: RopePositions | None, num_axes: int, num_tokens: int) -> RopePositions | None:
+    """The positions of the first `num_tokens` of a prompt. Those of tokens behind them begin after the greatest."""
+    if rope is None or not rope.packed:
+        return rope
+    listed = array("i", rope.packed)
+    count = len(listed) // num_axes
+    if num_tokens >= count:
+        return rope
+    kept = array("i")
+    for axis in range(num_axes):
+        kept += listed[axis * count : axis * count + num_tokens]
+    return RopePositions(kept.tobytes(), max(kept, default=-1) + 1 - num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ratoon.core.errors import RequestError
+from ratoon.core.media import cut_features, end_of_image
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction, RequestParams, branch_id_of
 
@@ -47,14 +48,17 @@ def reading_of(request: EngineCoreRequest, choice: int, token_ids: list[int]) ->
         return None  # the front end finds the same, and reports it
     positions = sorted(set().union(*runs))
     branch_id = branch_id_of(request.request_id, choice)
+    num_tokens = end_of_image(request.mm_features, positions[-1] + 1)
     return EngineCoreRequest(
         request_id=reading_id(branch_id),
-        prompt_token_ids=(request.prompt_token_ids + token_ids)[: positions[-1] + 1],
+        prompt_token_ids=(request.prompt_token_ids + token_ids)[:num_tokens],
         params=Extraction(positions, asked.layers_passed, asked.dtype, asked.deadline),
         arrival_time=request.arrival_time,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         encoder_input=request.encoder_input,
+        mm_features=cut_features(request.mm_features, num_tokens),
+        rope=request.rope,
         continuation_of=branch_id,
         continuation_token_ids=[],
         owner=request.owner,

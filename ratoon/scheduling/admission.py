@@ -8,6 +8,7 @@ import struct
 
 from ratoon.core.config import SchedulerConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.media import EMBEDS
 from ratoon.core.request import EngineCoreRequest
 from ratoon.memory.hashing import pack_tokens
 from ratoon.memory.kv_cache_manager import KVCacheManager
@@ -59,6 +60,41 @@ def verify_encoder_input(request: EngineCoreRequest, kv_cache: KVCacheManager) -
         return
     if encoder_input.num_positions < 1 or (encoder_input.token_ids is None) == (encoder_input.features is None):
         raise RequestError("encoder_input", "is empty, or is tokens and features at once", "one of both")
+
+
+def verify_media(request: EngineCoreRequest, config: SchedulerConfig, max_step_tokens: int, cache_size: int) -> None:
+    """Every input must fit into the encoder cache, which holds `cache_size` rows, and an image that is computed in one
+    step into a step of one branch."""
+    end = 0
+    for index, feature in enumerate(request.mm_features):
+        num_rows, name = feature.data.num_rows, f"mm_features[{index}]"
+        if feature.offset < end or not 1 <= feature.length <= num_rows:
+            problem = f"has {feature.length} tokens from {feature.offset} on, for {num_rows} rows, behind token {end}"
+            raise RequestError(name, problem, "rising places that do not overlap, with no more tokens than rows")
+        end = feature.offset + feature.length
+        if end > len(request.prompt_token_ids):
+            raise RequestError(
+                name, f"ends at {end}", f"a place in the prompt of {len(request.prompt_token_ids)} tokens"
+            )
+        if num_rows > cache_size:
+            problem = f"part {index + 1} makes {num_rows} rows of embeddings, and {cache_size} are kept"
+            expected = f"at most {cache_size} rows: a smaller {feature.data.modality}, or a greater encoder_cache_size"
+            raise RequestError("multi_modal_data", problem, expected)
+        if not config.whole_images or feature.data.modality == EMBEDS:
+            continue
+        if feature.length < num_rows:
+            problem = f"ends within the {feature.data.modality}, whose rows see each other in both directions"
+            raise RequestError(name, problem, "all of its rows")
+        if feature.length > max_step_tokens:
+            problem = f"part {index + 1} takes {feature.length} tokens of one step, which holds {max_step_tokens}"
+            setting = "max_num_batched_tokens" if max_step_tokens == config.token_budget else "max_prefill_chunk"
+            raise RequestError("multi_modal_data", problem, f"an engine with a greater {setting}")
+    if not config.enable_chunked_prefill:
+        inputs = {feature.content_hash: feature.data.num_rows for feature in request.mm_features}
+        if sum(inputs.values()) > cache_size:
+            problem = f"{sum(inputs.values())} rows of embeddings are read in one step, and {cache_size} are kept"
+            expected = "fewer or smaller inputs, a greater encoder_cache_size, or chunked prefill"
+            raise RequestError("multi_modal_data", problem, expected)
 
 
 def verify_continuation(request: EngineCoreRequest) -> None:

@@ -17,6 +17,7 @@ from ratoon.core.request import EngineCoreRequest, branch_id_of
 from ratoon.memory.adapter_slots import NO_SLOT
 from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 from ratoon.memory.sequence import TokenSequence
+from ratoon.scheduling.media import MediaRun, media_of, overrides_of, spans_of
 from ratoon.scheduling.task import Task
 
 NEVER = 1 << 62  # a step number that is never reached
@@ -43,10 +44,12 @@ class Request:
         "encoder_input",
         "finished_choices",
         "max_total_tokens",
+        "media",
         "num_choices",
         "num_inheritable_tokens",
         "num_prompt_tokens",
         "original",
+        "overrides",
         "owner",
         "packed_prompt",
         "prediction",
@@ -75,11 +78,14 @@ class Request:
         seed: int | None = None,
         speculates: bool = True,
         prediction: list[int] | None = None,
+        whole_images: bool = False,
     ) -> None:
         self.request_id = request.request_id
         # Kept where hidden states are read when its texts have ended
         self.original = request if asks_for_states(request) else None
         self.encoder_input = request.encoder_input
+        self.media = media_of(request, whole_images)  # by rising places
+        self.overrides = overrides_of(request, self.media)
         self.adapter = request.adapter
         self.adapter_slot = NO_SLOT  # that it holds
         self.num_choices = num_choices
@@ -101,7 +107,9 @@ class Request:
         self.branch_ids = [branch_id_of(request.request_id, choice) for choice in range(num_choices)]
         self.finished_choices: set[int] = set()
         self.packed_prompt = b""  # as NewRequestData has it; set once it is checked
-        self.branches: list[Branch] = [Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request))]
+        self.branches: list[Branch] = [
+            Branch(self, 0, list(request.prompt_token_ids), extra_keys_of(request, self.media))
+        ]
 
     @property
     def unfinished_branches(self) -> list[Branch]:
@@ -125,6 +133,7 @@ class Branch(TokenSequence):
         "first_step",
         "known_to_runner",
         "max_total_tokens",
+        "media_end",
         "num_cached_tokens",
         "num_drafts",
         "num_pending",
@@ -168,6 +177,7 @@ class Branch(TokenSequence):
         self.request_id = request.request_id
         self.max_total_tokens = request.max_total_tokens
         self.stop_token_ids = request.stop_token_ids
+        self.media_end = request.media[-1].end if request.media else 0  # behind it are only tokens
         # First come, first served; with the priority policy the scheduler compares the priority first.
         self.order = (request.priority, request.arrival_time, request.sequence_number, choice)
 
@@ -205,11 +215,12 @@ class Branch(TokenSequence):
             num_encoder_positions=0 if self.cross is None else self.cross.num_positions,
             encoder_token_ids=encoder_token_ids or [],
             packed_prompt=request.packed_prompt,
+            overrides=request.overrides,
             adapter_slot=request.adapter_slot,
         )
 
 
-def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
+def extra_keys_of(request: EngineCoreRequest, media: Sequence[MediaRun] = ()) -> ExtraKeys:
     """What besides tokens must be equal for two requests to share blocks."""
     keys = []
     if request.adapter is not None:
@@ -218,7 +229,7 @@ def extra_keys_of(request: EngineCoreRequest) -> ExtraKeys:
         keys.append(("salt", request.cache_salt))
     if request.encoder_input is not None:
         keys.append(("encoder", request.encoder_input.content_hash.hex()))
-    return ExtraKeys(keys) if keys else NO_EXTRA_KEYS
+    return ExtraKeys(keys, spans_of(request, media)) if keys or media else NO_EXTRA_KEYS
 
 
 def branch_seed(seed: int | None, request_id: str, choice: int) -> int:

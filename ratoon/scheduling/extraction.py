@@ -115,6 +115,7 @@ class ExtractionTask(Task):
             dtype=self.extraction.dtype,
             cross_block_ids=[] if self.branch.cross is None else self.branch.cross.block_ids,
             num_encoder_positions=0 if self.branch.cross is None else self.branch.cross.num_positions,
+            overrides=self.branch.request.overrides,
             adapter_slot=self.branch.request.adapter_slot,
         )
 

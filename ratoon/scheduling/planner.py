@@ -128,6 +128,8 @@ class StepPlanner:
             return True
         if branch.waits_to_draft and branch.num_pending:
             return False
+        if branch.num_computed_tokens < branch.media_end:
+            return False  # the end of a prompt, which may need a run of the encoder
         appended = self._state.kv_cache.allocate_slots(branch, 1)
         if appended is not None:
             step.add(branch, 1, appended)
@@ -227,6 +229,10 @@ class StepPlanner:
         if branch.waits_to_draft and branch.num_pending:
             return
         num_new_tokens = gap if gap == 1 else self._part_of(gap, step, branch)
+        if branch.num_computed_tokens < branch.media_end:
+            num_new_tokens = self._fit_media(step, branch, branch.num_computed_tokens, num_new_tokens)
+            if not num_new_tokens:
+                return self._state.media.settle(branch)
         if branch.draft_tokens and num_new_tokens == gap:
             num_new_tokens += self._num_drafts(step, branch, gap)
         num_lookahead = self._num_lookahead(step, branch, num_new_tokens) if branch.num_to_draft else 0
@@ -240,6 +246,8 @@ class StepPlanner:
             elif num_new_tokens > gap:
                 num_new_tokens = gap  # nothing is preempted for drafts
             elif self._preemption.make_room(step, branch) is branch:
+                if branch.media_end:
+                    self._state.media.settle(branch)
                 return
 
     def _num_drafts(self, step: StepDraft, branch: Branch, gap: int) -> int:
@@ -306,8 +314,12 @@ class StepPlanner:
                 return
             if branch.status == BranchStatus.RUNNING:
                 gap = branch.num_tokens - branch.num_computed_tokens
-                if gap:
+                while gap:
                     self._schedule_with_memory(step, branch, gap)
+                    # Outputs of the encoder that others hold may leave no room for its images.
+                    is_left_out = branch.num_computed_tokens < branch.media_end and not step.rows_of(branch)
+                    if not is_left_out or not self._preemption.preempt_another(step, request):
+                        break
             elif branch.status != BranchStatus.FINISHED:
                 there = (Admission.ADMITTED, Admission.LOADING)
                 while not self._state.has_rows_for(branch) or self._admit(step, branch) not in there:
@@ -375,7 +387,9 @@ class StepPlanner:
             hit_blocks, num_hit_tokens = self._beginnings.find_prefix(branch)
         gap = branch.num_tokens - num_hit_tokens
         num_new_tokens = self._part_of(gap, step, branch)
-        fits_step = num_new_tokens == gap or self._may_split(gap)
+        if attached == Admission.ADMITTED and num_hit_tokens < branch.media_end:
+            num_new_tokens = self._fit_media(step, branch, num_hit_tokens, num_new_tokens, may_cut=self._may_split(gap))
+        fits_step = num_new_tokens == gap or (num_new_tokens > 0 and self._may_split(gap))
         appended = None
         if attached == Admission.ADMITTED:
             attached = Admission.NO_MEMORY if fits_step else Admission.NOT_NOW
@@ -383,6 +397,8 @@ class StepPlanner:
                 num_found_tokens = num_hit_tokens - branch.num_computed_tokens  # of blocks that it does not hold yet
                 appended = kv_cache.allocate_slots(branch, num_new_tokens, hit_blocks, num_found_tokens)
         if appended is None:
+            if branch.media_end:
+                self._state.media.cache.release(branch)
             if not is_held:
                 kv_cache.free(branch)
                 self._state.loads.forget(branch)
@@ -418,6 +434,14 @@ class StepPlanner:
     def _part_of(self, gap: int, step: StepDraft, branch: Branch) -> int:
         """The tokens of a gap that a step has room for."""
         return min(gap, step.room_for(branch), self._state.max_step_tokens)
+
+    def _fit_media(self, step: StepDraft, branch: Branch, start: int, num_new_tokens: int, may_cut: bool = True) -> int:
+        """How many of the next tokens can run, by the images that they read. One that is computed in one step may be
+        more than its owner's part of the step."""
+        if num_new_tokens <= 0:
+            return 0
+        most = min(step.budget, self._state.max_step_tokens)
+        return self._state.media.fit(branch, start, num_new_tokens, most, may_cut=may_cut)
 
     def _may_split(self, gap: int) -> bool:
         """Whether a gap may be closed in parts: with chunked prefill off a prompt runs whole. A branch that grew beyond
@@ -456,7 +480,7 @@ class StepPlanner:
             self._write_encoder_steps(plan)
         for rows in step.rows:
             rows.write(plan)
-        self.num_encoder_runs += len(plan.encoder_steps)
+        self.num_encoder_runs += len(plan.encoder_steps) + self._write_media(plan, step)
         if self._state.kv_cache.has_tier:
             plan.stores, plan.loads = self._state.kv_cache.store.take_transfers()
             plan.fetches, plan.saves = self._state.kv_cache.store.take_connector_transfers()
@@ -480,6 +504,14 @@ class StepPlanner:
             slot = self._state.branches[holder_id].request.adapter_slot
             step = EncoderStep(holder_id, table.encoder_input, table.block_ids, adapter_slot=slot)
             plan.encoder_steps.append(step)
+
+    def _write_media(self, plan: SchedulerOutput, step: StepDraft) -> int:
+        """Returns the number of images that the encoder runs over."""
+        num_runs = self._state.media.write(plan)
+        for branch in (*(branch for branch, _, _ in step.allocated), *(rows.branch for rows in step.rows)):
+            if branch.media_end:
+                self._state.media.settle(branch)
+        return num_runs
 
     def _write_down(self, plan: SchedulerOutput, branch: Branch, num_new_tokens: int, appended: BlockIds) -> None:
         branch_id = branch.branch_id

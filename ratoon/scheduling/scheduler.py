@@ -45,7 +45,14 @@ class Scheduler:
         self.kv_cache = KVCacheManager(kv_config, max_model_len, cache_config.enable_prefix_caching)
         self.leases = LeaseTable(self.kv_cache, int(self.kv_cache.num_usable_blocks * cache_config.lease_fraction))
         self.state = SchedulerState(
-            scheduler_config, self.kv_cache, self.leases, swap_costs, speculation, num_adapter_slots, draft_cost
+            scheduler_config,
+            self.kv_cache,
+            self.leases,
+            swap_costs,
+            speculation,
+            num_adapter_slots,
+            draft_cost,
+            cache_config.encoder_cache_size,
         )
         beginnings, self.preemption = SharedPrefills(self.state), Preemption(self.state)
         self.kinds = Kinds(self.state, beginnings, self.preemption)
@@ -239,10 +246,12 @@ class Scheduler:
     # ---- figures and checks ----
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks, and end all leases. Refused (False) while any request is unfinished."""
+        """Drop all cached blocks and outputs of the encoder, and end all leases. Refused (False) while any request is
+        unfinished."""
         if self.state.requests:
             return False
         self.leases.end_all()
+        self.state.media.cache.reset()
         return self.kv_cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:

@@ -133,10 +133,12 @@ class Speculation:
         """A branch is sampled: it may draft, unless its request says otherwise."""
         request = branch.request
         drafters = [self._prediction, *self._drafters] if request.prediction else self._drafters
+        if request.media:  # what drafts on the device would read the ids of placeholders
+            drafters = [one for one in drafters if one is not self._device]
         if drafters and request.speculates:
             branch.speculates = True
             self._drafts[branch] = BranchDrafts(drafters)
-            if self._device is not None:
+            if self._device in drafters:
                 branch.num_to_draft = self.config.num_tokens
 
     def close(self, branch: Branch) -> None:
@@ -258,8 +260,8 @@ class Speculation:
 
     def _length_on_device(self, drafting: BranchDrafts, cost: float, room: int) -> int:
         """The tokens that the device drafts behind the next step of a branch."""
-        record = next(one for one in drafting.records if one.drafter is self._device)
-        if cost > MOST_COST:
+        record = next((one for one in drafting.records if one.drafter is self._device), None)
+        if record is None or cost > MOST_COST:
             return 0
         if self.config.max_seqs is None:
             cost += self._draft_cost

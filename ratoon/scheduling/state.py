@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ratoon.core.adapters import AdapterReport
-from ratoon.core.config import SchedulerConfig, SchedulingPolicy
+from ratoon.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
 from ratoon.core.kv import SwapCosts
@@ -19,6 +19,7 @@ from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, FinishReason, InheritedFrom
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.memory.block_pool import Block
+from ratoon.memory.encoder_cache import EncoderCache
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
 from ratoon.memory.sequence import TokenSequence
@@ -28,6 +29,7 @@ from ratoon.scheduling.branch import NEVER, Branch, BranchStatus, Request
 from ratoon.scheduling.drafters.build import build_drafters
 from ratoon.scheduling.events import EventLog
 from ratoon.scheduling.loading import LoadingBranches
+from ratoon.scheduling.media_inputs import MediaInputs
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.prefix_reads import PrefixReads
 from ratoon.scheduling.queues import FairQueue, sort_key_for
@@ -47,6 +49,7 @@ class SchedulerState:
         speculation: SpeculationConfig | None = None,
         num_adapter_slots: int = 0,
         draft_cost: float = 0.0,
+        encoder_cache_size: int = CacheConfig().encoder_cache_size,
     ) -> None:
         self.config = config
         self.swap_costs = swap_costs
@@ -55,6 +58,7 @@ class SchedulerState:
         self.leases = leases
         self.readings = PrefixReads(kv_cache)
         self.loads = LoadingBranches(kv_cache)
+        self.media = MediaInputs(EncoderCache(encoder_cache_size), config.max_num_encoder_tokens)
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.branches: dict[str, Branch] = {}  # unfinished ones
@@ -152,7 +156,7 @@ class SchedulerState:
     def step_done(self, plan: SchedulerOutput) -> None:
         """A step was executed."""
         step = plan.step
-        if not plan.encoder_steps:  # their cost is not in the number of tokens
+        if not plan.encoder_steps and not plan.scheduled_encoder_inputs:  # their cost is not in the number of tokens
             self.pace.done(step, plan.total_num_scheduled_tokens, self.now)
         self.in_flight = [plan for plan in self.in_flight if plan.step > step]
         if self.left_in_flight:
@@ -193,6 +197,7 @@ class SchedulerState:
         for plan in failed:
             self.finished_rows += plan.finished_req_ids + plan.preempted_req_ids
             self.kv_cache.invalidate_writes(plan)
+            self.media.cache.plan_failed(plan.scheduled_encoder_inputs, plan.free_encoder_mm_hashes)
         for _, blocks in left:
             self.kv_cache.uncache(blocks)
         self._put_in_front(self.loads.fail())
@@ -323,6 +328,8 @@ class SchedulerState:
         """Preempt a branch and take its memory: it is swapped out if `may_swap`, there is room and computing it again
         would take longer; otherwise it is computed again."""
         self.end_rest(branch)
+        if branch.media_end:
+            self.media.cache.release(branch, trusted=trusted)
         if not (may_swap and self._swap_out(branch)):
             branch.request.task.reclaim()
             self.kv_cache.free(branch, trusted)
@@ -342,7 +349,7 @@ class SchedulerState:
         num_computed_tokens = branch.num_computed_tokens
         # A resumed branch must have a token to run. For a trunk swapped out without its beams that is the prompt's last
         # token; the beams' tokens are computed again.
-        branch.num_computed_tokens = min(num_computed_tokens, branch.num_tokens - 1)
+        branch.num_computed_tokens = branch.extra_keys.before_part(min(num_computed_tokens, branch.num_tokens - 1))
         if self.kv_cache.swap_out(branch):
             return True
         branch.num_computed_tokens = num_computed_tokens
@@ -368,6 +375,8 @@ class SchedulerState:
             request.task.release()
             self.resting.pop(branch, None)
             self.loads.forget(branch)
+            if branch.media_end:
+                self.media.cache.release(branch, trusted=trusted)
             is_there = self.discard_in_flight(branch)
             self.speculation.close(branch)
             is_text = ended_well and request.task.branches_are_texts
@@ -413,6 +422,7 @@ class SchedulerState:
         `own_running`, `own_waiting`: what kinds of requests hold and queue beyond the shared queues."""
         self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held])
         self.leases.check()
+        self.media.check(self.branches.values())
         self.speculation.check()
         self.shares.check(request.owner for request in self.requests.values())
         self.adapters.check(self.requests)

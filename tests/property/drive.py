@@ -11,6 +11,7 @@ from hypothesis import event
 
 from ratoon.core.config import CacheConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.media import cut_features, end_of_image, feature_around
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, SchedulerOutput
@@ -24,7 +25,7 @@ from ratoon.core.request import (
     branch_id_of,
 )
 from ratoon.core.speculation import SpeculationConfig
-from ratoon.core.wire import WireTensor
+from ratoon.core.wire import Decoder, WireTensor, encode
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.drafters.device import DeviceDrafter
 from ratoon.scheduling.drafters.interface import Drafter
@@ -34,6 +35,7 @@ from tests.property.adapters import FakeAdapters
 from tests.property.extractions import Reading, rows_of
 from tests.property.fake_runner import FakeRunner, Row
 from tests.property.loads import VOCABULARY, Child, Load
+from tests.property.media import FakeMedia
 from tests.property.references import extend_prefix, next_token
 from tests.property.watches import EncoderWatch, SwapWatch
 
@@ -112,15 +114,21 @@ class Drive:
         load = self.load
         self.scheduler = Scheduler(
             load.scheduler,
-            CacheConfig(enable_prefix_caching=load.caching, lease_fraction=load.lease_fraction),
+            CacheConfig(
+                enable_prefix_caching=load.caching,
+                lease_fraction=load.lease_fraction,
+                encoder_cache_size=load.encoder_cache_size,
+            ),
             load.kv,
             load.max_model_len,
             load.swap_costs,
             num_adapter_slots=load.num_adapter_slots,
         )
         adapters = FakeAdapters(load.num_adapter_slots, load.adapter_slowness, load.broken_adapters)
+        config = load.scheduler
+        media = FakeMedia(load.encoder_cache_size, config.max_num_encoder_tokens, not config.whole_images)
         self.runner = FakeRunner(
-            load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots, adapters
+            load.kv, self.accepted, VOCABULARY, load.burst, load.lateness, load.lost_slots, adapters, media
         )
         self.in_flight: list[tuple[SchedulerOutput, SchedulerOutput, bool]] = []  # plan, as decoded, is one quarantined
         if load.num_guesses and load.num_sources:
@@ -267,6 +275,8 @@ class Drive:
             return
         tokens = parent.prompt_token_ids + received.tokens
         tokens = tokens[: max(1, len(tokens) - child.num_left_out)]
+        if self.load.scheduler.whole_images and feature_around(parent.mm_features, len(tokens)) is not None:
+            return  # which the front end refuses
         kind = "a beam search" if isinstance(parent.params, BeamSearchParams) else "a parent"
         event(f"continuation of {kind} that " + ("runs" if received.finish is None else "has ended"))
         self.arrive(
@@ -278,6 +288,7 @@ class Drive:
                 cache_salt=parent.cache_salt,
                 adapter=parent.adapter,
                 encoder_input=parent.encoder_input,
+                mm_features=cut_features(parent.mm_features, len(tokens)),
                 continuation_of=branch_id_of(parent.request_id, child.choice),
                 continuation_token_ids=child.suffix,
                 retain_kv=child.retain_kv,
@@ -300,6 +311,11 @@ class Drive:
         event("extraction of a parent that " + ("runs" if received.finish is None else "has ended"))
         branch_id = branch_id_of(parent.request_id, reading.choice)
         request = reading.request(name, tokens, parent.cache_salt, parent.encoder_input, branch_id)
+        num_tokens = len(request.prompt_token_ids)
+        if self.load.scheduler.whole_images:
+            num_tokens = end_of_image(parent.mm_features, num_tokens)
+            request.prompt_token_ids = tokens[:num_tokens]
+        request.mm_features = cut_features(parent.mm_features, num_tokens)
         request.adapter = parent.adapter
         self.arrive(request)
 
@@ -314,7 +330,7 @@ class Drive:
             self.scheduler.check()
             self.swaps.after_plan(plan)
             self.encoder.after_plan(plan)
-            decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
+            decoded = Decoder(SchedulerOutput).decode(encode(plan))
             assert decoded == plan
             self.check_limits(plan)
             if plan.is_void:
@@ -411,6 +427,7 @@ class Drive:
 
     def check_limits(self, plan: SchedulerOutput) -> None:
         config = self.load.scheduler
+        self.runner.media.check_budget(plan, not config.enable_chunked_prefill)
         assert plan.total_num_scheduled_tokens <= config.max_num_batched_tokens
         beams = [beam_step for beam_step in plan.beam_steps if beam_step.num_tokens]
         assert len(plan.num_scheduled_tokens) + sum(step.num_beams for step in beams) <= config.max_num_seqs

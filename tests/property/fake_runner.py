@@ -15,11 +15,12 @@ from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
 from ratoon.core.outputs import ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.params import PoolingParams, SamplingParams
-from ratoon.core.plan import BeamStep, CaptureStep, NewRequestData, SchedulerOutput
+from ratoon.core.plan import BeamStep, CaptureStep, InputOverrides, NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
 from tests.property.adapters import FakeAdapters
 from tests.property.block_store import GARBAGE, BlockStore
 from tests.property.extractions import states_of
+from tests.property.media import FakeMedia, value_at
 from tests.property.references import (
     best_candidates,
     encoder_states,
@@ -39,6 +40,8 @@ class Row:
     slot: int  # of its adapter
     cross: list[int]  # blocks that only the encoder writes to
     encoder_input: EncoderInput | None
+    request: EngineCoreRequest
+    overrides: InputOverrides | None = None
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -51,9 +54,10 @@ class Row:
 
     def extend(self, token_ids: list[int]) -> None:
         for token in token_ids:
-            self.token_ids.append(token)
             before = self.prefixes[-1] if self.prefixes else start_of(self.encoder_input)
-            self.prefixes.append(extend_prefix(before, token))
+            value = value_at(token, len(self.token_ids), self.request.mm_features)
+            self.token_ids.append(token)
+            self.prefixes.append(extend_prefix(before, value))
             self.contents.append(hash((self.salt, self.prefixes[-1])))
 
     def fork(self, num_tokens: int) -> Row:
@@ -81,6 +85,7 @@ class FakeRunner:
         lateness: int = 0,
         lost_slots: frozenset[int] = frozenset(),
         adapters: FakeAdapters | None = None,
+        media: FakeMedia | None = None,
     ) -> None:
         self.sizes = [group.spec.block_size for group in kv_config.groups]
         self.cross_size = 1 if kv_config.cross is None else kv_config.cross.spec.block_size
@@ -98,6 +103,7 @@ class FakeRunner:
         self.store = BlockStore(max(*self.sizes, self.cross_size))
         self.lost_slots = lost_slots  # transfers from and to these fail
         self.adapters = adapters or FakeAdapters()
+        self.media = media or FakeMedia(0, 0, cuts_images=True)
         self.spans: list[tuple[str, Row, int]] = []  # of the last plan's captures: id, row, tokens
         self.ran: dict[str, tuple[Row, int]] = {}  # of the last plan: rows before it, and their tokens
         self.named_before: set[str] = set()  # by steps that raised: they may be named again, known or not
@@ -120,6 +126,7 @@ class FakeRunner:
         held = self._readers(plan, self.spans)
         assert held.keys().isdisjoint(load.block for load in plan.loads), "a branch does not wait for its blocks"
         self._run_encoder(plan, held)
+        self.media.run(plan)
         for row_id, tokens in plan.scheduled_spec_decode_tokens.items():
             row, count = self.rows[row_id], plan.num_scheduled_tokens[row_id]
             assert row.num_computed_tokens + count == len(row.token_ids) + len(tokens), "drafts of unknown tokens"
@@ -131,6 +138,7 @@ class FakeRunner:
         for row_id, row, count in scheduled:
             self._read(row_id, row, count)
             self._read_across(row_id, row)
+            self.media.read(row.overrides, row.request, range(row.num_computed_tokens, row.num_computed_tokens + count))
             self.adapters.read(row.slot, self._request_of(row_id.rpartition(" of ")[2]))
         for step in plan.encoder_steps:
             self.adapters.read(step.adapter_slot, self._request_of(step.req_id))
@@ -206,12 +214,14 @@ class FakeRunner:
 
     def _row_of(self, branch_id: str, plan: NewRequestData | CaptureStep) -> Row:
         """With the tables that the plan gives it, and no token."""
-        encoder_input = self._request_of(branch_id).encoder_input
+        request = self._request_of(branch_id)
+        encoder_input = request.encoder_input
         num_positions = 0 if encoder_input is None else encoder_input.num_positions
         assert plan.num_encoder_positions == num_positions
         assert len(plan.cross_block_ids) == -(-num_positions // self.cross_size)
         tables = [list(ids) for ids in plan.block_ids]
-        return Row([], tables, self._salt_of(branch_id), plan.adapter_slot, plan.cross_block_ids, encoder_input)
+        salt, cross = self._salt_of(branch_id), plan.cross_block_ids
+        return Row([], tables, salt, plan.adapter_slot, cross, encoder_input, request, plan.overrides)
 
     def _request_of(self, branch_id: str) -> EngineCoreRequest:
         return self.requests[branch_id.split("#")[0]]

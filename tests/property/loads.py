@@ -18,12 +18,15 @@ from ratoon.core.kv import (
     SlidingWindowSpec,
     SwapCosts,
 )
+from ratoon.core.media import MediaFeature
 from ratoon.core.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.structured import StructuredOutput
 from tests.property.adapters import ADAPTERS
 from tests.property.choices import among, number, number_or_none
 from tests.property.extractions import Reading, readings, states_of_texts
+from tests.property.media import INPUTS as PICTURE_INPUTS
+from tests.property.media import with_media
 
 OWNERS = ["ada", "bob", "eve", None]
 VOCABULARY = 6
@@ -34,6 +37,7 @@ FAMILIES = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2, 3, 3, 4, 4], [1, 2, 3, 4, 2, 2,
 FAMILY = st.sampled_from(FAMILIES)
 INPUT = st.sampled_from(INPUTS)
 TOKENS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+PICTURES = st.lists(st.tuples(st.sampled_from([0, 2, 2, 3]), st.integers(0, len(PICTURE_INPUTS) - 1)), max_size=3)
 SUFFIX = st.lists(st.integers(0, 4), max_size=4)
 STOPS = st.sampled_from([[], [], [EOS], [EOS, 0]])
 ANY_GRAMMAR = StructuredOutput(json_object=True)  # the model without weights has one of its own
@@ -100,6 +104,7 @@ class Load:
     num_guesses: int  # that a branch of some requests has for its next tokens, at the most
     num_sources: int  # of drafts, from which these come; 0: they are proposed from outside
     drafts_on_device: bool  # the last of these sources is on the device
+    encoder_cache_size: int  # rows of images
 
 
 @st.composite
@@ -173,6 +178,9 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
         params.return_hidden_states = draw(states_of_texts())
         if not is_search:
             params.stop = ["."] if draw(among(False, False, True)) else None
+    features: list[MediaFeature] = []
+    if "seeing" in traits:
+        prompt, features = with_media(prompt, draw(PICTURES))
     return EngineCoreRequest(
         f"r{index}",
         prompt,
@@ -182,6 +190,7 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
         cache_salt=draw(among(None, None, "a", "b")),
         adapter=draw(among(None, *ADAPTERS)) if "adapted" in traits else None,
         encoder_input=draw(INPUT) if has_encoder else None,
+        mm_features=features,
         retain_kv=draw(among(1000.0, 1000.0, 4.0, None)),
     )
 
@@ -227,11 +236,12 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     """rooted: memory for leases, and many continuations; searching: many beams, and memory for a few of them; reading:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
     some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
-    tokens are guessed; adapted: requests name adapters, of which there are more than slots."""
-    rooted, swapping, adapted = "rooted" in traits, "swapping" in traits, "adapted" in traits
+    tokens are guessed; adapted: requests name adapters, of which there are more than slots; seeing: prompts have
+    images."""
+    rooted, swapping, adapted, seeing = (trait in traits for trait in ("rooted", "swapping", "adapted", "seeing"))
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]
-    has_encoder = "encoding" in traits or draw(among(False, False, True))
+    has_encoder = "encoding" in traits or (not seeing and draw(among(False, False, True)))
     num_requests = draw(number(4 if swapping else 1, 10))
     all_requests = [draw(requests(index, traits, has_encoder)) for index in range(num_requests)]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
@@ -243,7 +253,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     ids += [f"{request.request_id}.states" for request in all_requests]
     some_steps = _some_steps(tuple(ids))
     branch_ids = [f"r{index}{suffix}" for index in range(num_requests) for suffix in ("", "", "#1")]
-    max_model_len = draw(number(16, 40))
+    max_model_len = draw(number(30, 50) if seeing else number(16, 40))
     burst = draw(among(1, 1, 3))
     lateness = draw(among(0, 0, 2, 6))
     return Load(
@@ -257,6 +267,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
             enable_chunked_prefill=draw(among(True, True, False)),
             max_steps_of_branch=draw(among(None, None, 1)),
             num_rounds=draw(among(1, 1, 2, 3)),
+            whole_images=seeing and draw(BOOLEAN),
         ),
         draw(kv_configs(max_model_len, shares, has_encoder, host_shares)),
         caching=draw(among(True, True, True, False)),
@@ -287,4 +298,5 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
         num_sources=draw(among(0, 1, 2)),
         drafts_on_device=draw(BOOLEAN),
+        encoder_cache_size=draw(among(6, 6, 8, 11, 100)) if seeing else 1,
     )

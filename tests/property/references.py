@@ -14,6 +14,7 @@ from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.wire import WireTensor
 from ratoon.scheduling.beams import BeamSearch, Hypothesis
 from tests.property.extractions import states_of
+from tests.property.media import value_at
 
 
 def start_of(encoder_input: EncoderInput | None) -> int:
@@ -25,11 +26,12 @@ def extend_prefix(prefix: int, token: int) -> int:
     return hash((prefix, token))
 
 
-def prefixes_of(token_ids: list[int], encoder_input: EncoderInput | None) -> list[int]:
-    """The prefix that ends with each token."""
+def prefixes_of(request: EngineCoreRequest) -> list[int]:
+    """The prefix that ends with each token of its prompt."""
     prefixes: list[int] = []
-    for token in token_ids:
-        prefixes.append(extend_prefix(prefixes[-1] if prefixes else start_of(encoder_input), token))
+    for position, token in enumerate(request.prompt_token_ids):
+        before = prefixes[-1] if prefixes else start_of(request.encoder_input)
+        prefixes.append(extend_prefix(before, value_at(token, position, request.mm_features)))
     return prefixes
 
 
@@ -44,7 +46,7 @@ def next_token(prefix: int, seed: int, num_output_tokens: int, params: SamplingP
 def reference_tokens(request: EngineCoreRequest, seed: int, max_total_tokens: int, vocabulary: int) -> list[int]:
     """The expected result of one choice, computed alone."""
     prompt, params = request.prompt_token_ids, request.params
-    prefix = prefixes_of(prompt, request.encoder_input)[-1]
+    prefix = prefixes_of(request)[-1]
     output: list[int] = []
     while len(prompt) + len(output) < max_total_tokens:
         token = next_token(prefix, seed, len(output), params, vocabulary)
@@ -91,7 +93,7 @@ def reference_texts(
 ) -> list[Hypothesis]:
     """The expected result of a beam search, computed alone."""
     search = BeamSearch(params, max_total_tokens - len(request.prompt_token_ids))
-    prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)[-1:]
+    prefixes = prefixes_of(request)[-1:]
     while not search.done:
         found = best_candidates(prefixes, search.scores, search.num_candidates, params, search.num_tokens, vocabulary)
         moves = search.advance(found.scores, found.beams, found.token_ids)
@@ -104,7 +106,7 @@ def reference_states(request: EngineCoreRequest, extraction: Extraction) -> Wire
     if extraction.of_encoder:
         assert request.encoder_input is not None
         return encoder_states(request.encoder_input, extraction.positions, extraction.layers, extraction.dtype)
-    prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)
+    prefixes = prefixes_of(request)
     return states_of([prefixes[position] for position in extraction.positions], extraction.layers, extraction.dtype)
 
 
@@ -115,7 +117,7 @@ def encoder_states(encoder_input: EncoderInput, positions: list[int], layers: li
 
 def reference_vector(request: EngineCoreRequest, params: PoolingParams) -> WireTensor:
     """What a prompt's vector must be: a number for each row that went into it, in order."""
-    prefixes = prefixes_of(request.prompt_token_ids, request.encoder_input)
+    prefixes = prefixes_of(request)
     return vector_of(prefixes if params.pooling == "mean" else prefixes[-1:])
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 
 from ratoon.core.plan import SchedulerOutput
+from ratoon.core.wire import Buffer, encode
 from ratoon.memory import kv_cache_manager
 from tests import seeds
 from tests.property.drive import Drive
@@ -28,12 +28,12 @@ def late_registration() -> Iterator[None]:
 class RecordingDrive(Drive):
     def start(self) -> None:
         super().start()
-        self.plans: list[bytes] = []
+        self.plans: list[Buffer] = []
         schedule = self.scheduler.schedule
 
         def record() -> SchedulerOutput:
             plan = schedule()
-            self.plans.append(msgspec.msgpack.encode(plan))
+            self.plans.append(encode(plan)[0])
             return plan
 
         self.scheduler.schedule = record
@@ -120,6 +120,27 @@ def test_continuations_and_readings_have_the_adapter_of_their_parent(load: Load)
 
 @given(loads("adapted", "owned", "swapping"))
 def test_requests_with_adapters_that_were_preempted_go_on_where_they_were(load: Load) -> None:
+    run(load)
+
+
+@examples(400)
+@given(loads("seeing"))
+def test_prompts_read_the_rows_of_their_own_images(load: Load) -> None:
+    run(load)
+
+
+@given(loads("seeing", "rooted", "reading", "restarting"))
+def test_continuations_and_readings_have_the_images_of_their_parent(load: Load) -> None:
+    run(load)
+
+
+@given(loads("seeing", "swapping", "searching"))
+def test_requests_with_images_that_were_preempted_go_on_where_they_were(load: Load) -> None:
+    run(load)
+
+
+@given(loads("seeing", "owned", "guessing"))
+def test_owners_share_steps_in_which_images_run_whole(load: Load) -> None:
     run(load)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import event
 
 from ratoon.core.adapters import Adapter
+from ratoon.core.media import IMAGE
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
 from ratoon.scheduling.beam_group import BeamGroup
@@ -76,8 +77,10 @@ class EncoderWatch:
         self._is_complete = scheduler.kv_cache.enable_caching  # False: something was lost, or is never kept
         self._runs: Counter[tuple[Adapter | None, str | None, bytes]] = Counter()
         self._num_reads = 0
+        self._num_images = 0
 
     def after_plan(self, plan: SchedulerOutput) -> None:
+        self._num_images += sum(media.modality == IMAGE for media in plan.scheduled_encoder_inputs.values())
         if not self._scheduler.kv_cache.has_cross_group:
             assert plan.encoder_steps == []
             return
@@ -102,7 +105,7 @@ class EncoderWatch:
         self._names = names
 
     def check_end(self) -> None:
-        assert self._scheduler.stats().num_encoder_runs == self._runs.total() + self._num_reads
+        assert self._scheduler.stats().num_encoder_runs == self._runs.total() + self._num_reads + self._num_images
         if self._runs and self._is_complete:
             event("no encoder input was lost")
             assert set(self._runs.values()) == {1}, "an encoder input ran twice"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.errors import DeadlineError, RequestError
+from ratoon.core.media import end_of_image
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import MAX_CAPTURE_SPANS, CaptureStep, EncoderStep, SchedulerOutput
@@ -114,7 +115,8 @@ class ExtractionKind(RequestKind):
             if request.encoder_input is None or positions[-1] >= request.encoder_input.num_positions:
                 raise RequestError("positions", last, "positions of the encoder input")
         elif positions[-1] >= num_prompt_tokens or (
-            positions[-1] != num_prompt_tokens - 1 and not self._state.config.whole_prompts
+            end_of_image(request.mm_features, positions[-1] + 1) != num_prompt_tokens
+            and not self._state.config.whole_prompts
         ):
             raise RequestError("positions", last, "a prompt that ends with the last position")
         if not extraction.layers:
@@ -122,7 +124,12 @@ class ExtractionKind(RequestKind):
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
         assert isinstance(request.params, Extraction)
-        opened = Request(request, sequence_number, self.max_total_tokens(request))
+        opened = Request(
+            request,
+            sequence_number,
+            self.max_total_tokens(request),
+            whole_images=self._state.config.whole_images,
+        )
         opened.task = ExtractionTask(opened.branches[0], request.params, self.queue, self._state.now)
         return opened
 
@@ -163,7 +170,8 @@ class ExtractionKind(RequestKind):
             return None
         room = step.room(aged.owner)
         most = room - 1 if room > 1 or step.shares is None else room * (aged.num_passed_by % 2)
-        return aged.owner, min(max(most, 0), self._share_of_aged)
+        share = max(self._share_of_aged, self._state.media.least_tokens(aged.branch))
+        return aged.owner, min(max(most, 0), share)
 
     def plan_early(self, step: StepDraft) -> bool:
         """One that was overtaken too often gets its share before waiting branches."""
@@ -227,6 +235,11 @@ class ExtractionKind(RequestKind):
         if begins and not self._begin(step, task):
             return False
         spans = task.next_spans(branch.num_computed_tokens, budget, max_spans)
+        if branch.media_end and not (spans := self._fit_media(step, branch, spans)):
+            if begins:
+                self._state.reclaim(branch)
+                del step.encoder_lengths[num_encoder_inputs:]
+            return False
         num_written = sum(count for _, count, is_written in spans if is_written)
         if self._state.config.whole_prompts and num_written < branch.num_tokens:
             self._state.reclaim(branch)
@@ -238,11 +251,20 @@ class ExtractionKind(RequestKind):
                 if begins or task is not self.queue.aged:
                     self._state.reclaim(branch)
                     del step.encoder_lengths[num_encoder_inputs:]
+                self._state.media.settle(branch)
                 return False
         if begins:
             self._state.events.scheduled(branch, self._state.now)
         step.add_rows(PlannedCapture(task, spans, self._state))
         return True
+
+    def _fit_media(self, step: StepDraft, branch: Branch, spans: list[Span]) -> list[Span]:
+        """The spans, as far as the images that they read are there, or run in this step."""
+        most = min(step.budget, self._state.max_step_tokens)
+        fitting = self._state.media.fit_spans(branch, spans, most)
+        if not fitting:
+            self._state.media.settle(branch)
+        return fitting
 
     def _share_rows(self, step: StepDraft, task: ExtractionTask) -> bool:
         """Let an extraction that has not begun read rows of its parent, if the step computes all of them: all branches

@@ -159,6 +159,7 @@ class GenerationKind(RequestKind):
             seed=params.seed,
             speculates=params.speculate,
             prediction=params.prediction_token_ids,
+            whole_images=self._state.config.whole_images,
         )
         opened.task = task = GenerationTask(opened, params, self._with_prompt_logprobs)
         if request.resumed is not None:

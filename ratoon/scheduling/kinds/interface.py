@@ -18,6 +18,7 @@ from ratoon.scheduling.admission import (
     longest_total,
     verify_continuation,
     verify_encoder_input,
+    verify_media,
     verify_memory,
     verify_prompt,
 )
@@ -49,6 +50,8 @@ class RequestKind:
         state = self._state
         packed = verify_prompt(request, state.config, state.kv_cache.max_model_len, self.generates)
         verify_encoder_input(request, state.kv_cache)
+        if request.mm_features:
+            verify_media(request, state.config, state.max_step_tokens, state.media.cache.capacity)
         state.adapters.verify(request.adapter)
         if request.resumed is not None and not self.resumes:
             raise RequestError("resumed", "has no meaning but for sampled tokens", "None: it starts again")

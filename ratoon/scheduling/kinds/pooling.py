@@ -45,7 +45,12 @@ class PoolingKind(RequestKind):
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
         assert isinstance(request.params, PoolingParams)
-        opened = Request(request, sequence_number, self.max_total_tokens(request))
+        opened = Request(
+            request,
+            sequence_number,
+            self.max_total_tokens(request),
+            whole_images=self._state.config.whole_images,
+        )
         opened.task = PoolingTask(request.params)
         return opened
 

@@ -99,7 +99,13 @@ class SearchKind(RequestKind):
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
         params, max_total_tokens = _params_of(request), self.max_total_tokens(request)
-        opened = Request(request, sequence_number, max_total_tokens, num_choices=params.n)
+        opened = Request(
+            request,
+            sequence_number,
+            max_total_tokens,
+            num_choices=params.n,
+            whole_images=self._state.config.whole_images,
+        )
         (trunk,) = opened.branches
         trunk.num_rows = params.beam_width
         max_new = max_total_tokens - opened.num_prompt_tokens

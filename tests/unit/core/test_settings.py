@@ -25,8 +25,8 @@ from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS, configure,
 from ratoon.core.speculation import SpeculationConfig
 
 NOT_SET_BY_PEOPLE = {
-    "model", "cache", "scheduler", "speculation", "adapters", "media", "whole_prompts", "max_steps_of_branch",
-    "num_rounds", "free_rows",
+    "model", "cache", "scheduler", "speculation", "adapters", "media", "whole_images", "whole_prompts",
+    "max_steps_of_branch", "num_rounds", "free_rows",
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
