@@ -6,12 +6,8 @@ token sees all others, the selector asks for the last one in any case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
-
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.media import MediaFeature
+from ratoon.core.media import cut_features, end_of_image
 from ratoon.core.params import ENCODER, HiddenStatesParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
@@ -48,21 +44,17 @@ def extract_from_root(
         num_prompt_tokens = len(root.prompt_token_ids)
         selection = selector.select(params, num_prompt_tokens, len(token_ids) - num_prompt_tokens)
         request = _request(request_id, token_ids, root.encoder_input, selection)
+        if root.mm_features:
+            num_tokens = end_of_image(root.mm_features, len(request.prompt_token_ids))
+            request.prompt_token_ids = token_ids[:num_tokens]
+            request.mm_features = root.media_at(num_tokens, whole_images=False)
+        request.rope = root.rope
         request.continuation_of = root.branch_id(choice)
         request.continuation_token_ids = []
     request.cache_salt = root.cache_salt
     request.owner = root.owner
     request.preferred_rank = root.engine
     return request, selection
-
-
-def cut_features(features: Sequence[MediaFeature], num_tokens: int) -> list[MediaFeature]:
-    """What so many first tokens have of these. A run of placeholders that goes on behind them has its first rows."""
-    return [
-        msgspec.structs.replace(one, length=min(one.length, num_tokens - one.offset))
-        for one in features
-        if one.offset < num_tokens
-    ]
 
 
 def _of_encoder(

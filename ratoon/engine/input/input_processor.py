@@ -15,7 +15,7 @@ from typing import Any
 
 from ratoon.core.config import CacheConfig, MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.media import EMBEDS
+from ratoon.core.media import EMBEDS, cut_rope
 from ratoon.core.params import (
     MAX_HIDDEN_STATES_BYTES,
     MAX_LOGPROBS,
@@ -173,6 +173,8 @@ class InputProcessor:
         return EngineCoreRequest(
             prompt_token_ids=inherited + suffix_ids,
             encoder_input=parent.encoder_input,
+            mm_features=parent.media_at(len(inherited), self._has_whole_images),
+            rope=cut_rope(parent.rope, self._model_config.rope_axes, len(inherited)),
             params=self._params.complete(params, num_prompt_tokens, parent.encoder_input),
             eos_token_id=self._eos_token_id,
             continuation_of=parent.branch_id(choice),
@@ -229,6 +231,11 @@ class InputProcessor:
             request.cache_salt, request.owner = cache_salt, owner
         request.external_id, request.arrival_time = request_id, envelope["arrival_time"]
         return request, selection
+
+    @property
+    def _has_whole_images(self) -> bool:
+        media = self._model_config.media
+        return media is not None and media.attends_both_ways
 
     @property
     def _eos_token_id(self) -> int | None:

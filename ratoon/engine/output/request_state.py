@@ -14,6 +14,7 @@ from ratoon.core.adapters import Adapter
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import refusal_of
+from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.outputs import (
     CompletionOutput,
     Continuation,
@@ -72,6 +73,8 @@ class RequestState:
     prompt_logprobs: PromptLogprobsCollector | None
     encoder_prompt: str | None = None  # of an encoder-decoder model, as is the next; `prompt` is then the decoder's
     encoder_input: EncoderInput | None = None
+    mm_features: list[MediaFeature] = field(default_factory=list)
+    rope: RopePositions | None = None
     answer: PendingAnswer | None = None  # set: its result is not text; its one choice gets no token
     reading: Reading | None = None  # set once a choice has ended, where it asked for hidden states
     reads: tuple[RequestState, int] | None = None  # set: this is read for a choice of another request
@@ -321,6 +324,8 @@ class RequestState:
             prompt_token_ids=self.prompt_token_ids,
             choices=[list(choice.detokenizer.token_ids) for choice in self.choices],
             encoder_input=self.encoder_input,
+            mm_features=self.mm_features,
+            rope=self.rope,
             cache_salt=self.cache_salt,
             adapter=self.adapter,
             owner=self.owner,
@@ -366,6 +371,8 @@ def make_request_state(
         prompt_logprobs=prompt_logprobs,
         encoder_prompt=encoder_prompt,
         encoder_input=request.encoder_input,
+        mm_features=request.mm_features,
+        rope=request.rope,
         answer=answer,
         beam_search=isinstance(params, BeamSearchParams),
         owner=request.owner,

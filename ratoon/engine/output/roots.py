@@ -16,10 +16,11 @@ from ratoon.core.adapters import Adapter
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.media import MediaFeature, RopePositions, cut_features, feature_around
 from ratoon.core.request import branch_id_of
 from ratoon.core.structured import StructuredOutput
 
-MAX_FEATURE_BYTES = 256 * 2**20  # of the audio features of all roots together; tokens are few beside them
+MAX_FEATURE_BYTES = 256 * 2**20  # of audio features and media of all roots together; tokens are few beside them
 
 
 @dataclass(slots=True)
@@ -37,11 +38,17 @@ class Root:
     ended_at: float = field(default_factory=time.time)  # wall-clock time
     encoder_input: EncoderInput | None = None  # what its encoder read; the prompt is then the decoder's
     structured_output: StructuredOutput | None = None  # what its text had to match; `first_token` is where that begins
+    mm_features: list[MediaFeature] = field(default_factory=list)  # images and other media of its prompt
+    rope: RopePositions | None = None  # that go with them
 
     @property
     def feature_bytes(self) -> int:
         features = None if self.encoder_input is None else self.encoder_input.features
-        return 0 if features is None else features.data.nbytes
+        num_bytes = 0 if features is None else features.data.nbytes
+        if self.mm_features:  # an image may stand in several places
+            inputs = {feature.content_hash: feature.data.features for feature in self.mm_features}
+            num_bytes += sum(pixels.data.nbytes for pixels in inputs.values())
+        return num_bytes
 
     def branch_id(self, choice: int) -> str:
         """What the engine calls this choice."""
@@ -62,6 +69,16 @@ class Root:
         if isinstance(at, bool) or not isinstance(at, int) or not 1 <= at <= len(token_ids):
             raise RequestError("at", f"{at!r} is not a position in the parent", f"1 to {len(token_ids)} tokens")
         return token_ids[:at]
+
+    def media_at(self, num_tokens: int, whole_images: bool, field: str = "at") -> list[MediaFeature]:
+        """Returns the media of the first `num_tokens` of the sequence. `whole_images`: rows of an image see each other
+        in both directions, so that none can be cut."""
+        image = feature_around(self.mm_features, num_tokens) if whole_images else None
+        if image is not None:
+            end = image.offset + image.length
+            problem = f"{num_tokens} tokens end within an image, whose rows see each other in both directions"
+            raise RequestError(field, problem, f"{image.offset}, before it, or {end}, behind it")
+        return cut_features(self.mm_features, num_tokens)
 
     def structured_output_at(self, num_tokens: int) -> StructuredOutput:
         """Returns the structured output of a continuation that goes on with the grammar after so many tokens of the

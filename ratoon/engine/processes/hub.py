@@ -101,6 +101,8 @@ class Running:
             leased=request.retain_kv is not None,
             searching=isinstance(params, BeamSearchParams),
             encoder_input=request.encoder_input,
+            mm_features=request.mm_features,
+            rope=request.rope,
             structured_output=asked,
         )
 
