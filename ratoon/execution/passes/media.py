@@ -38,19 +38,20 @@ class MediaRunner:
         encoder = getattr(model, "media_encoder", None)
         if encoder is None:
             raise ValueError("a plan has images, and the model has no encoder for them")
-        outputs = encoder.encode(list(pictures.values()), self._attention())
+        outputs = encoder.encode(list(pictures.values()), self._attend_segments)
         self.num_runs += len(pictures)
         for (key, media), rows in zip(pictures.items(), outputs, strict=True):
             if len(rows) != media.num_rows:
                 raise ValueError(f"the encoder made {len(rows)} rows of {key!r}, not {media.num_rows}")
-            self._embeddings.put(key, rows)
+            # A part of a larger tensor would keep all of it in memory
+            self._embeddings.put(key, rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone())
 
-    def _attention(self) -> SegmentAttention:
-        if self._attend is None:
+    def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+        if self._attend is None:  # most engines never see an image
             from ratoon.attention.segments import build_segment_attention
 
             self._attend = build_segment_attention(self._device, self._dtype)
-        return self._attend
+        return self._attend(q, k, v, lengths)
 
     def release(self) -> None:
         """Drops all rows, because memory is freed."""

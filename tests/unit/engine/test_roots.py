@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.errors import ConfigError, UnknownParentError
+from ratoon.core.errors import ConfigError, RequestError, UnknownParentError
+from ratoon.core.media import EMBEDS, IMAGE, MediaFeature, MediaInput
 from ratoon.core.settings import engine_config
 from ratoon.core.wire import WireTensor
 from ratoon.engine.output.roots import Root, RootTable
@@ -49,6 +52,39 @@ def test_audio_of_one_owner_does_not_push_out_anothers() -> None:
     for number in range(5):
         table.add(root(f"a{number}", "ada", 200))
     assert ids(table, "bob") == {"b"} and ids(table, "ada") == {"a2", "a3", "a4"}
+
+
+def picture(offset: int, length: int, name: str = "cat", num_bytes: int = 100, modality: str = IMAGE) -> MediaFeature:
+    return MediaFeature(
+        offset, length, name, MediaInput(modality, length, WireTensor("uint8", (num_bytes,), bytes(num_bytes)))
+    )
+
+
+def test_images_count_among_the_bytes_of_roots_each_once() -> None:
+    table = RootTable(100, max_feature_bytes=1000)
+    for name in ("a", "b"):
+        table.add(replace(root(name), mm_features=[picture(0, 4), picture(4, 4), picture(9, 4, "dog", 300)]))
+    assert [one.feature_bytes for one in table.list()] == [400, 400]
+    table.add(root("c", feature_bytes=400))
+    assert ids(table) == {"b", "c"}
+
+
+def test_the_images_before_a_place_in_a_root_the_last_of_them_cut() -> None:
+    seeing = replace(root("a"), mm_features=[picture(2, 4), picture(8, 5, "dog")])
+    assert seeing.media_at(13, whole_images=True) == seeing.mm_features
+    assert seeing.media_at(8, whole_images=True) == seeing.mm_features[:1]
+    assert seeing.media_at(2, whole_images=True) == []
+    cut = seeing.media_at(11, whole_images=False)
+    assert [(one.offset, one.length, one.data.num_rows) for one in cut] == [(2, 4, 4), (8, 3, 5)]
+    assert seeing.mm_features[1].length == 5, "the root keeps its own"
+
+
+def test_an_image_whose_rows_see_each_other_in_both_directions_is_not_cut() -> None:
+    seeing = replace(root("a"), mm_features=[picture(2, 4)])
+    with pytest.raises(RequestError, match=r"at: 3 tokens end within an image.*2, before it, or 6, behind it"):
+        seeing.media_at(3, whole_images=True)
+    words = replace(root("a"), mm_features=[picture(0, 6, modality=EMBEDS)])
+    assert words.media_at(3, whole_images=True)[0].length == 3, "text can be cut"
 
 
 def test_a_table_of_no_size_remembers_nothing() -> None:

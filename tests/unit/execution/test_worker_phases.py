@@ -9,6 +9,7 @@ import torch
 
 from ratoon.core.config import CacheConfig, EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError
+from ratoon.core.media import MediaConfig, VisionConfig
 from ratoon.core.worker import PoolSize, agree_on_pool
 from ratoon.execution.worker import Worker
 from ratoon.layers.native_ops import native_ops_reasons
@@ -45,6 +46,21 @@ def test_each_phase_tells_what_it_found() -> None:
     made.warm_up()
     assert made.stats.num_computed_tokens == 0 and made.stats.graphs is None
     made.close()
+
+
+def test_room_for_rows_of_images_is_left_beside_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline by its first stage, which has the encoder."""
+    monkeypatch.setattr("ratoon.execution.kv.kv_memory.free_memory", lambda device: 2 * 2**20)
+    vision = VisionConfig(8, 16, 1, 2, patch_size=4)
+    seeing = replace(MODEL, media=MediaConfig("fake", vision, image_token_id=3))
+    sizes = {}
+    for name, model in (("text", MODEL), ("seeing", seeing)):
+        made = worker(model=model, memory_fraction=0.5, encoder_cache_size=1024)
+        made.choose()
+        made.load()
+        sizes[name] = made.measure().pool.num_blocks
+    bytes_per_block = 2 * 4 * 2 * 4 * 4 * 2
+    assert sizes["text"] - sizes["seeing"] == 1024 * MODEL.hidden_size * 4 // bytes_per_block
 
 
 def test_ranks_with_different_memory_allocate_the_smaller_pool() -> None:
