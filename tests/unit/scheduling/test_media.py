@@ -294,12 +294,20 @@ def test_a_preempted_prompt_runs_its_image_again_only_if_its_rows_are_gone() -> 
 
 
 def test_a_prompt_that_was_swapped_out_within_an_image_goes_on_there() -> None:
-    scheduler = seeing_scheduler(num_blocks=8, num_host_blocks=20, cache_size=9, max_num_batched_tokens=7)
-    add(scheduler, "a", 8, max_tokens=16)
-    add(scheduler, "b", 2, ("cat", 9), 1, max_tokens=4, text=600)
-    plans = finish(scheduler)
-    returned = [new for plan in plans for new in plan.scheduled_new_reqs if new.req_id == "b"]
-    assert sum(runs(plan) == ["cat"] for plan in plans) >= 1 and returned[-1].overrides is not None
+    scheduler = seeing_scheduler(num_blocks=9, num_host_blocks=20, cache_size=20, max_num_batched_tokens=3)
+    add(scheduler, "a", 8, max_tokens=14)
+    add(scheduler, "b", 2, ("cat", 20), 1, max_tokens=4, text=600)
+    plans = []
+    while not any(plan.preempted_req_ids == ["b"] for plan in plans):
+        plans.append(step(scheduler)[0])
+    num_computed = sum(plan.num_scheduled_tokens.get("b", 0) for plan in plans)
+    assert 2 < num_computed < 22, "within the image"
+    dog = seeing("c", ("dog", 5)).mm_features[0].data
+    assert scheduler.state.media.cache.schedule("other", "dog", dog), "it holds nothing while it waits"
+    scheduler.state.media.cache.release("other")
+    later = finish(scheduler)
+    ((resumed, new),) = [(plan, new) for plan in later for new in plan.scheduled_new_reqs]
+    assert (new.req_id, new.num_computed_tokens, runs(resumed)) == ("b", num_computed, ["cat"])
 
 
 # ---- hidden states ----
