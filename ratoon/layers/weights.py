@@ -141,6 +141,13 @@ class Weights:
         elsewhere.adapter_targets, elsewhere.adapter_tables, elsewhere.requests = {}, {}, []
         return elsewhere
 
+    def replicated(self) -> Weights:
+        """The same view for layers that every rank has whole, and that adapters do not change: encoders of pictures."""
+        whole = copy(self)
+        whole.shard = Shard()
+        whole.adapter_targets, whole.adapter_tables = {}, {}
+        return whole
+
     def has(self, name: str) -> bool:
         return self.prefix + name in self.source.shapes()
 

@@ -1,0 +1,1 @@
+"""Encoders of images and video, one file for each family, over shared layers (vit.py)."""
