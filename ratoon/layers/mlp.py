@@ -17,7 +17,7 @@ from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")  # those of Ops.activation
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu")  # those of Ops.activation
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -32,7 +32,7 @@ from ratoon.layers.torch_ops import mask_lookup
 Tensor = torch.Tensor
 
 DTYPES_16 = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the names of stored tensors
-_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "gelu": 3}
+_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "quick_gelu": 4}
 
 
 class NativeLinear:

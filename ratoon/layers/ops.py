@@ -194,5 +194,6 @@ class Ops(Protocol):
         ...
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        """Elementwise: "silu", "relu", "gelu" (exact), "gelu_new" / "gelu_pytorch_tanh" (tanh form)."""
+        """Elementwise: "silu", "relu", "gelu" (exact), "gelu_new" / "gelu_pytorch_tanh" (tanh form),
+        "quick_gelu" (sigmoid form)."""
         ...

@@ -70,6 +70,8 @@ def activate(x, KIND: tl.constexpr):
         return x * tl.sigmoid(x)
     elif KIND == "relu":
         return tl.maximum(x, 0.0)
+    elif KIND == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:

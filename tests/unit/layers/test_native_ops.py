@@ -110,7 +110,7 @@ def test_activations_equal_the_float64_functions(ops, width):
     gate, up = x.double().chunk(2, dim=1)
     error = (ops.silu_and_mul(x) - exact.silu_and_mul(x.double())).abs()
     assert (error <= 5 * UNIT * (gate * up).abs()).all()
-    for kind in ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"):
+    for kind in ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu"):
         error = (ops.activation(x, kind) - exact.activation(x.double(), kind)).abs()
         num_roundings = 6 if kind == "gelu" else 4
         assert (error <= num_roundings * UNIT * x.double().abs()).all(), kind

@@ -152,6 +152,7 @@ def test_activations_follow_their_formulas() -> None:
         "gelu": 0.5 * wide * (1 + torch.erf(wide / math.sqrt(2))),
         "gelu_new": tanh_form,
         "gelu_pytorch_tanh": tanh_form,
+        "quick_gelu": wide / (1 + (-1.702 * wide).exp()),
     }
     for kind, exact in expected.items():
         assert_close(ops.activation(x, kind), exact, torch.float32)

@@ -66,7 +66,7 @@ TOLERANCES = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 # Triton's interpreter cuts a number off where it converts it to bfloat16.
 ROUNDED = {torch.float32, torch.float16} | ({torch.bfloat16} if DEVICE.type == "cuda" else set())
-KINDS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+KINDS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
