@@ -1,8 +1,8 @@
 """Attention of encoders of pictures: every row attends to all rows of its own run, in both directions. Nothing is kept.
 
-torch's own attention does it, one call for neighbours of equal length on a CPU, one call for all runs on a GPU. On a CPU
-it takes as long as the kernel over pages (cpu.py) with heads of 64, and 0.6 to 0.8 times as long with heads of 80, and
-takes heads of any size; that kernel would first copy keys and values to pages.
+torch's own attention does it: one call for neighbours of equal length on a CPU, one call for all runs on a GPU. On a
+CPU it takes as long as the kernel over pages (cpu.py) with heads of 64, and 0.6 to 0.8 times as long with heads of 80,
+and takes heads of any size; that kernel would first copy keys and values to pages.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbeddin
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.shard import Shard, Stage
 from ratoon.layers.weights import Weights
+from ratoon.models.media_encoder import MediaEncoder
 
 Tensor = torch.Tensor
 
@@ -98,6 +99,7 @@ class LanguageModel:
     encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
     embed: VocabParallelEmbedding
     input: Callable[..., Tensor] | None = None  # of tokens and positions, where that is more than an embedding
+    media_encoder: MediaEncoder | None = None  # of a model that reads images, on the first stage
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead

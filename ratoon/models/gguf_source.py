@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+# Text models of others that read images, and the files with their encoders ("mmproj")
+WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
 
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -78,6 +80,9 @@ class GGUFSource:
         if self.metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(self.name, "is one part of a split model", "join the parts with llama-gguf-split --merge")
         self.architecture = str(self.metadata.get("general.architecture"))
+        if self.architecture in WITH_IMAGES:
+            problem = f"is a GGUF file of a model that reads images ({self.architecture})"
+            raise ModelError(self.name, problem, "the model's Hugging Face folder, with safetensors files")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
             problem = f"has the unknown architecture {show(self.architecture)}"

@@ -1,7 +1,8 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
-Decoder-only families are read here, those with an encoder in hf_encoder_config.py. Where a field may be absent, the
-default is the one that transformers has for the same family. A field that is wrong is named in the error.
+Decoder-only families are read here, those with an encoder in hf_encoder_config.py, and what some add to read images
+in hf_media_config.py. Where a field may be absent, the default is the one that transformers has for the same family. A
+field that is wrong is named in the error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.core.errors import ModelError
-from ratoon.models import hf_encoder_config
+from ratoon.models import hf_encoder_config, hf_media_config
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
 from ratoon.models.family import ModelFamily, find_family, known_architectures
@@ -27,8 +28,15 @@ MOST = {
     "num_token_types": 2**16,
     "num_mel_bins": 2**12,
     "num_buckets": 2**16,
+    "patch_size": 2**10,
+    "image_size": 2**14,
+    "num_channels": 2**8,
+    "temporal_patch_size": 2**8,
+    "merge_size": 2**8,
 }
-ROTARY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROTARY = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *hf_media_config.TEXT_MODELS,
+)  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -37,6 +45,7 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     **hf_encoder_config.MODEL_TYPES,
+    **hf_media_config.MODEL_TYPES,
 }
 
 
@@ -64,7 +73,8 @@ def _parse(fields: ConfigFields, architecture: str, family: ModelFamily | None) 
 
 def _check_sizes(config: ModelConfig, source: str) -> None:
     """Implausible sizes would otherwise fail only when memory is allocated."""
-    for part in (config, config.encoder, config.relative_positions):
+    vision = None if config.media is None else config.media.vision
+    for part in (config, config.encoder, config.relative_positions, vision):
         for name, most in MOST.items():
             value = getattr(part, name, None)
             if value is not None and value > most:
@@ -135,6 +145,13 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
     )
 
 
+def _parse_with_media(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """A decoder that reads images: its text model, and what it adds to that."""
+    text = hf_media_config.text_fields(fields, architecture)
+    config = _parse_llama_like(text, hf_media_config.TEXT_MODELS[architecture])
+    return hf_media_config.with_media(config, fields, architecture)
+
+
 def _parse_gpt2(fields: ConfigFields, architecture: str) -> ModelConfig:
     for name, known in (
         ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)
@@ -172,6 +189,7 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "Qwen3ForCausalLM": _parse_llama_like,
     "GPT2LMHeadModel": _parse_gpt2,
     **hf_encoder_config.PARSERS,
+    **dict.fromkeys(hf_media_config.TEXT_MODELS, _parse_with_media),
 }
 
 

@@ -19,7 +19,7 @@ from ratoon.models.decoder import PreNormLayer, SelfAttention
 class LlamaForCausalLM(LanguageModel):
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         super().__init__(config, weights)
-        model = weights / "model"
+        model = self.find_body(weights)
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
         self.embed = VocabParallelEmbedding(
@@ -31,6 +31,10 @@ class LlamaForCausalLM(LanguageModel):
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = RMSNorm(model.on_stages(last=True) / "norm", config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings)
+
+    def find_body(self, weights: Weights) -> Weights:
+        """Everything but the head."""
+        return weights / "model"
 
     def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
         config = self.config

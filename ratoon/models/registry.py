@@ -19,6 +19,10 @@ MODEL_CLASSES = {
     "MarianMTModel": "ratoon.models.marian:MarianMTModel",
     "T5ForConditionalGeneration": "ratoon.models.t5:T5ForConditionalGeneration",
     "WhisperForConditionalGeneration": "ratoon.models.whisper:WhisperForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration": "ratoon.models.qwen2_vl:Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": "ratoon.models.qwen2_vl:Qwen2_5_VLForConditionalGeneration",
+    "Idefics3ForConditionalGeneration": "ratoon.models.idefics3:Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration": "ratoon.models.idefics3:Idefics3ForConditionalGeneration",
     "BertModel": "ratoon.models.bert:BertModel",
 }
 

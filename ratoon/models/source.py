@@ -22,6 +22,7 @@ from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.hf_encoder_config import with_generation_config
+from ratoon.models.hf_media_config import with_processor
 from ratoon.models.hub import HUB_ID, download
 from ratoon.models.safetensors_source import SafetensorsSource
 from ratoon.models.tokenizer import (
@@ -163,7 +164,7 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         raw_config["dtype"] = open_files().most_common_dtype()
     generation_path = folder / "generation_config.json"
     raw_generation = read_json(generation_path)
-    config = parse_hf_config(raw_config, str(folder))
+    config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder)))
     generation = generation_fields(raw_generation, raw_config, config)
     generation_source = str(generation_path if raw_generation else folder / "config.json")
     config = with_generation_config(config, generation, generation_source, alone=bool(raw_generation))
@@ -183,6 +184,20 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         open_tokenizer=lambda: load_tokenizer_from_folder(folder),
         ignored_generation_keys=ignored,
     )
+
+
+def _with_processor_of(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config with what the folder's files say about preprocessing of pictures. Newer ones have all kinds of
+    preprocessing in one file."""
+    if config.media is None:
+        return config
+    together = read_json(folder / "processor_config.json")
+    image = read_json(folder / "preprocessor_config.json") or together.get("image_processor") or {}
+    video = read_json(folder / "video_preprocessor_config.json") or together.get("video_processor")
+    if not isinstance(image, Mapping):
+        raise ModelError(str(folder / "processor_config.json"), "image_processor is no object", "fetch the file again")
+    processor = {**image, "video_processor": video} if isinstance(video, Mapping) else image
+    return replace(config, media=with_processor(config.media, processor, str(folder / "preprocessor_config.json")))
 
 
 def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSource:
