@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions
+from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
+from ratoon.core.media import MediaConfig, VisionConfig
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.torch_ops import TorchOps
@@ -38,6 +39,13 @@ ENCODER_DECODER = replace(
     encoder=EncoderConfig(num_layers=1, num_heads=2, head_dim=4, intermediate_size=10, max_position=16),
     activation="gelu",
 )
+WITH_IMAGES = replace(
+    LLAMA,
+    media=MediaConfig(
+        "any", VisionConfig(8, 12, 1, 2, patch_size=2, image_size=8, temporal_patch_size=2, merge_size=2), 1
+    ),
+)
+QWEN2_VL = replace(WITH_IMAGES, rope_scaling=RopeScaling(sections=(1, 1)))
 BASES = {
     "GPT2LMHeadModel": GPT2,
     "BartForConditionalGeneration": ENCODER_DECODER,
@@ -47,6 +55,12 @@ BASES = {
     "WhisperForConditionalGeneration": replace(
         ENCODER_DECODER, encoder=EncoderConfig(1, 2, 4, 10, max_position=16, num_mel_bins=5)
     ),
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(
+        QWEN2_VL, media=replace(WITH_IMAGES.media, vision=replace(WITH_IMAGES.media.vision, activation="silu"))
+    ),
+    "Idefics3ForConditionalGeneration": WITH_IMAGES,
+    "SmolVLMForConditionalGeneration": WITH_IMAGES,
     "BertModel": replace(GPT2, causal=False, num_token_types=2),
 }
 
