@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn import functional
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdaptedProduct, AdapterTarget, TableTarget
@@ -124,6 +125,7 @@ class Weights:
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
+        self._padding: tuple[int, int] | None = None  # a size in the checkpoint, and that of layers in its place
 
     def __truediv__(self, name: object) -> Weights:
         """`weights / "layers" / 3` is the view below `layers.3`."""
@@ -148,6 +150,13 @@ class Weights:
         whole.adapter_targets, whole.adapter_tables = {}, {}
         return whole
 
+    def padded(self, size: int, padded_size: int) -> Weights:
+        """The same view for layers that have `padded_size` where the checkpoint has `size`, with zeros behind: sizes
+        that formats and fast kernels take. It is for whole tensors, of which no other dimension is `padded_size`."""
+        view = copy(self)
+        view._padding = size, padded_size
+        return view
+
     def has(self, name: str) -> bool:
         return self.prefix + name in self.source.shapes()
 
@@ -170,6 +179,8 @@ class Weights:
         return self._take(request, shape, self.dtype)
 
     def _take(self, request: TensorRequest, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+        if self._padding is not None and self._padding[1] in shape:
+            return self._take_padded(request, shape, *self._padding).to(self.device, dtype)
         self._compare(request.name, shape)
         self._placed.add(request.name)
         self.requests.append(request)
@@ -179,6 +190,22 @@ class Weights:
         taken = taken[::-1] if request.transposed else taken
         stored = StoredTensor.of_floats(torch.empty(taken, dtype=dtype, device=self.device))
         return self.ops.quantize(stored, request.use)
+
+    def _take_padded(self, request: TensorRequest, shape: tuple[int, ...], size: int, padded_size: int) -> StoredTensor:
+        """The tensor with its zeros, which is quantised only then."""
+        assert request.part is None and not request.transposed, "whole tensors are padded"
+        in_file = tuple(size if length == padded_size else length for length in shape)
+        plain = TensorRequest(request.name)
+        self._compare(request.name, in_file)
+        self._placed.add(request.name)
+        self.requests.append(plain)
+        if self.device.type == "meta":
+            return StoredTensor.of_floats(torch.empty(shape, dtype=self.dtype, device=self.device))
+        zeros = [length for wanted, found in zip(shape[::-1], in_file[::-1]) for length in (0, wanted - found)]
+        numbers = functional.pad(self._fetch(plain).floats(), zeros)
+        stored = self.ops.quantize(StoredTensor.of_floats(numbers), request.use)
+        is_kept = request.as_stored and self.ops.find_format(stored) is not None
+        return stored if is_kept else StoredTensor.of_floats(stored.floats())
 
     def _compare(self, name: str, shape: tuple[int, ...]) -> None:
         found = self.source.shapes().get(name)

@@ -23,13 +23,13 @@ Tensor = torch.Tensor
 
 IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = 90, 91, 92, 93
 SECTIONS = [4, 2, 2]
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTIONS}
-TOKENS = {
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTIONS}
+TOKENS: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "vision_start_token_id": START_TOKEN,
     "vision_end_token_id": END_TOKEN,
 }  # fmt: skip
@@ -53,11 +53,11 @@ def tiny_qwen2_vl(hidden_size: int = 64, num_heads: int = 4) -> TinyMediaModel:
     return _make(transformers.Qwen2VLForConditionalGeneration, config)
 
 
-def tiny_qwen2_5_vl(hidden_size: int = 64, num_heads: int = 4) -> TinyMediaModel:
+def tiny_qwen2_5_vl(hidden_size: int = 64, num_heads: int = 4, inner_size: int = 100) -> TinyMediaModel:
     """Windows of 2 × 2 squares of 2 × 2 patches, in all layers but the second."""
     vision = {
         "depth": 3, "hidden_size": hidden_size, "out_hidden_size": TEXT["hidden_size"], "num_heads": num_heads,
-        "intermediate_size": 96, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+        "intermediate_size": inner_size, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
     }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": ROPE}, vision_config=vision, **TOKENS)
     return _make(transformers.Qwen2_5_VLForConditionalGeneration, config)

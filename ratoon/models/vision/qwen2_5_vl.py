@@ -15,14 +15,22 @@ from ratoon.layers.norm import RMSNorm
 from ratoon.layers.weights import Weights
 from ratoon.models.vision.qwen2_vl import NORM_EPS, Grid, PatchLayout, Qwen2VLEncoder, positions_of_patches
 
+# Of the inputs of a product: formats of few bits have blocks of so many, and cuBLAS multiplies 3,424 inputs 3.7 times
+# as fast as the 3,420 of the published models (5,476 rows, 1,280 outputs, bf16, H200).
+INNER_MULTIPLE = 32
+
 
 class Qwen2_5_VLEncoder(Qwen2VLEncoder):
     def build_norm(self, weights: Weights) -> RMSNorm:
         return RMSNorm(weights, self.config.hidden_size, NORM_EPS)
 
     def build_mlp(self, weights: Weights) -> FeedForward:
-        vision = self.config
-        return GatedMLP(weights, vision.hidden_size, vision.intermediate_size, True, vision.activation)
+        hidden, inner, activation = self.config.hidden_size, self.config.intermediate_size, self.config.activation
+        padded = -(-inner // INNER_MULTIPLE) * INNER_MULTIPLE
+        if padded not in (inner, hidden):
+            weights = weights.padded(inner, padded)
+            inner = padded
+        return GatedMLP(weights, hidden, inner, True, activation)
 
     def has_windows(self, layer: int) -> bool:
         return layer not in self.config.full_attention_layers

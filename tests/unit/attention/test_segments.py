@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ratoon.attention.segments import FlashSegments, attend_in_runs, attend_rounded, build_segment_attention
+from ratoon.attention.segments import attend_in_runs, attend_rounded, build_segment_attention
 from ratoon.layers.native import has_bf16_matrices
 
 Tensor = torch.Tensor
@@ -57,17 +57,3 @@ def test_rounded_attention_is_within_the_error_of_bf16(lengths: list[int]) -> No
 def test_rounded_attention_serves_heads_that_its_kernel_does_not() -> None:
     q, k, v = views_of_one_product(20, 2, 72)
     assert torch.equal(attend_rounded(q, k, v, [12, 8]), attend_in_runs(q, k, v, [12, 8]))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 100])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_runs_on_a_gpu(lengths: list[int], head_dim: int, dtype: torch.dtype) -> None:
-    q, k, v = (x.to("cuda", dtype) for x in views_of_one_product(sum(lengths), 3, head_dim))
-    attend = build_segment_attention(torch.device("cuda"), dtype)
-    assert isinstance(attend, FlashSegments) == (dtype != torch.float32)
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
-    for _ in range(2):  # the second time with the same runs
-        found = attend(q, k, v, lengths)
-        torch.testing.assert_close(found.double(), expected(q, k, v, lengths), atol=tolerance, rtol=0)
