@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by their names
 EXPECTED = f"a folder with {CONFIG_FILE} and adapter_model.safetensors, or a .gguf file of an adapter"
 HEADS = ("lm_head", "proj_out")
+BELOW_MODULES = "language_model."
 TABLES = ("embed_tokens", "wte", "shared", "word_embeddings")  # of vocabularies, by the last part of their names
 OTHER_TABLES = ("wpe", "embed_positions", "position_embeddings", "token_type_embeddings", "relative_attention_bias")
 CHUNK_BYTES = 1 << 20
@@ -154,6 +155,8 @@ def _find(name: str, layers: Mapping[str, object]) -> str | None:
     """Files of the same model have its layers below a prefix or not: `transformer.h.0` and `h.0`."""
     if name in layers:
         return name
+    if BELOW_MODULES in name:  # modules of models that read images lie deeper than in their published files
+        return _find(name.replace(BELOW_MODULES, "", 1), layers)
     ending = f".{name}"
     longer = [layer for layer in layers if layer.endswith(ending)]
     if len(longer) == 1:

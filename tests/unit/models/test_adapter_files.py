@@ -166,6 +166,13 @@ def test_layers_are_found_with_and_without_their_prefix(tmp_path: Path) -> None:
     assert set(fit(open_adapter(folder), collect_shapes(GPT2)).layers) == {"transformer.h.0.attn.c_attn"}
 
 
+def test_layers_of_models_that_read_images_are_found_by_the_names_of_their_modules(tmp_path: Path) -> None:
+    name = LAYER.replace("model.", "model.language_model.", 1)
+    file = open_adapter(save(tmp_path, pair(name, shape=SHAPES[f"{LAYER}.weight"])))
+    assert fit(file, SHAPES).layers == {LAYER: name}
+    assert fit(file, {f"{name}.weight": SHAPES[f"{LAYER}.weight"]}).layers == {name: name}
+
+
 def test_pickles_are_not_opened_and_say_how_to_convert(tmp_path: Path) -> None:
     folder = save(tmp_path)
     (folder / "adapter_model.safetensors").unlink()
