@@ -28,6 +28,10 @@ from tests.golden.tiny_media_models import (
     tiny_qwen2_vl,
 )
 from tests.golden.tiny_models import DictSource
+from tests.triton_interpreter import repair_interpreter
+from tests.unit.execution.test_model_runner import interpreted
+
+repair_interpreter()
 
 Tensor = torch.Tensor
 TOLERANCE = 5e-5  # of rows that reach about 10, behind sums of up to 256 terms that cancel
@@ -130,6 +134,30 @@ def test_quantised_encoders_stay_close(name: str, bits: int) -> None:
     found = encode(tiny.build(NativeOps(bits=bits)), [media], may_round=True)[0]
     error = (found - expected).norm() / expected.norm()
     assert 1e-4 < error < {8: 0.03, 4: 0.3}[bits]
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernels_of_gpus_give_the_rows_of_transformers(name: str) -> None:
+    from ratoon.layers.cuda_ops import CudaOps
+
+    tiny = FAMILIES[name]()
+    is_qwen = "qwen" in name
+    small = qwen_input(tiny.config, (1, 4, 6)) if is_qwen else tile_input(tiny.config, 16, 16)
+    few = qwen_input(tiny.config, (1, 2, 2)) if is_qwen else tile_input(tiny.config, 8, 8)  # products of few rows
+    model = tiny.build(CudaOps())
+    for media in (small, few):
+        torch.testing.assert_close(encode(model, [media])[0], oracle_rows(tiny, media), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoders_in_16_bits_stay_close(name: str) -> None:
+    tiny = FAMILIES[name]()
+    media = a_picture(tiny)
+    expected = oracle_rows(tiny, media)
+    error = (encode(tiny.build(dtype=torch.bfloat16), [media])[0] - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05
 
 
 @pytest.mark.parametrize("name", FAMILIES)
