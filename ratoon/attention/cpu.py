@@ -38,7 +38,9 @@ class CpuMetadata:
     shared: int
     num_requests: int
     block_size: int
-    alive: tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    visible_ends: int | None
+    alive: tuple[torch.Tensor | np.ndarray | None, ...]
+    shared_array: np.ndarray
     inputs: CommonAttentionMetadata
 
     @property
@@ -49,6 +51,7 @@ class CpuMetadata:
 
 class CpuAttentionBackend(AttentionBackend):
     name = "cpu"
+    sees_ahead = True
     supports_recording = True
 
     def __init__(self) -> None:
@@ -88,7 +91,7 @@ class CpuAttentionBackend(AttentionBackend):
     def build_metadata(self, inputs: CommonAttentionMetadata) -> CpuMetadata:
         table = inputs.block_table
         assert table.dtype == inputs.query_start_loc.dtype == inputs.seq_lens.dtype == np.int32
-        shared = shared_prefixes(table, inputs.seq_lens, inputs.block_size)
+        shared, ends = shared_prefixes(table, inputs.seq_lens, inputs.block_size), inputs.visible_ends_device
         return CpuMetadata(
             slots=inputs.slot_mapping.data_ptr(),
             num_tokens=inputs.slot_mapping.shape[0],
@@ -99,17 +102,19 @@ class CpuAttentionBackend(AttentionBackend):
             shared=shared.ctypes.data,
             num_requests=len(inputs.seq_lens),
             block_size=inputs.block_size,
-            alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, shared),
+            visible_ends=None if ends is None else ends.data_ptr(),
+            alive=(inputs.slot_mapping, table, inputs.query_start_loc, inputs.seq_lens, ends),
+            shared_array=shared,
             inputs=inputs,
         )
 
     def update_metadata(self, metadata: CpuMetadata, inputs: CommonAttentionMetadata) -> bool:
         if inputs is metadata.inputs:  # the same arrays with other numbers
             if metadata.num_requests > 1:
-                metadata.alive[-1][:] = shared_prefixes(inputs.block_table, inputs.seq_lens, inputs.block_size)
+                metadata.shared_array[:] = shared_prefixes(inputs.block_table, inputs.seq_lens, inputs.block_size)
             return True
         new = self.build_metadata(inputs)
-        metadata.alive[-1][:] = new.alive[-1]  # what is shared is the one array that is made for a step
+        metadata.shared_array[:] = new.shared_array  # what is shared is the one array that is made for a step
         return new.places == metadata.places
 
     def store(
@@ -140,7 +145,7 @@ class CpuAttentionBackend(AttentionBackend):
             q.data_ptr(), q.stride(0), out.data_ptr(), width, *_memory(kv_cache),
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
-            layer.causal, bias_data, reach, layer.scale,
+            layer.causal, metadata.visible_ends, bias_data, reach, layer.scale,
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")

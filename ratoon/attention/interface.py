@@ -40,6 +40,7 @@ class AttentionNeeds:
     batch_invariant: bool = False  # a row's result has the same bits in any batch and any chunk
     # Of an encoder's attention to its own input: what is multiplied may be rounded to bf16.
     may_round: bool = False
+    sees_ahead: bool = False  # some queries see keys behind their own position (`visible_ends`)
 
     @classmethod
     def of(
@@ -50,6 +51,7 @@ class AttentionNeeds:
         dtype: torch.dtype,
         batch_invariant: bool = False,
         may_round: bool = False,
+        sees_ahead: bool = False,
     ) -> AttentionNeeds:
         """The needs of layers that share this spec. They may differ in fields that the spec does not have."""
         first, kept = layers[0], getattr(torch, spec.tensors[0].dtype)
@@ -67,6 +69,7 @@ class AttentionNeeds:
             None if kept == dtype else kept,
             batch_invariant,
             may_round,
+            sees_ahead,
         )
 
 
@@ -100,6 +103,11 @@ class CommonAttentionMetadata:
     is_padded: bool = False
     # Of a padded step: a backend that attends to prefixes together finds those of other steps by itself.
     shared_prefixes: SharedPrefixes | None = None
+    # [T] int32: the last position that each query of a causal layer sees, within its sequence, never falling within a
+    # request. Where that is before its own position, as for padding, it sees up to its own. None: all see up to their
+    # own. Of a padded step only the device has it.
+    visible_ends: np.ndarray | None = None
+    visible_ends_device: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -114,6 +122,8 @@ class AttentionBackend(ABC):
     shares_prefixes: bool = False
     # Whether `forward` and `attend` may be recorded, for `update_metadata`.
     supports_recording: bool = False
+    # Whether it reads `visible_ends`: queries that see keys behind their own position.
+    sees_ahead: bool = False
 
     @classmethod
     @abstractmethod

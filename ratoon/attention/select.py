@@ -46,11 +46,18 @@ def _is_backend(found: object, name: str) -> bool:
     return isinstance(found, type) and issubclass(found, AttentionBackend) and found.name == name
 
 
+def _reasons_against(backend: type[AttentionBackend], needs: AttentionNeeds) -> list[str]:
+    reasons = list(backend.reasons_against(needs))
+    if needs.sees_ahead and not backend.sees_ahead:
+        reasons.append("the rows of an image can't see those behind them")
+    return reasons
+
+
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
     candidates = list(BACKENDS)
     if name != "auto" and name not in {backend.name for backend in candidates}:
         candidates += find_registered(name)
-    reasons = {backend.name: backend.reasons_against(needs) for backend in candidates}
+    reasons = {backend.name: _reasons_against(backend, needs) for backend in candidates}
     if name != "auto" and name not in reasons:
         known = [*reasons, *plugin_names(ATTENTION_BACKENDS)]
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"auto, {', '.join(known)}")

@@ -38,6 +38,7 @@ class ReferenceMetadata:
 
 class TorchReferenceBackend(AttentionBackend):
     name = "torch"
+    sees_ahead = True
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -89,20 +90,31 @@ class TorchReferenceBackend(AttentionBackend):
             # Blocks before the window may be another sequence's by now: a NaN in them times a weight of zero is NaN.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
             keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
-            out[start:end] = _attend(layer, q[start:end], keys, values)
+            ends = inputs.visible_ends_device
+            last_keys = None if ends is None else ends[start:end] - first
+            out[start:end] = _attend(layer, q[start:end], keys, values, last_keys)
         return out.flatten(1)
 
 
 def _attend(
-    layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    layer: AttentionLayer | CrossAttentionLayer,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    last_keys: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [Q, heads, head_dim] are the last Q of the S positions of keys and values [S, kv_heads, head_dim], unless they
-    belong to another sequence (cross-attention), which sees all keys."""
+    belong to another sequence (cross-attention), which sees all keys. `last_keys` [Q]: up to which a causal layer's
+    queries see; None: up to their own."""
     num_queries, num_keys, group = q.shape[0], keys.shape[0], layer.num_heads // layer.num_kv_heads
     key_positions = torch.arange(num_keys, device=q.device)
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
     distances = key_positions - query_positions  # [Q, S]
-    visible = distances <= 0 if layer.causal else torch.ones_like(distances, dtype=torch.bool)
+    visible = torch.ones_like(distances, dtype=torch.bool)
+    if layer.causal:
+        visible = distances <= 0
+        if last_keys is not None:
+            visible |= key_positions <= last_keys[:, None]
     if layer.window is not None:
         visible &= distances > -layer.window
     keys = keys.repeat_interleave(group, dim=1)

@@ -65,6 +65,7 @@ class TritonAttentionBackend(AttentionBackend):
     measurements, instead of what is chosen here."""
 
     name = "triton"
+    sees_ahead = True
     supports_graphs = True
 
     def __init__(
@@ -233,6 +234,8 @@ class TritonAttentionBackend(AttentionBackend):
         layer, metadata = operands.layer, operands.metadata
         num_tiles = metadata.num_requests * layer.num_kv_heads
         is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(operands.q.device)
+        if metadata.inputs.visible_ends_device is not None:
+            return False
         if self._batch_invariant and (operands.q.dtype == torch.float32 or operands.pages.dtype != operands.q.dtype):
             return False  # a norm would have another order; the new key can't be placed among pairs of fp8
         if not (is_small if self._fused_store is None else self._fused_store):
@@ -305,6 +308,8 @@ class TritonAttentionBackend(AttentionBackend):
         """Does the work of _attend_long where the kernel of triton_prefill.py can; returns whether it did."""
         layer, q, pages, inputs = operands.layer, operands.q, operands.pages, operands.metadata.inputs
         if self._prefill is None or not serves(layer, q.dtype, pages, inputs.block_size):
+            return False
+        if inputs.visible_ends_device is not None:  # that kernel has no column of it
             return False
         table = inputs.block_table_device
         if pages.dtype != q.dtype:

@@ -227,8 +227,8 @@ def decode_kernel(
             acc = tl.broadcast_to(values, acc.shape)
             q = _repeat(heads, BLOCK_M)
         acc, acc_odd, peak, total = add_tile(
-            acc, acc_odd, peak, total, k, v, q, q_odd, start, end, rows * 0 + end, rows, out_ptr, scale, window, 0,
-            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
+            acc, acc_odd, peak, total, k, v, q, q_odd, start, end, rows * 0 + end, rows, rows, out_ptr, scale, window,
+            0, BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
         )  # fmt: skip
         pages = next_pages
     if PAIRED:
@@ -264,8 +264,8 @@ def _attend_tile(
     k, v = tl.where(is_new, key, k), tl.where(is_new, value, v)
     acc, _, peak, total = add_tile(
         tl.zeros([BLOCK_M, DIM_PAD], tl.float32), rows, tl.full([BLOCK_M], float("-inf"), tl.float32),
-        sums_of(BLOCK_M, q.dtype, BLOCK_N), k, v, q, q, tile * BLOCK_N, end, rows * 0 + (end - 1), rows, rows, scale,
-        window, 0, BLOCK_N, False, HAS_WINDOW, False, False, True, BLOCK_N,
+        sums_of(BLOCK_M, q.dtype, BLOCK_N), k, v, q, q, tile * BLOCK_N, end, rows * 0 + (end - 1), rows, rows, rows,
+        scale, window, 0, BLOCK_N, False, HAS_WINDOW, False, False, True, BLOCK_N,
     )  # fmt: skip
     return acc, peak, row_sums(total)
 
@@ -366,7 +366,7 @@ def tiled_decode_kernel(
         )
         high = last * BLOCK_N  # the tiles before it are whole
         acc, peak, total = attend_keys(
-            q, first * BLOCK_N, high, begin, high, begin, high, rows * 0 + (end - 1), rows, cache_ptr, table_ptr,
+            q, first * BLOCK_N, high, begin, high, begin, high, rows * 0 + (end - 1), rows, rows, cache_ptr, table_ptr,
             out_ptr, kv_head, scale, stride_block, window, 0, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N,
             False, HAS_WINDOW, False, PAIRED, False, BLOCK_N,
         )  # fmt: skip

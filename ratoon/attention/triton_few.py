@@ -86,14 +86,14 @@ def few_tokens_kernel(
                     key, value, slots, is_new, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE
                 )
         acc, _, peak, total = add_tile(
-            acc, peak, peak, total, k, v, q, q, start, end, end + tokens, rows, out_ptr, scale, window, 0,
+            acc, peak, peak, total, k, v, q, q, start, end, end + tokens, end + tokens, rows, out_ptr, scale, window, 0,
             BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
         )  # fmt: skip
         pages = next_pages
     if split == 0:
         acc, _, peak, total = add_tile(
-            acc, peak, peak, total, key, value, q, q, end, seq_len, end + tokens, rows, out_ptr, scale, window, 0,
-            NEW, True, HAS_WINDOW, False, PAIRED, True, 0,
+            acc, peak, peak, total, key, value, q, q, end, seq_len, end + tokens, end + tokens, rows, out_ptr, scale,
+            window, 0, NEW, True, HAS_WINDOW, False, PAIRED, True, 0,
         )  # fmt: skip
     store_result(
         acc, peak, total, token, 0, query_len * GROUP, kv_head, request, split, num_active, 0, num_splits, out_ptr,

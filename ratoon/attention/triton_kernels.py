@@ -31,15 +31,25 @@ def _find_request(query_start_ptr, tile, num_requests, GROUP: tl.constexpr, BLOC
 
 
 @triton.jit
+def _last_key(ends_ptr, token, position, HAS_ENDS: tl.constexpr):
+    """The last key that a token of the batch sees, or each of several. HAS_ENDS: where ends_ptr says so, it is behind
+    the token's own position."""
+    last = position
+    if HAS_ENDS:
+        last = tl.maximum(position, tl.load(ends_ptr + token))
+    return last
+
+
+@triton.jit
 def _visible_keys(
-    context, first_token, last_token, seq_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
+    context, first_token, last_key, seq_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):  # fmt: skip
     """The keys that at least one row of a tile sees: begin, end. Everything between them was written by its request;
-    before them there may be blocks of another."""
+    before them there may be blocks of another. `last_key`: that its last row sees."""
     begin = 0
     end = seq_len
     if CAUSAL:
-        end = tl.minimum(seq_len, context + last_token + 1)
+        end = tl.minimum(seq_len, last_key + 1)
     if HAS_WINDOW:
         begin = tl.maximum(0, context + first_token - window + 1)
     return begin, end
@@ -154,7 +164,7 @@ def _unpack_pairs(pairs):
 
 @triton.jit
 def _weigh(
-    scores, peak, total, keys, end, positions, heads, bias_ptr, scale, window, reach, CAUSAL: tl.constexpr,
+    scores, peak, total, keys, end, positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] → weights, the factor of earlier ones, and the running maximum and sum of each row. A
@@ -167,7 +177,7 @@ def _weigh(
     if MASKED:
         visible = (keys < end)[None, :]
         if CAUSAL:
-            visible = visible & (keys[None, :] <= positions[:, None])
+            visible = visible & (keys[None, :] <= last_keys[:, None])
         if HAS_WINDOW:
             visible = visible & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -250,7 +260,7 @@ def load_tile(
 
 @triton.jit
 def add_tile(
-    acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
+    acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, last_keys, heads, bias_ptr, scale, window, reach,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr,
     MASKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +275,7 @@ def add_tile(
     if CHUNK > 0:
         weights, _, peak_next, total_next = _weigh(
             scores, tl.full(peak.shape, float("-inf"), tl.float32), tl.zeros(total.shape, tl.float32), keys, end,
-            positions, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW, HAS_BIAS, MASKED,
+            positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW, HAS_BIAS, MASKED,
         )  # fmt: skip
         weights = weights.to(q.dtype)
         if len(total.shape) == 2:
@@ -281,8 +291,8 @@ def add_tile(
         peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
         weights, shrink, peak, total = _weigh(
-            scores, peak, total, keys, end, positions, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW,
-            HAS_BIAS, MASKED,
+            scores, peak, total, keys, end, positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL,
+            HAS_WINDOW, HAS_BIAS, MASKED,
         )  # fmt: skip
         weights = weights.to(q.dtype)
         if PAIRED:
@@ -296,10 +306,10 @@ def add_tile(
 
 @triton.jit
 def _attend_tiles(
-    acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, heads, cache_ptr, table_ptr, bias_ptr,
-    kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, last_keys, heads, cache_ptr,
+    table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys low to high. `pages`: those of the first tile; → also those of the tile behind."""
     for start in range(low, high, BLOCK_N):
@@ -309,8 +319,8 @@ def _attend_tiles(
             BLOCK_N, PAIRED, MASKED,
         )  # fmt: skip
         acc, acc_odd, peak, total = add_tile(
-            acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, heads, bias_ptr, scale, window, reach,
-            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED, CHUNK,
+            acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, last_keys, heads, bias_ptr, scale, window,
+            reach, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED, CHUNK,
         )  # fmt: skip
         pages = next_pages
     return acc, acc_odd, peak, total, pages
@@ -318,8 +328,8 @@ def _attend_tiles(
 
 @triton.jit
 def attend_keys(
-    q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head, scale,
-    stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
+    q, low, high, begin, end, clear_begin, clear_end, positions, last_keys, heads, cache_ptr, table_ptr, bias_ptr,
+    kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -343,20 +353,20 @@ def attend_keys(
         clear_high = tl.maximum(clear_low, tl.minimum(high, clear_end) // BLOCK_N * BLOCK_N)
         if HAS_WINDOW:
             acc, acc_odd, peak, total, pages = _attend_tiles(
-                acc, acc_odd, peak, total, pages, q, q_odd, low, clear_low, begin, end, positions, heads, cache_ptr,
-                table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS,
-                BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
+                acc, acc_odd, peak, total, pages, q, q_odd, low, clear_low, begin, end, positions, last_keys, heads,
+                cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD,
+                KV_HEADS, BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
             )  # fmt: skip
         acc, acc_odd, peak, total, pages = _attend_tiles(
-            acc, acc_odd, peak, total, pages, q, q_odd, clear_low, clear_high, begin, end, positions, heads, cache_ptr,
-            table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
-            BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False, CHUNK,
+            acc, acc_odd, peak, total, pages, q, q_odd, clear_low, clear_high, begin, end, positions, last_keys, heads,
+            cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS,
+            BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False, CHUNK,
         )  # fmt: skip
         low = clear_high
     acc, acc_odd, peak, total, pages = _attend_tiles(
-        acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, heads, cache_ptr, table_ptr,
-        bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_N, CAUSAL,
-        HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
+        acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, last_keys, heads, cache_ptr,
+        table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
+        BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
     )  # fmt: skip
     if PAIRED:
         acc = tl.interleave(acc, acc_odd)
@@ -520,14 +530,14 @@ def _find_work(
 )  # fmt: skip
 def attention_kernel(
     q_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, bias_ptr, acc_ptr, peak_ptr, total_ptr,
-    arrived_ptr, begins_ptr, scale, stride_q_token, stride_q_head, stride_block, stride_table, num_requests, shortest,
-    longest, window, reach, num_splits, min_share, tiles_each, prefix_splits, num_slots,
+    arrived_ptr, begins_ptr, ends_ptr, scale, stride_q_token, stride_q_head, stride_block, stride_table, num_requests,
+    shortest, longest, window, reach, num_splits, min_share, tiles_each, prefix_splits, num_slots,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     TILES: tl.constexpr, REQUESTS_PAD: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
     MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, PREFIX_TILE: tl.constexpr, KEEP_PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_ENDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
@@ -536,7 +546,7 @@ def attention_kernel(
     and the last of them to arrive merges MERGE_ROWS rows at a time. CHUNK: see split_of; without SPLIT a program
     attends to the chunks one after the other. PREFIX_TILE > 0: a request's keys begin at begins_ptr; those before it
     were attended to by a launch with KEEP_PARTS, in prefix_splits, by tiles of so many keys. Its results stay in parts,
-    in the num_slots of each row.
+    in the num_slots of each row. HAS_ENDS: see _last_key.
 
     What differs from batch to batch is no constant where that costs nothing: each value would be another kernel.
     """
@@ -560,7 +570,8 @@ def attention_kernel(
     context = seq_len - query_len  # position of the first query
     first_token = first_row // GROUP
     last_token = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
-    begin, end = _visible_keys(context, first_token, last_token, seq_len, window, CAUSAL, HAS_WINDOW)
+    last_key = _last_key(ends_ptr, query_start + last_token, context + last_token, HAS_ENDS)
+    begin, end = _visible_keys(context, first_token, last_key, seq_len, window, CAUSAL, HAS_WINDOW)
     num_before = 0
     if PREFIX_TILE > 0:
         begin = tl.load(begins_ptr + request)
@@ -579,7 +590,7 @@ def attention_kernel(
     # What every row sees whole
     clear_begin, clear_end = 0, end
     if CAUSAL:
-        clear_end = tl.minimum(end, context + first_token + 1)
+        clear_end = tl.minimum(end, _last_key(ends_ptr, query_start + first_token, context + first_token, HAS_ENDS) + 1)
     if HAS_WINDOW:
         clear_begin = tl.maximum(0, context + last_token - window + 1)
 
@@ -588,14 +599,15 @@ def attention_kernel(
     tokens = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     positions = context + tokens
+    last_keys = _last_key(ends_ptr, query_start + tl.minimum(tokens, last_token), positions, HAS_ENDS)
     dims = tl.arange(0, DIM_PAD)
     q_ptrs = q_ptr + (query_start + tokens).to(tl.int64) * stride_q_token + heads * stride_q_head
     row_mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptrs[:, None] + dims[None, :], mask=row_mask, other=0.0)
     table_ptr += request.to(tl.int64) * stride_table
     acc, peak, total = attend_keys(
-        q, low, high, begin, end, clear_begin, clear_end, positions, heads, cache_ptr, table_ptr, bias_ptr, kv_head,
-        scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
+        q, low, high, begin, end, clear_begin, clear_end, positions, last_keys, heads, cache_ptr, table_ptr, bias_ptr,
+        kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
         HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK,
     )  # fmt: skip
     store_result(

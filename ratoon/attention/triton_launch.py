@@ -210,21 +210,23 @@ class Launches:
         table = inputs.block_table_device
         begins, prefix_tile, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
         is_split = num_splits > 1 or keep_slots > 0
+        ends = inputs.visible_ends_device
         splits_pad = max(next_power_of_two(numbers[1]), _SPLITS_PAD)
         if self._batch_invariant or keep_slots or not is_split:  # nothing is merged, or one part after the other
             splits_pad = 1
         launch(
             attention_kernel, grid,
             q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
-            *(parts or (out,) * 4), begins, layer.scale * LOG2_E, q.stride(0), q.stride(1), pages.stride(0),
-            table.stride(0), operands.metadata.num_requests, *query_lens, layer.window or 0,
-            0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each or 0, *numbers,
-            CAUSAL=layer.causal and not keep_slots, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
+            *(parts or (out,) * 4), begins, begins if ends is None else ends, layer.scale * LOG2_E, q.stride(0),
+            q.stride(1), pages.stride(0), table.stride(0), operands.metadata.num_requests, *query_lens,
+            layer.window or 0, 0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each or 0,
+            *numbers, CAUSAL=layer.causal and not keep_slots, HAS_BIAS=bias is not None, CLEAR_LOOP=tiles.clear_loop,
             TILES="shared" if is_shared else "found" if tiles_each is None else "each",
             REQUESTS_PAD=MAX_SHARED_REQUESTS if is_shared else 0, SPLIT=is_split,
             CHUNK=tiles.block_n if self._batch_invariant else 0,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
-            PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, **self._constants(operands, tiles),
+            PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, HAS_ENDS=ends is not None,
+            **self._constants(operands, tiles),
         )  # fmt: skip
 
     def _constants(self, operands: Operands, tiles: Tiles) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ratoon.layers.triton.dependent import wait_for_kernel_before
+from ratoon.layers.triton.norms import apply_factors
 
 
 @triton.jit
@@ -50,8 +51,8 @@ def _store_parts(
 
 @triton.jit
 def normed(x, scale, weight):
-    """Rounded to the dtype of x before the weight, as TorchOps does."""
-    return ((x.to(tl.float32) * scale[:, None]).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    """The norm of x, with the roundings of TorchOps."""
+    return apply_factors(x.to(tl.float32) * scale[:, None], weight, x.dtype)
 
 
 @triton.jit
@@ -91,10 +92,10 @@ def _transform_heads(
             squares += sum_squares(rest, greatest, EXACT)
         scale = tl.rsqrt(squares.to(tl.float32) / HEAD_DIM + eps)
         in_second = (half < HALF) & (half + HALF < HEAD_DIM)
-        first = normed(first, scale, tl.load(weight_ptr + half, mask=half < HALF, other=0.0).to(tl.float32))
-        second = normed(second, scale, tl.load(weight_ptr + HALF + half, mask=in_second, other=0.0).to(tl.float32))
+        first = normed(first, scale, tl.load(weight_ptr + half, mask=half < HALF, other=0.0))
+        second = normed(second, scale, tl.load(weight_ptr + HALF + half, mask=in_second, other=0.0))
         if 2 * HALF < HEAD_DIM:
-            rest = normed(rest, scale, tl.load(weight_ptr + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32))
+            rest = normed(rest, scale, tl.load(weight_ptr + columns, mask=columns < HEAD_DIM, other=0.0))
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_ROTARY:
         in_half = in_rows[:, None] & (half < HALF)[None, :]

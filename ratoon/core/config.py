@@ -100,6 +100,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rotary_dim: int | None = None  # None: all of head_dim
+    local_rope_theta: float | None = None  # the base in layers with the window, without scaling; None: the same in all
+    attention_scale: float | None = None  # what scores are multiplied with; None: head_dim ** -0.5
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # on q, k, v
     attention_output_bias: bool = False
@@ -128,6 +130,11 @@ class ModelConfig:
         """The axes of the positions that requests may bring for the rotation of heads. 0: they bring none, and heads
         are rotated by the positions in the sequence."""
         return len(self.rope_scaling.sections) or int(self.has_rope_positions)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the rows of an image see those behind them."""
+        return self.media is not None and self.media.attends_both_ways
 
     def window_of_layer(self, layer: int) -> int | None:
         if self.sliding_window is None:

@@ -49,6 +49,9 @@ class EmbeddingSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
     length: int
     key: str  # of the tensor, in `scheduled_encoder_inputs` of this plan or of an earlier one
     first: int = 0  # the row of the tensor that stands at `start`
+    # Of models that attend to images both ways, where the rows of a span see each other: whether those of this one see
+    # only what is before them, as tokens do
+    is_causal: bool = False
 
 
 class InputOverrides(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

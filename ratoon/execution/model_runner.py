@@ -25,6 +25,7 @@ from ratoon.execution.inputs.embeddings import EmbeddingTable
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.inputs.step_inputs import InputPreparation
+from ratoon.execution.inputs.visible_ends import visible_ends
 from ratoon.execution.kv.kv_tensors import KVTensors
 from ratoon.execution.passes.calls import Calls
 from ratoon.execution.passes.encoder import EncoderRunner
@@ -104,6 +105,7 @@ class ModelRunner:
             cross_block_size,
             model.config.rope_axes,
             has_adapters=has_adapters,
+            attends_both_ways=model.config.sees_ahead,
         )
         self.adapters = adapters
         self._batch_rows = BatchRows(self.input_batch)
@@ -238,7 +240,8 @@ class ModelRunner:
         embeddings = None
         if self.model.stage.is_first:  # later ones read rows of the stage before them
             embeddings = self.embeddings.of_step(self.input_batch, batch.rows, batch.num_scheduled)
-        step = ProgramStep(batch, wanted, embeddings)
+        ends = visible_ends(self.input_batch, batch.rows, batch.num_scheduled)
+        step = ProgramStep(batch, wanted, embeddings, ends)
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:

@@ -228,6 +228,10 @@ class NativeOps:
             return lookup.as_part(rows.start, vocab_size)
         return mask_lookup(lookup, rows)
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        self._kernels.ratoon_scale(x.data_ptr(), x.stride(0), *x.shape, factor)
+        return x
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         y = new_floats(rows, width)
@@ -282,8 +286,12 @@ class NativeOps:
         return y
 
     def gated_activation(self, x: Tensor, kind: str) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)  # [T, I] each
-        return self.activation(gate, kind).mul_(up)
+        rows, double = x.shape
+        y = new_floats(rows, double // 2)
+        self._kernels.ratoon_gated_activation(
+            x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2, _ACTIVATIONS[kind]
+        )
+        return y
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         rows, width = x.shape

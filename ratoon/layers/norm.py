@@ -30,16 +30,20 @@ LinearInput = Tensor | Normed  # [T, in]
 
 
 class RMSNorm:
-    """`norm(x)` is the norm of x; `norm(x, residual)` first does residual += x in place, and is the norm of the sum."""
+    """`norm(x)` is the norm of x; `norm(x, residual)` first does residual += x in place, and is the norm of the sum.
+
+    `is_offset`: the factors are 1 plus the stored weight, in float32, and the product with them is rounded once, as
+    Gemma does it; products leave such a norm to a kernel of its own.
+    """
 
     __slots__ = ("add_norm", "eps", "norm", "rms", "weight")
 
-    def __init__(self, weights: Weights, size: int, eps: float) -> None:
-        self.weight = weights.take("weight", size)
+    def __init__(self, weights: Weights, size: int, eps: float, is_offset: bool = False) -> None:
+        self.weight = _take_factors(weights, size, is_offset)
         self.eps = eps
         self.norm = weights.ops.rms_norm
         self.add_norm = weights.ops.add_rms_norm
-        self.rms = RMSWeights(self.weight, eps) if weights.ops.defers_norms else None
+        self.rms = RMSWeights(self.weight, eps) if weights.ops.defers_norms and not is_offset else None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if residual is None:
@@ -77,14 +81,21 @@ class LayerNorm:
 
 
 class HeadRMSNorm:
-    """RMS norm of each head, in place, on a view of the fused query-key-value product."""
+    """RMS norm of each head, in place, on a view of the fused query-key-value product. `is_offset`: see RMSNorm."""
 
     __slots__ = ("eps", "norm", "weight")
 
-    def __init__(self, weights: Weights, head_dim: int, eps: float) -> None:
-        self.weight = weights.take("weight", head_dim)
+    def __init__(self, weights: Weights, head_dim: int, eps: float, is_offset: bool = False) -> None:
+        self.weight = _take_factors(weights, head_dim, is_offset)
         self.eps = eps
         self.norm = weights.ops.head_rms_norm
 
     def __call__(self, x: Tensor) -> None:
         self.norm(x, self.weight, self.eps)
+
+
+def _take_factors(weights: Weights, size: int, is_offset: bool) -> Tensor:
+    if not is_offset:
+        return weights.take("weight", size)
+    stored = weights.take("weight", size, dtype=torch.float32)
+    return stored if stored.is_meta else stored + 1.0

@@ -159,7 +159,13 @@ class Ops(Protocol):
         The rows of ids that other ranks have are zeros."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x [T, H] times the factor, in place."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of 16-bit numbers is rounded before the weight is applied, unless that is in float32."""
+        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns the norm of the sum."""

@@ -77,9 +77,14 @@ class TorchOps:
     def cut_embedding(self, lookup: Lookup, table: StoredTensor, rows: range, vocab_size: int) -> Lookup:
         return mask_lookup(lookup, rows)
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return torch.rms_norm(x, weight.shape, weight, eps)
+        if weight.dtype == torch.float32:
+            return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         # torch sums in float32 and rounds its result; models were trained with that rounding before the weight.
         return weight * torch.rms_norm(x, weight.shape, None, eps)
 

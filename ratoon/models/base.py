@@ -115,10 +115,9 @@ class LanguageModel:
         self.layer_range = weights.stage.cut(config.num_layers)
         heads, kv_heads = map(len, weights.shard.cut_heads(config.num_heads, config.num_kv_heads))  # this rank's
         head_dim = config.head_dim
+        scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.attention_layers = [
-            AttentionLayer(
-                place, heads, kv_heads, head_dim, head_dim**-0.5, config.window_of_layer(index), config.causal
-            )
+            AttentionLayer(place, heads, kv_heads, head_dim, scale, config.window_of_layer(index), config.causal)
             for place, index in enumerate(self.layer_range)
         ]
 

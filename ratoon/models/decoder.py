@@ -1,4 +1,5 @@
-"""The blocks that families share: self-attention and the pre-norm layer, of decoders and of encoders alike.
+"""The blocks that families share: self-attention, the pre-norm layer and the layer with norms on both sides, of
+decoders and of encoders alike.
 
 They are assembled from parts that the family has built, so they use neither tensor names nor weights directly.
 """
@@ -60,3 +61,25 @@ class PreNormLayer(StreamLayer):
         """The second half, in which rows are independent: → [T, H], or None."""
         update = self.attention.output.add_to(stream, attended, adapters)
         return self.mlp.add_to(stream, self.mlp_norm.before_product(stream, update), adapters)
+
+
+@dataclass(slots=True, eq=False)
+class SandwichLayer(StreamLayer):
+    """Attention and feed-forward, each between two norms, the second of which is before the addition to the residual
+    stream."""
+
+    attention_norm: RMSNorm
+    attention: SelfAttention
+    attended_norm: RMSNorm
+    mlp_norm: RMSNorm
+    mlp: FeedForward
+    fed_norm: RMSNorm
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
+        return self.attention(self.attention_norm.before_product(stream, update), positions, step)
+
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """The second half, in which rows are independent: → [T, H], for the norm behind it to add."""
+        update = self.attended_norm(self.attention.output(attended, adapters))
+        return self.fed_norm(self.mlp(self.mlp_norm.before_product(stream, update), adapters))

@@ -15,7 +15,7 @@ from ratoon.core.errors import ModelError
 from ratoon.models.adapter_parts import LowRankPart
 from ratoon.models.damage import show
 from ratoon.models.gguf_file import GGUFFile
-from ratoon.models.gguf_source import ARCHITECTURES, GPT2_NAMES, LLAMA_NAMES, restore_rotary_halves
+from ratoon.models.gguf_source import ARCHITECTURES, LLAMA_NAMES, NAMES, restore_rotary_halves
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class GGUFAdapter:
             raise ModelError(self.name, f"has {show(found)} as the metadata key {key}", said)
 
     def _layer_of(self, name: str) -> tuple[str, str]:
-        names = GPT2_NAMES if self.architecture == "gpt2" else LLAMA_NAMES
+        names = NAMES.get(self.architecture, LLAMA_NAMES)
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight\.(lora_[ab])", name)
         if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
             raise ModelError(

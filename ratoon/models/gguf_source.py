@@ -1,6 +1,7 @@
 """A GGUF file as a model source: metadata as a Hugging Face config, tensors under Hugging Face names and shapes.
 
-What llama.cpp's converter did to the tensors (reordered query and key rows, transposed GPT-2 weights) is undone here.
+What llama.cpp's converter did to the tensors (reordered query and key rows, transposed GPT-2 weights, norms of Gemma
+plus 1) is undone here.
 The bytes are read by gguf_file.py, the tokenizer is built by gguf_tokenizer.py.
 """
 
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gemma3": "Gemma3ForCausalLM",
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -49,6 +51,12 @@ LLAMA_NAMES = {
     "ffn_up": "model.layers.{}.mlp.up_proj",
     "ffn_down": "model.layers.{}.mlp.down_proj",
 }
+GEMMA3_NAMES = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
 GPT2_NAMES = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -61,12 +69,17 @@ GPT2_NAMES = {
     "ffn_up": "transformer.h.{}.mlp.c_fc",
     "ffn_down": "transformer.h.{}.mlp.c_proj",
 }
+NAMES = {"gpt2": GPT2_NAMES, "gemma3": GEMMA3_NAMES}  # of other architectures: LLAMA_NAMES
 # Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency factors, spelled out by the converter
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR = 1.0, 4.0
 LLAMA3_ORIGINAL_LENGTHS = (8192, 4096, 2048, 16384, 32768)
+
+GEMMA3_LARGEST_LAYERS = 62  # of the 27B model
+GEMMA3_PATTERN = 6  # one layer of so many sees everything
+GEMMA3_LOCAL_THETA = 10000.0  # of the others
 
 
 class GGUFSource:
@@ -99,6 +112,8 @@ class GGUFSource:
         if self._is_transposed(name):
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()
         stored = self.file.read(gguf_name, part)
+        if self.architecture == "gemma3" and gguf_name.endswith("norm.weight"):
+            return StoredTensor.of_floats(stored.floats() - 1.0)  # the converter added what Gemma adds to its weights
         heads = self._permuted_heads(gguf_name)
         if not heads:
             return stored
@@ -109,7 +124,7 @@ class GGUFSource:
 
     def _hugging_face_name(self, gguf_name: str) -> str:
         """An unknown tensor keeps its name, so that strict loading can report it."""
-        names = GPT2_NAMES if self.architecture == "gpt2" else LLAMA_NAMES
+        names = NAMES.get(self.architecture, LLAMA_NAMES)
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
         if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
             return gguf_name
@@ -176,7 +191,8 @@ class GGUFSource:
             "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._eos_token_ids(),
         }
-        config.update(self._gpt2_config() if self.architecture == "gpt2" else self._llama_config())
+        builders = {"gpt2": self._gpt2_config, "gemma3": self._gemma3_config}
+        config.update(builders.get(self.architecture, self._llama_config)())
         return config
 
     def _gpt2_config(self) -> dict[str, Any]:
@@ -211,6 +227,27 @@ class GGUFSource:
         if self.architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
         return config
+
+    def _gemma3_config(self) -> dict[str, Any]:
+        """What files leave out is as llama.cpp has it: the layers that see everything, and the scale of scores, which
+        follows from the hidden size in the largest model."""
+        config = self._llama_config()
+        num_layers, head_dim, num_heads = (
+            config[name] for name in ("num_hidden_layers", "head_dim", "num_attention_heads")
+        )
+        is_largest = num_layers == GEMMA3_LARGEST_LAYERS
+        local_theta = self._real("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+        return config | {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": self._whole("attention.sliding_window"),
+            "sliding_window_pattern": GEMMA3_PATTERN,
+            "query_pre_attn_scalar": config["hidden_size"] // max(num_heads, 1) if is_largest else head_dim,
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+            },
+        }
 
     def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self._real("rope.freq_base", 10000.0)}

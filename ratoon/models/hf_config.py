@@ -35,7 +35,8 @@ MOST = {
     "merge_size": 2**8,
 }
 ROTARY = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *hf_media_config.TEXT_MODELS,
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
+    *hf_media_config.TEXT_MODELS,
 )  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MODEL_TYPES = {
@@ -44,6 +45,7 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gemma3_text": "Gemma3ForCausalLM",
     **hf_encoder_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
 }
@@ -148,7 +150,8 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
 def _parse_with_media(fields: ConfigFields, architecture: str) -> ModelConfig:
     """A decoder that reads images: its text model, and what it adds to that."""
     text = hf_media_config.text_fields(fields, architecture)
-    config = _parse_llama_like(text, hf_media_config.TEXT_MODELS[architecture])
+    text_model = hf_media_config.TEXT_MODELS[architecture]
+    config = _PARSERS[text_model](text, text_model)
     return hf_media_config.with_media(config, fields, architecture)
 
 
@@ -182,12 +185,74 @@ def _parse_gpt2(fields: ConfigFields, architecture: str) -> ModelConfig:
     )
 
 
+def _parse_gemma3(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Files of Gemma 3 leave out what is as in transformers' config class."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if fields.raw.get(name):
+            raise fields.wrong(name, f"is {show(fields.raw[name])}", "none of it: the other form is not supported")
+    num_heads, num_layers = fields.count("num_attention_heads", 8), fields.layers("num_hidden_layers", 26)
+    head_dim, max_position = fields.count("head_dim", 256), fields.count("max_position_embeddings", 131072)
+    num_kv_heads = fields.count("num_key_value_heads", 4)
+    fields.divisible("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    has_bias = fields.flag("attention_bias", False)
+    window, sliding = fields.count("sliding_window", 4096), _gemma3_sliding_layers(fields, num_layers)
+    whole, local = _gemma3_rope(fields)
+    if (kind := _rope_kind(local)) != "default":
+        raise local.wrong("rope_type", f"is {show(kind)}", "default: layers with a window have no rope scaling")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size", 262208),
+        hidden_size=fields.count("hidden_size", 2304),
+        intermediate_size=fields.count("intermediate_size", 9216),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
+        rope_theta=whole.number("rope_theta", fields.number("rope_theta", 1_000_000.0)),
+        rope_scaling=_rope_scaling(whole, max_position, None, head_dim // 2),
+        local_rope_theta=local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0)),
+        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        sliding_window=window if any(sliding) else None,
+        sliding_layers=None if all(sliding) or not any(sliding) else sliding,
+        scale_embedding=True,
+        checkpoint_dtype=fields.dtype(),
+        bos_token_id=fields.token_id("bos_token_id") if "bos_token_id" in fields.raw else 2,
+        eos_token_ids=fields.token_ids("eos_token_id") if "eos_token_id" in fields.raw else (1,),
+    )
+
+
+def _gemma3_sliding_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    if fields.raw.get("layer_types") is not None:
+        return _sliding_layers(fields, num_layers)
+    pattern = fields.count("sliding_window_pattern", fields.optional_count("_sliding_window_pattern") or 6)
+    return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+
+
+def _gemma3_rope(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
+    """The rope parameters of layers that see everything, and of those with a window. Older files have only the scaling
+    of the former, in `rope_scaling`."""
+    rope = fields.below("rope_parameters")
+    is_parted = "full_attention" in rope.raw or "sliding_attention" in rope.raw
+    whole = rope.below("full_attention") if is_parted else rope
+    scaling = fields.below("rope_scaling")
+    if scaling.raw:
+        whole = ConfigFields({**whole.raw, **scaling.raw}, fields.source, scaling.prefix)
+    return whole, rope.below("sliding_attention") if is_parted else ConfigFields({}, fields.source)
+
+
 _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "LlamaForCausalLM": _parse_llama_like,
     "MistralForCausalLM": _parse_llama_like,
     "Qwen2ForCausalLM": _parse_llama_like,
     "Qwen3ForCausalLM": _parse_llama_like,
     "GPT2LMHeadModel": _parse_gpt2,
+    "Gemma3ForCausalLM": _parse_gemma3,
     **hf_encoder_config.PARSERS,
     **dict.fromkeys(hf_media_config.TEXT_MODELS, _parse_with_media),
 }
@@ -227,14 +292,20 @@ def _sliding_window(
         first = 0 if fields.raw.get("max_window_layers", 28) == 0 else fields.count("max_window_layers", 28)
         sliding = tuple(layer >= first for layer in range(num_layers))
     else:
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise fields.wrong("layer_types", f"is {show(kinds)}", f"a list of {num_layers} layer types")
-        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise fields.wrong("layer_types", f"holds {show(unknown)}", "sliding_attention or full_attention")
-        sliding = tuple(kind == "sliding_attention" for kind in kinds)
+        sliding = _sliding_layers(fields, num_layers)
     if not any(sliding):
         return None, None
     return window, (None if all(sliding) else sliding)
+
+
+def _sliding_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have the window, by `layer_types`."""
+    kinds = fields.raw.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"is {show(kinds)}", f"a list of {num_layers} layer types")
+    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+        raise fields.wrong("layer_types", f"holds {show(unknown)}", "sliding_attention or full_attention")
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _rope_fields(fields: ConfigFields) -> ConfigFields:

@@ -1,5 +1,5 @@
 """Turns Hugging Face configs of models that read images into what they add to the config of their text model: Qwen2-VL,
-Qwen2.5-VL, Idefics3 and SmolVLM.
+Qwen2.5-VL, Idefics3, SmolVLM and Gemma 3.
 
 Pure, like hf_config.py, which reads the text model. Files have its fields below `text_config`, or beside those of the
 whole. Preprocessing of pictures reads its own fields from `MediaConfig.processor`.
@@ -7,6 +7,7 @@ whole. Preprocessing of pictures reads its own fields from `MediaConfig.processo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ MODEL_TYPES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 # The architecture that the text model is read as
 TEXT_MODELS = {
@@ -29,6 +31,7 @@ TEXT_MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Idefics3ForConditionalGeneration": "LlamaForCausalLM",
     "SmolVLMForConditionalGeneration": "LlamaForCausalLM",
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
 }
 # What transformers takes for fields that `text_config` leaves out: files have only those that differ.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -41,6 +44,7 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
     },
+    "Gemma3ForCausalLM": {},  # the family's own
 }  # fmt: skip
 QWEN_ROPE_THETA = 1e6
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
@@ -59,7 +63,7 @@ def text_fields(fields: ConfigFields, architecture: str) -> ConfigFields:
     if text is not fields:
         raw |= {name: whole[name] for name in OF_THE_WHOLE if whole.get(name) is not None}
         raw |= {name: whole[name] for name in OF_EITHER if raw.get(name) is None and whole.get(name) is not None}
-    tied = fields.flag("tie_word_embeddings", False)
+    tied = fields.flag("tie_word_embeddings", TEXT_MODELS[architecture] == "Gemma3ForCausalLM")
     raw["tie_word_embeddings"] = tied or (_is_qwen(architecture) and text.flag("tie_word_embeddings", False))
     if _is_qwen(architecture):
         rope = _rope_fields(ConfigFields(raw, fields.source, text.prefix)).raw
@@ -194,11 +198,35 @@ def _parse_idefics3(fields: ConfigFields, config: ModelConfig) -> MediaConfig:
     return MediaConfig(family="idefics3", vision=parsed, image_token_id=token, num_rows=num_rows)
 
 
+def _parse_gemma3(fields: ConfigFields, config: ModelConfig) -> MediaConfig:
+    vision = fields.below("vision_config")
+    hidden_size, heads = vision.count("hidden_size", 768), vision.count("num_attention_heads", 12)
+    vision.divisible("hidden_size", hidden_size, "num_attention_heads", heads)
+    parsed = VisionConfig(
+        hidden_size=hidden_size,
+        intermediate_size=vision.count("intermediate_size", 3072),
+        num_layers=vision.layers("num_hidden_layers", 12),
+        num_heads=heads,
+        patch_size=vision.count("patch_size", 16),
+        image_size=vision.count("image_size", 224),
+        num_channels=vision.count("num_channels", 3),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=vision.number("layer_norm_eps", 1e-6),
+    )
+    num_rows, side = fields.count("mm_tokens_per_image", 256), parsed.image_size // parsed.patch_size
+    if math.isqrt(num_rows) ** 2 != num_rows or side % math.isqrt(num_rows):
+        expected = f"the square of a number that divides {side}, the patches on a side of an image"
+        raise fields.wrong("mm_tokens_per_image", f"is {num_rows}", expected)
+    token = _token(fields, "image_token_index", _token(fields, "image_token_id", 262144))
+    return MediaConfig(family="gemma3", vision=parsed, image_token_id=token, num_rows=num_rows, attends_both_ways=True)
+
+
 _PARSERS: dict[str, Callable[[ConfigFields, ModelConfig], MediaConfig]] = {
     "Qwen2VLForConditionalGeneration": _parse_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": _parse_qwen2_5_vl,
     "Idefics3ForConditionalGeneration": _parse_idefics3,
     "SmolVLMForConditionalGeneration": _parse_idefics3,
+    "Gemma3ForConditionalGeneration": _parse_gemma3,
 }
 
 

@@ -13,6 +13,8 @@ MODEL_CLASSES = {
     "MistralForCausalLM": "ratoon.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "ratoon.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ratoon.models.qwen3:Qwen3ForCausalLM",
+    "Gemma3ForCausalLM": "ratoon.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "ratoon.models.gemma3:Gemma3ForConditionalGeneration",
     "GPT2LMHeadModel": "ratoon.models.gpt2:GPT2LMHeadModel",
     "BartForConditionalGeneration": "ratoon.models.bart:BartForConditionalGeneration",
     "MBartForConditionalGeneration": "ratoon.models.mbart:MBartForConditionalGeneration",

@@ -49,7 +49,9 @@ def overrides_of(request: EngineCoreRequest, media: Sequence[MediaRun]) -> Input
     """What the model reads in place of token ids and positions. None: nothing."""
     if not media and request.rope is None:
         return None
-    embeddings = [EmbeddingSpan(run.start, run.end - run.start, run.key) for run in media]
+    embeddings = [
+        EmbeddingSpan(run.start, run.end - run.start, run.key, is_causal=run.data.modality == EMBEDS) for run in media
+    ]
     if request.rope is None:
         return InputOverrides(embeddings=embeddings)
     return InputOverrides(request.rope.packed, request.rope.delta, embeddings)

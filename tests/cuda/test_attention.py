@@ -40,8 +40,12 @@ class Step:
         block_size: int = 16,
         seed: int = 0,
         kv_dtype: torch.dtype | None = None,
+        images: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        """`images`: the first and the last position of rows that see each other, of every request whose step has them
+        whole."""
         torch.manual_seed(seed)
+        self.images = images
         self.layer, self.block_size, self.computed, self.scheduled = layer, block_size, computed, scheduled
         lengths = np.array(computed) + scheduled if layer.causal else np.array(computed)
         counts = -(-lengths // block_size)
@@ -58,11 +62,22 @@ class Step:
 
     def inputs(self) -> CommonAttentionMetadata:
         starts = np.concatenate([[0], np.cumsum(self.scheduled)]).astype(np.int32)
+        ends = np.concatenate([self.ends_of(row) for row in range(len(self.lengths))]) if self.images else None
         return CommonAttentionMetadata(
             starts, self.lengths, self.tables, torch.from_numpy(starts).cuda(), torch.from_numpy(self.lengths).cuda(),
             torch.from_numpy(self.tables).cuda(), torch.zeros(0, dtype=torch.int64, device="cuda"), self.block_size,
-            max(self.scheduled), int(self.lengths.max()),
+            max(self.scheduled), int(self.lengths.max()), visible_ends=ends,
+            visible_ends_device=None if ends is None else torch.from_numpy(ends).cuda(),
         )  # fmt: skip
+
+    def ends_of(self, row: int) -> np.ndarray:
+        """The last position that each query of a request sees."""
+        length = int(self.lengths[row])
+        ends = np.arange(length - self.scheduled[row], length, dtype=np.int32)
+        for first, last in self.images:
+            if last < length:
+                ends[(ends >= first) & (ends <= last)] = last
+        return ends
 
     def run(self, backend: TritonAttentionBackend) -> Tensor:
         return backend.attend(self.layer, self.q, (self.cache,), backend.build_metadata(self.inputs()))
@@ -78,6 +93,8 @@ class Step:
             positions = torch.arange(length - len(q), length, device="cuda")[:, None]
             distances = torch.arange(length, device="cuda") - positions
             hidden = torch.zeros_like(distances, dtype=torch.bool) if not layer.causal else distances > 0
+            if self.images:
+                hidden = torch.arange(length, device="cuda") > torch.from_numpy(self.ends_of(row)).cuda()[:, None]
             if layer.window is not None:
                 hidden |= distances <= -layer.window
             scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
@@ -126,6 +143,16 @@ def test_a_mixed_batch_is_as_exact_as_its_dtype(name: str, dtype: torch.dtype) -
     else:
         filled = step.exact()
     assert error_of(step.run(TritonAttentionBackend()), filled) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("layer", [AttentionLayer(0, 8, 4, 256, 1 / 16), LLAMA], ids=["gemma", "llama"])
+def test_rows_of_an_image_see_each_other(layer: AttentionLayer, window: int | None, batch_invariant: bool) -> None:
+    images = ((10, 265), (300, 555), (600, 603))
+    step = Step(replace(layer, window=window), [0, 1023, 300, 600], [700, 1, 300, 4], BF16, images=images)
+    backend = TritonAttentionBackend(batch_invariant=batch_invariant)
+    assert error_of(step.run(backend), step.exact()) < TOLERANCES[BF16]
 
 
 def replace_cache(step: Step) -> Step:

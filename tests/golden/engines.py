@@ -22,7 +22,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.scheduling.scheduler import Scheduler
 from tests.depths import depth_settings
 from tests.golden.test_model_logits import FAMILIES
-from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_mistral, tiny_qwen3
+from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_gemma3, tiny_mistral, tiny_qwen3
 
 NUM_BLOCKS = 96  # enough for every batch of these tests, unless a test wants less
 
@@ -30,6 +30,7 @@ NUM_BLOCKS = 96  # enough for every batch of these tests, unless a test wants le
 ENGINE_FAMILIES: dict[str, Callable[[], TinyModel]] = {
     **FAMILIES,
     "mistral with a window wider than a block": lambda: tiny_mistral(window=20),
+    "gemma3 with a window wider than a block": lambda: tiny_gemma3(window=20),
     "qwen3 untied with heads that the native kernels take": lambda: tiny_qwen3(tied=False, head_dim=32),
 }
 

@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from ratoon.core.config import ModelConfig
+from ratoon.core.errors import ModelError
 from ratoon.models.hf_config import parse_hf_config
 
 SMALL = {
@@ -125,3 +126,48 @@ def test_gpt2_has_names_of_its_own(changes: dict[str, Any]) -> None:
     assert (config.norm_eps, config.activation) == (oracle.layer_norm_epsilon, oracle.activation_function)
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (True, True, True)
     assert config.eos_token_ids == (oracle.eos_token_id,)
+
+
+GEMMA3_CASES: list[dict[str, Any]] = [
+    {},  # what a file leaves out is as in transformers' class
+    {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1},
+    {"sliding_window": 512, "sliding_window_pattern": 3, "query_pre_attn_scalar": 168},
+    {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": True},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 900.0}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", GEMMA3_CASES, ids=str)
+@pytest.mark.parametrize("saved", [False, True], ids=["as written", "as transformers saves it"])
+def test_a_gemma3_config_means_what_transformers_takes_it_for(changes: dict[str, Any], saved: bool) -> None:
+    raw = {"architectures": ["Gemma3ForCausalLM"], **changes}
+    oracle = Gemma3TextConfig(**copy.deepcopy(raw))
+    config = parse_hf_config(oracle.to_dict() if saved else raw, "test")
+    assert (config.vocab_size, config.hidden_size) == (oracle.vocab_size, oracle.hidden_size)
+    assert (config.intermediate_size, config.num_layers) == (oracle.intermediate_size, oracle.num_hidden_layers)
+    assert (config.num_heads, config.num_kv_heads) == (oracle.num_attention_heads, oracle.num_key_value_heads)
+    assert (config.head_dim, config.attention_scale) == (oracle.head_dim, oracle.query_pre_attn_scalar**-0.5)
+    assert (config.max_position, config.norm_eps) == (oracle.max_position_embeddings, oracle.rms_norm_eps)
+    assert (config.activation, config.tie_word_embeddings) == (oracle.hidden_activation, oracle.tie_word_embeddings)
+    assert config.attention_bias == config.attention_output_bias == oracle.attention_bias
+    assert (config.bos_token_id, config.eos_token_ids) == (oracle.bos_token_id, (oracle.eos_token_id,))
+    check_windows(config, oracle)
+    whole, local = oracle.rope_parameters["full_attention"], oracle.rope_parameters["sliding_attention"]
+    assert (config.rope_theta, config.rope_scaling.kind) == (whole["rope_theta"], whole["rope_type"])
+    assert (config.rope_scaling.factor, config.local_rope_theta) == (whole.get("factor", 1.0), local["rope_theta"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"final_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": 50.0},
+        {"use_bidirectional_attention": True},
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ],
+)
+def test_a_gemma3_config_with_what_is_not_there_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="expected"):
+        parse_hf_config({"architectures": ["Gemma3ForCausalLM"], **changes}, "test")

@@ -1,7 +1,7 @@
 """Tensors and configs read from GGUF against the transformers models that they were made from.
 
 The files are written here as llama.cpp's converter writes them: its names come from the `gguf` package, its reordering
-of query and key rows and its transposed GPT-2 weights are spelled out below.
+of query and key rows, its transposed GPT-2 weights and its norms of Gemma are spelled out below.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -37,7 +39,9 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
+KINDS = ["llama", "llama with biases", "qwen2", "qwen3", "gpt2", "gemma3"]
 
 
 def build(kind: str) -> Any:
@@ -50,11 +54,18 @@ def build(kind: str) -> Any:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, eos_token_id=2))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True, eos_token_id=2))
+    elif kind == "gemma3":
+        scaling = {"rope_type": "linear", "factor": 8.0}
+        rope = {"full_attention": {"rope_theta": 1e6, **scaling}, "sliding_attention": {"rope_theta": 1e4}}
+        sizes = sizes | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, rope_parameters=rope, eos_token_id=2))
     else:
         bias = kind == "llama with biases"
         model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bias))
     for parameter in model.parameters():  # norms and biases start as ones and zeros, which would hide mistakes
         torch.nn.init.normal_(parameter)
+        if kind == "gemma3":
+            parameter.data = (parameter.data * 128).round() / 128  # 1 more and 1 less is the same number again
     return model
 
 
@@ -84,6 +95,8 @@ def convert(model: Any, architecture: str, path: Path) -> Path:
             array = reorder_rows(array, config.num_key_value_heads)
         if ".c_" in name and name.endswith("weight"):
             array = array.T
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
         tensors[new_name] = np.ascontiguousarray(array)
@@ -103,15 +116,19 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
     else:
         values["attention.head_count_kv"] = config.num_key_value_heads
         values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-        values["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
-    if architecture == "qwen3":
+        rope = config.rope_parameters
+        values["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+    if architecture == "gemma3":
+        scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": rope["full_attention"]["factor"]}
+        values |= {"attention.sliding_window": config.sliding_window, **scaling}
+    if architecture in ("qwen3", "gemma3"):
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     tokens = {"tokenizer.ggml.bos_token_id": config.bos_token_id, "tokenizer.ggml.eos_token_id": config.eos_token_id}
     known = {f"{architecture}.{key}": value for key, value in values.items()} | tokens
     return {key: value for key, value in known.items() if value is not None}
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_converted_model_reads_as_the_model_it_was(kind: str, tmp_path: Path) -> None:
     model = build(kind)
     source = resolve_model(str(convert(model, kind.split()[0], tmp_path / "m.gguf")))
@@ -123,7 +140,7 @@ def test_a_converted_model_reads_as_the_model_it_was(kind: str, tmp_path: Path) 
         assert torch.equal(source.tensors.read(name).floats(), tensor), name
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama with biases", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_converted_model_has_the_config_it_had(kind: str, tmp_path: Path) -> None:
     model = build(kind)
     source = resolve_model(str(convert(model, kind.split()[0], tmp_path / "m.gguf")))

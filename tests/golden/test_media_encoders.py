@@ -23,6 +23,7 @@ from tests.golden.tiny_media_models import (
     normalised,
     qwen_input,
     tile_input,
+    tiny_gemma3_with_images,
     tiny_idefics3,
     tiny_qwen2_5_vl,
     tiny_qwen2_vl,
@@ -47,7 +48,7 @@ def ops_of(name: str) -> TorchOps | NativeOps:
 
 def a_picture(tiny: TinyMediaModel) -> MediaInput:
     assert tiny.config.media is not None
-    is_tile = tiny.config.media.family == "idefics3"
+    is_tile = tiny.config.media.family in ("idefics3", "gemma3")
     return tile_input(tiny.config, 24, 24) if is_tile else qwen_input(tiny.config, (1, 6, 10))
 
 
@@ -66,6 +67,8 @@ def oracle_rows(tiny: TinyMediaModel, media: MediaInput) -> Tensor:
     assert tiny.config.media is not None
     if tiny.config.media.family == "idefics3":
         found = tiny.oracle.model.get_image_features(pixels[None, None], return_dict=True)
+    elif tiny.config.media.family == "gemma3":
+        found = tiny.oracle.model.get_image_features(pixels[None], return_dict=True)
     else:
         found = tiny.oracle.model.get_image_features(pixels, torch.tensor([media.grid]), return_dict=True)
     return found.pooler_output[0]
@@ -119,6 +122,7 @@ def test_heads_whose_size_the_attention_of_decoders_does_not_take(name: str) -> 
         "qwen2_5_vl": lambda: tiny_qwen2_5_vl(80, 1),
         "idefics3": lambda: tiny_idefics3(num_heads=8),
         "smolvlm": lambda: tiny_idefics3(True, num_heads=1),
+        "gemma3": lambda: tiny_gemma3_with_images(num_heads=8),
     }[name]()
     media = a_picture(tiny)
     torch.testing.assert_close(encode(tiny.build(), [media])[0], oracle_rows(tiny, media), atol=TOLERANCE, rtol=0)

@@ -47,6 +47,8 @@ def oracle_tokens(tiny: TinyMediaModel, prompt: list[int]) -> list[int]:
         *[(family, {}) for family in FAMILIES],
         pytest.param("qwen2_5_vl", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_vl", {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_text_gives_the_tokens_of_transformers(

@@ -12,6 +12,7 @@ from tests.golden.dense_step import dense_logits
 from tests.golden.tiny_models import (
     TinyModel,
     random_token_ids,
+    tiny_gemma3,
     tiny_gpt2,
     tiny_llama,
     tiny_mistral,
@@ -54,6 +55,8 @@ FAMILIES: dict[str, Callable[[], TinyModel]] = {
     "qwen3 with heads wider than hidden size / heads": tiny_qwen3,
     "qwen3 untied with attention bias": lambda: tiny_qwen3(tied=False, attention_bias=True),
     "gpt2": tiny_gpt2,
+    "gemma3": tiny_gemma3,
+    "gemma3 with plain rope and heads of 256": lambda: tiny_gemma3(factor=None, head_dim=256),
 }
 
 
@@ -98,7 +101,7 @@ def test_dynamic_rope_beyond_its_original_length_follows_cached_decoding_of_tran
 
 
 @pytest.mark.parametrize(
-    "family", ["llama with grouped heads", "qwen3 with heads wider than hidden size / heads", "gpt2"]
+    "family", ["llama with grouped heads", "qwen3 with heads wider than hidden size / heads", "gpt2", "gemma3"]
 )
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 falls back to another product
 def test_bfloat16_models_stay_close_to_transformers_in_bfloat16(family: str) -> None:

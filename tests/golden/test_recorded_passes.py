@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen2": tiny_models.tiny_qwen2,
     "qwen3": partial(tiny_models.tiny_qwen3, head_dim=32),
     "gpt2": tiny_models.tiny_gpt2,
+    "gemma3": tiny_models.tiny_gemma3,
 }
 
 

@@ -76,6 +76,27 @@ def tiny_idefics3(smolvlm: bool = False, num_heads: int = 4) -> TinyMediaModel:
     return _make(getattr(transformers, f"{names}ForConditionalGeneration"), config)
 
 
+def tiny_gemma3_with_images(num_heads: int = 4) -> TinyMediaModel:
+    """Pictures of 24 × 24 pixels, 6 × 6 patches, 3 × 3 rows of embeddings; windows are narrower than these."""
+    vision = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": num_heads,
+        "image_size": 24, "patch_size": 4, "vision_use_head": False,
+    }  # fmt: skip
+    text = TEXT | {
+        "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20,
+        "max_position_embeddings": 128,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+        },
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=9, image_token_index=IMAGE_TOKEN
+    )
+    return _make(transformers.Gemma3ForConditionalGeneration, config)
+
+
 def _make(model_class: Any, config: Any) -> TinyMediaModel:
     torch.manual_seed(0)
     oracle = model_class(config).eval()
@@ -83,14 +104,28 @@ def _make(model_class: Any, config: Any) -> TinyMediaModel:
         for name, parameter in oracle.named_parameters():
             # Norms around 1, everything else so large that each part changes the result
             parameter.normal_(std=0.15)
-            if "norm" in name or "ln_q" in name:
+            if ("norm" in name or "ln_q" in name) and not is_offset(name, model_class):
                 parameter += 0 if name.endswith("bias") else 1
     parsed = parse_hf_config({"architectures": [model_class.__name__], **config.to_dict()}, "config")
     return TinyMediaModel(oracle, parsed, DictSource(published(oracle.state_dict())))
 
 
+def is_offset(name: str, model_class: Any) -> bool:
+    """Whether the factors of a norm are 1 plus its weight."""
+    return "Gemma3" in model_class.__name__ and "vision_tower" not in name
+
+
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The names of published files, from those of modules."""
+    if "model.multi_modal_projector.mm_input_projection_weight" in state:
+        names = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."}
+        names["model.multi_modal_projector."] = "multi_modal_projector."
+        return {
+            new + name.removeprefix(old): tensor
+            for name, tensor in state.items()
+            for old, new in names.items()
+            if name.startswith(old)  # the head is the table of tokens
+        }
     return {
         name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
         for name, tensor in state.items()
@@ -102,6 +137,7 @@ FAMILIES = {
     "qwen2_5_vl": tiny_qwen2_5_vl,
     "idefics3": tiny_idefics3,
     "smolvlm": lambda: tiny_idefics3(smolvlm=True),
+    "gemma3": tiny_gemma3_with_images,
 }
 
 
@@ -122,6 +158,8 @@ def tile_input(config: ModelConfig, height: int, width: int, seed: int = 0) -> M
     assert config.media is not None
     vision = config.media.vision
     rows = height // vision.patch_size * (width // vision.patch_size) // vision.merge_size**2
+    if config.media.family == "gemma3":
+        rows = config.media.num_rows
     return MediaInput(IMAGE, rows, _wire(_random((vision.num_channels, height, width), seed)))
 
 
@@ -130,7 +168,7 @@ def normalised(config: ModelConfig, media: MediaInput) -> Tensor:
     assert config.media is not None
     vision = config.media.vision
     pixels = torch.from_numpy(np.array(media.features.view())).view(media.features.shape).double()
-    if config.media.family == "idefics3":
+    if config.media.family in ("idefics3", "gemma3"):
         mean, std = (torch.tensor(values)[:, None, None] for values in (config.media.mean, config.media.std))
         return ((pixels / 255 - mean) / std).float()
     mean, std = (torch.tensor(values)[:, None, None] for values in (config.media.mean, config.media.std))

@@ -123,6 +123,51 @@ def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 
     return make_tiny(transformers.Qwen3ForCausalLM, oracle_config, config, seed)
 
 
+def tiny_gemma3(
+    window: int = 6,
+    head_dim: int = 16,
+    pattern: int = 3,
+    factor: float | None = 2.0,
+    num_layers: int = 4,
+    seed: int = 0,
+) -> TinyModel:
+    """One layer of `pattern` sees everything, with a rotation that is stretched by `factor`; the others have a window.
+    Scores are scaled by another number than the size of heads."""
+    config = _config("Gemma3ForCausalLM", 4, 2, head_dim=head_dim)
+    config = replace(
+        config,
+        num_layers=num_layers,
+        activation="gelu_pytorch_tanh",
+        rope_theta=50000.0,
+        rope_scaling=RopeScaling() if factor is None else RopeScaling(kind="linear", factor=factor),
+        local_rope_theta=700.0,
+        attention_scale=20.0**-0.5,
+        tie_word_embeddings=True,
+        sliding_window=window,
+        sliding_layers=tuple((layer + 1) % pattern != 0 for layer in range(num_layers)),
+        scale_embedding=True,
+    )
+    return make_tiny(transformers.Gemma3ForCausalLM, gemma3_text_config(config), config, seed)
+
+
+def gemma3_text_config(config: ModelConfig) -> transformers.Gemma3TextConfig:
+    arguments = _oracle_arguments(config)
+    scaling = config.rope_scaling
+    whole = {"rope_type": "default"} if scaling.kind == "default" else {"rope_type": "linear", "factor": scaling.factor}
+    assert config.attention_scale is not None and config.sliding_layers is not None
+    arguments["rope_parameters"] = {
+        "full_attention": {"rope_theta": config.rope_theta, **whole},
+        "sliding_attention": {"rope_theta": config.local_rope_theta, "rope_type": "default"},
+    }
+    return transformers.Gemma3TextConfig(
+        **arguments,
+        head_dim=config.head_dim,
+        query_pre_attn_scalar=round(config.attention_scale**-2),
+        sliding_window=config.sliding_window,
+        layer_types=["sliding_attention" if sliding else "full_attention" for sliding in config.sliding_layers],
+    )
+
+
 def tiny_gpt2(seed: int = 0) -> TinyModel:
     config = replace(
         _config("GPT2LMHeadModel", 4, 4),

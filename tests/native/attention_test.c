@@ -20,7 +20,7 @@ typedef struct {
     int64_t kind, requests, heads, kv_heads, head_dim, block_size, window, causal, table_width, num_blocks, block_bytes, reach;
     int64_t num_tokens, ldq, ldo, scale_block_bytes;
     int32_t query_start[MOST_REQUESTS + 1], seq_lens[MOST_REQUESTS], shared[MOST_REQUESTS];
-    int32_t *table;
+    int32_t *table, *ends;
     unsigned char *cache, *scales;
     float *q, *out, *bias;
     float scale;
@@ -116,6 +116,19 @@ static void lay_out(batch *b, int decode) {
     b->num_tokens = b->query_start[b->requests];
 }
 
+// Images among the tokens: their rows see each other. Others have their own position, or none.
+static void place_images(batch *b) {
+    b->ends = guarded(b->num_tokens * 4);
+    for (int64_t r = 0; r < b->requests; r++) {
+        const int64_t context = b->seq_lens[r] - b->query_start[r + 1];  // the position of token 0 of the batch, if it had one
+        for (int64_t token = b->query_start[r], next; token < b->query_start[r + 1]; token = next) {
+            const int is_image = random_between(0, 2) == 0;
+            next = is_image ? random_between(token + 1, b->query_start[r + 1]) : token + 1;
+            for (int64_t i = token; i < next; i++) b->ends[i] = (int32_t)(is_image || random_between(0, 1) ? context + next - 1 : -1);
+        }
+    }
+}
+
 // Fills the slots of all requests by the kernel that stores, checks that each number is where it belongs and that nothing
 // else was written.
 static void store_all(batch *b) {
@@ -156,6 +169,7 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     int64_t position = length - (b->query_start[r + 1] - token);
     int64_t first = b->window > 0 && position - b->window + 1 > 0 ? position - b->window + 1 : 0;
     int64_t end = b->causal ? position + 1 : length;
+    if (b->causal && b->ends && b->ends[token] + 1 > end) end = b->ends[token] + 1;
     const float *q = b->q + token * b->ldq + head * b->head_dim;
     double *scores = malloc((size_t)length * 8), highest = -INFINITY, lowest = INFINITY, score_error = 0, total = 0;
     for (int64_t key = first; key < end; key++) {
@@ -196,7 +210,8 @@ static int run(const batch *b, int64_t first, int64_t end, float *out) {
     return ratoon_attention(b->q + b->query_start[first] * b->ldq, b->ldq, out + b->query_start[first] * b->ldo, b->ldo, b->kind,
                             b->cache, b->block_bytes, b->scales, b->scale_block_bytes, b->table + first * b->table_width,
                             b->table_width, query_start, b->seq_lens + first, shared, end - first, b->heads, b->kv_heads,
-                            b->head_dim, b->block_size, b->window, b->causal, b->bias, b->reach, b->scale);
+                            b->head_dim, b->block_size, b->window, b->causal,
+                            b->ends ? b->ends + b->query_start[first] : NULL, b->bias, b->reach, b->scale);
 }
 
 // The bits of a row depend neither on the number of threads nor on the requests beside its own.
@@ -233,6 +248,7 @@ static void compare(int kind, int decode) {
     b.q = random_floats((b.num_tokens - 1) * b.ldq + b.heads * b.head_dim, 3);
     b.out = guarded_floats(b.num_tokens * b.ldo);
     b.bias = random_between(0, 3) == 0 ? random_floats(b.heads * (2 * b.reach + 1), 2) : NULL;
+    if (!decode && b.causal && random_between(0, 2) > 0) place_images(&b);
     store_all(&b);
     expect_true(run(&b, 0, b.requests, b.out) == 0, "attention has memory", 0, 0);
     for (int64_t r = 0; r < b.requests; r++)

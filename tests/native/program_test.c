@@ -20,7 +20,7 @@ int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *
 #define WORDS(NAME) int NAME##_words(const int64_t *words);
 WORDS(ratoon_copy) WORDS(ratoon_linear) WORDS(ratoon_gated_mlp) WORDS(ratoon_quantised_linear) WORDS(ratoon_quantised_gated_mlp)
 WORDS(ratoon_rms_norm) WORDS(ratoon_layer_norm) WORDS(ratoon_head_rms_norm) WORDS(ratoon_rotary) WORDS(ratoon_silu_and_mul)
-WORDS(ratoon_add_low_rank) WORDS(ratoon_replace_rows) WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
+WORDS(ratoon_add_low_rank) WORDS(ratoon_replace_rows) WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_gated_activation) WORDS(ratoon_scale) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
 
 static int64_t number(float value) {
     int32_t bits;
@@ -63,10 +63,14 @@ static void compare_row_kernels(const float *x, const float *weight) {
                  (int64_t[]){P(replayed), WIDTH, 2, P(replayed + ROWS * WIDTH), WIDTH, 1, 16, 12, P(positions), P(x), P(axes), 1, ROWS}, "rotary");
     ratoon_silu_and_mul(x, WIDTH, direct, ROWS, WIDTH / 2);
     expect_equal(ratoon_silu_and_mul_words, (int64_t[]){P(x), WIDTH, P(replayed), ROWS, WIDTH / 2}, "silu and mul");
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < 5; kind++) {
         ratoon_activation(x, WIDTH, direct, ROWS, WIDTH, kind);
         expect_equal(ratoon_activation_words, (int64_t[]){P(x), WIDTH, P(replayed), ROWS, WIDTH, kind}, "activation");
+        ratoon_gated_activation(x, WIDTH, direct, ROWS, WIDTH / 2, kind);
+        expect_equal(ratoon_gated_activation_words, (int64_t[]){P(x), WIDTH, P(replayed), ROWS, WIDTH / 2, kind}, "gated activation");
     }
+    ratoon_scale(direct, WIDTH, ROWS, WIDTH, 0.75f);
+    expect_equal(ratoon_scale_words, (int64_t[]){P(replayed), WIDTH, ROWS, WIDTH, number(0.75f)}, "scale");
     const int32_t slots[ROWS] = {0, -1, 0};
     const low_rank_part part = {.a = x, .b = x, .rank = 3, .column = 1, .out = 16, .scale = 0.5f};
     ratoon_add_low_rank(weight, 4, ROWS, 5, &part, 1, 1, slots, direct, WIDTH);
@@ -109,6 +113,7 @@ static void compare_products(const float *x, const float *weight) {
 
 static void compare_attention(const float *x) {
     const int32_t table[] = {1, 0}, query_start[] = {0, ROWS}, seq_lens[] = {ROWS + 2}, shared[] = {0};
+    const int32_t ends[ROWS] = {3, 3, -1};
     const int64_t slots[] = {16, 18, 20, 17, 19}, bytes = 2 * 16 * 16, scale_bytes = 2 * 16 * 4;
     unsigned char *cache = guarded(2 * bytes), *other = guarded(2 * bytes);
     float *scales = guarded_floats(2 * scale_bytes / 4), *other_scales = guarded_floats(2 * scale_bytes / 4);
@@ -121,10 +126,10 @@ static void compare_attention(const float *x) {
     expect_true(memcmp(scales, other_scales, (size_t)(2 * scale_bytes)) == 0, "store of scales", 0, 0);
     begin();
     ratoon_attention(x, WIDTH, direct, WIDTH, 2, cache, bytes, scales, scale_bytes, table, 2, query_start, seq_lens, shared, 1, 2, 1,
-                     16, 16, 2, 1, bias, 16, 0.25f);
+                     16, 16, 2, 1, ends, bias, 16, 0.25f);
     expect_equal(ratoon_attention_words,
                  (int64_t[]){P(x), WIDTH, P(replayed), WIDTH, 2, P(cache), bytes, P(scales), scale_bytes, P(table), 2, P(query_start),
-                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(bias), 16, number(0.25f)},
+                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(ends), P(bias), 16, number(0.25f)},
                  "attention");
 }
 

@@ -1,5 +1,6 @@
 // Norms, rotary embedding and activations.
 #include <math.h>
+#include <string.h>
 
 #include "checking.h"
 #include "kernels.h"
@@ -178,13 +179,22 @@ static float random_argument(void) {
     return random_between(0, 4) ? random_float() * 8 : special[random_between(0, 11)];
 }
 
+// The argument of the exponential has two roundings.
+static double gelu_quick(double x, double *allowed) {
+    double u = 1.702 * x, y = x / (1 + exp(-u));
+    *allowed = fabs(y) * (EXP_ERROR + 3 * UNIT + 2 * UNIT * fabs(u)) + SMALLEST;
+    return y;
+}
+
+static double (*const references[])(double, double *) = {silu, relu, gelu_tanh, gelu, gelu_quick};
+static const char *const names[] = {"silu", "relu", "gelu, tanh form", "gelu", "gelu, sigmoid form"};
+#define NUM_KINDS 5
+
 static void compare_activations(void) {
-    static double (*const references[])(double, double *) = {silu, relu, gelu_tanh, gelu};
-    static const char *const names[] = {"silu", "relu", "gelu, tanh form", "gelu"};
     int64_t rows = random_between(1, 20), width = random_between(1, 90), ldx = width + random_between(0, 5);
     float *x = random_floats((rows - 1) * ldx + width, 1);
     for (int64_t i = 0; i < (rows - 1) * ldx + width; i++) x[i] = random_argument();
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < NUM_KINDS; kind++) {
         float *y = guarded_floats(rows * width);
         ratoon_activation(x, ldx, y, rows, width, kind);
         for (int64_t row = 0; row < rows; row++)
@@ -196,17 +206,33 @@ static void compare_activations(void) {
     release_all();
 }
 
-static void compare_silu_and_mul(void) {
+static void compare_gated_activation(void) {
     int64_t rows = random_between(1, 20), width = random_between(1, 90), ldx = 2 * width + random_between(0, 5);
     if (random_between(0, 9) == 0) rows = 70, width = 200, ldx = 401;  // more than one unit of work
-    float *x = random_floats((rows - 1) * ldx + 2 * width, 1), *y = guarded_floats(rows * width);
+    float *x = random_floats((rows - 1) * ldx + 2 * width, 1);
     for (int64_t i = 0; i < (rows - 1) * ldx + 2 * width; i++) x[i] = random_argument();
-    ratoon_silu_and_mul(x, ldx, y, rows, width);
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < width; i++) {
-            double allowed, up = x[row * ldx + width + i], expected = silu(x[row * ldx + i], &allowed) * up;
-            expect(y[row * width + i], expected, allowed * fabs(up) + fabs(expected) * UNIT + SMALLEST, "silu and mul", row, i);
-        }
+    for (int kind = 0; kind < NUM_KINDS; kind++) {
+        float *y = guarded_floats(rows * width);
+        if (kind == 0) ratoon_silu_and_mul(x, ldx, y, rows, width);
+        else ratoon_gated_activation(x, ldx, y, rows, width, kind);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < width; i++) {
+                double allowed, up = x[row * ldx + width + i], expected = references[kind](x[row * ldx + i], &allowed) * up;
+                expect(y[row * width + i], expected, allowed * fabs(up) + fabs(expected) * UNIT + SMALLEST, names[kind], row, i);
+            }
+    }
+    release_all();
+}
+
+static void compare_scale(void) {
+    int64_t rows = random_between(1, 20), width = random_between(1, 90), ldx = width + random_between(0, 5);
+    const int64_t count = (rows - 1) * ldx + width;
+    const float factor = random_argument();
+    float *x = random_floats(count, 1), *y = guarded_floats(count);
+    memcpy(y, x, (size_t)count * sizeof(float));
+    ratoon_scale(y, ldx, rows, width, factor);
+    for (int64_t i = 0; i < count; i++)
+        expect(y[i], i % ldx < width ? x[i] * factor : x[i], 0, "scale", i / ldx, i % ldx);
     release_all();
 }
 
@@ -217,6 +243,7 @@ void check_rows(void) {
         compare_head_norm();
         compare_rotary();
         compare_activations();
-        compare_silu_and_mul();
+        compare_gated_activation();
+        compare_scale();
     }
 }

@@ -70,6 +70,8 @@ SENT = (
     Column("prefix_ends", Per.REQUEST, torch.int32, padding=0),
     # The row among the step's embeddings that is a token's input; -1: its id is
     Column("embedding_rows", Per.TOKEN, torch.int32, padding=-1),
+    # The last position that a token sees, of steps in which some tokens see more than what is before them
+    Column("visible_ends", Per.TOKEN, torch.int32, padding=-1, only_with="seen_whole"),
 )
 SENT_BY_NAME = {column.name: column for column in SENT}
 SAMPLING_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "uniforms")

@@ -342,6 +342,11 @@ class DeviceInputs:
         assert self._embeddings is not None, "there were some"
         return RowEmbeddings(self._packed.device["embedding_rows"][:size], self._embeddings)
 
+    def let_see_ahead(self, step: StepInputs, size: int) -> None:
+        """Gives a step that is padded to `size` tokens the column of what they see, which was sent."""
+        for group in step.groups:
+            group.visible_ends_device = self._packed.device["visible_ends"][:size]
+
     def adapters(self, num_tokens: int) -> AdapterRows:
         """Those of the first tokens; padding has none."""
         return AdapterRows(self.prepared["adapter_slots"][:num_tokens])

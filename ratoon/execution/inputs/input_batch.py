@@ -35,10 +35,11 @@ class InputBatch:
         cross_block_size: int = 1,
         rope_axes: int = 0,
         has_adapters: bool = False,
+        attends_both_ways: bool = False,
     ) -> None:
         """`block_sizes`: tokens in a block of each KV group; `cross_block_size`: the same of cross-attention.
         `rope_axes`: of the rope positions that branches may bring; 0: they bring none. `has_adapters`: whether branches
-        may have adapters."""
+        may have adapters. `attends_both_ways`: whether the rows of an image see each other."""
         self.num_groups = num_groups = len(block_sizes)
         self.rope_axes = rope_axes
         self.max_model_len = max_model_len
@@ -67,6 +68,9 @@ class InputBatch:
         self.rope_deltas = np.zeros(max_rows, np.int32)  # what those behind them add to their positions
         self.embeddings: dict[int, Sequence[EmbeddingSpan]] = {}  # of rows that have some
         self.embedding_ends = np.zeros(max_rows, np.int64)  # positions behind which all inputs are token ids
+        # Of rows that have some: the first and the last position of images whose rows see each other, in order. None:
+        # the model has none such.
+        self.seen_whole: dict[int, list[tuple[int, int]]] | None = {} if attends_both_ways else None
         self.encoder_lens = np.zeros(max_rows, np.int32)
         self.adapter_slots: np.ndarray | None = np.full(max_rows, -1, np.int32) if has_adapters else None
         self.num_tokens = np.zeros(max_rows, np.int64)
@@ -184,6 +188,9 @@ class InputBatch:
         if overrides.embeddings:
             self.embeddings[row] = overrides.embeddings
             self.embedding_ends[row] = max(span.start + span.length for span in overrides.embeddings)
+            if self.seen_whole is not None:
+                images = [span for span in overrides.embeddings if not span.is_causal]
+                self.seen_whole[row] = sorted((span.start, span.start + span.length - 1) for span in images)
         if overrides.rope_positions or overrides.rope_delta:
             if self.rope_rows is None:
                 raise ValueError("a branch has rope positions of its own, and the model declares none")
@@ -205,6 +212,8 @@ class InputBatch:
             self.embedding_ends[rows] = 0
             for row in rows:
                 self.embeddings.pop(row, None)
+                if self.seen_whole is not None:
+                    self.seen_whole.pop(row, None)
 
     def rope_positions(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[axes, T]: by what heads are rotated, of tokens at these positions [T] of these rows [T]."""

@@ -17,7 +17,7 @@ from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
 from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.buffers import StepBuffer
-from ratoon.execution.inputs.cells import all_to_device
+from ratoon.execution.inputs.cells import all_to_device, to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import RowEmbeddings
@@ -40,6 +40,17 @@ class StepInputs:
     embeddings: RowEmbeddings | None = None  # the inputs of rows that are no token ids
     adapters: AdapterRows | None = None  # of each token's row; None: no row has one
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether some tokens see more than what is before them."""
+        return self.groups[0].visible_ends_device is not None
+
+    def see_ahead(self, visible_ends: np.ndarray | None, device: torch.device) -> None:
+        """Sets the last position that each token [T] sees. None: its own."""
+        on_device = None if visible_ends is None else to_device(visible_ends, device)
+        for group in self.groups:
+            group.visible_ends, group.visible_ends_device = visible_ends, on_device
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
@@ -51,9 +62,21 @@ class ReadRows:
     @classmethod
     def of(cls, rows: list[int], inputs: StepInputs) -> ReadRows | None:
         """None: it costs no more to attend with all rows. With one row of each prompt or less, it does; more rows would
-        read the keys of their request once for each."""
+        read the keys of their request once for each. None also where such a row sees tokens behind it."""
         num_reqs = len(inputs.cu_num_tokens)
+        ends = inputs.groups[0].visible_ends if inputs.groups else None
+        if ends is not None and not cls._are_last(rows, ends, inputs):
+            return None
         return cls(rows, inputs.groups) if len(rows) <= num_reqs < inputs.cu_num_tokens[-1] else None
+
+    @staticmethod
+    def _are_last(rows: list[int], ends: np.ndarray, inputs: StepInputs) -> bool:
+        """Whether these rows see nothing behind them."""
+        step = inputs.groups[0]
+        places = np.array(rows, np.int64)
+        requests = np.searchsorted(step.query_start_loc, places, side="right") - 1
+        positions = step.seq_lens[requests] - (step.query_start_loc[requests + 1] - places)
+        return bool((ends[places] == positions).all())
 
     def as_requests(self, group: int, rows: torch.Tensor) -> CommonAttentionMetadata:
         """A step in which each row is a request of one token, behind all tokens before it. `rows`: on the device."""

@@ -58,7 +58,8 @@ def geometry_of(
 
     def choose(what: str, every: Layers, group: KVCacheGroup, may_round: bool = False) -> BackendChoice:
         layers = [every[index] for index in group.layers]
-        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round)
+        sees_ahead = every is whole.attention_layers and whole.config.sees_ahead
+        needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round, sees_ahead)
         return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
 
     groups = groups_of(whole.attention_layers)

@@ -88,6 +88,7 @@ class ProgramKey(NamedTuple):
     num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
     has_embeddings: bool = False  # rows that are no token ids
     has_adapters: bool = False  # rows that have one
+    sees_ahead: bool = False  # some rows see more than what is before them
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
     has_few: bool = False  # no request has more than FEW_TOKENS, but for padding, which is attended to in part
 
@@ -408,6 +409,8 @@ class Graphs:
         if step.embeddings is not None:
             self._inputs.bring_embeddings(step.embeddings)
             of_rows.append((slice(None), {"embedding_rows": step.embeddings.rows}))
+        if step.visible_ends is not None:
+            of_rows.append((slice(None), {"visible_ends": step.visible_ends}))
         self._inputs.send(batch.rows, batch.num_scheduled, batch.unwritten, of_rows, batch.cu_num_tokens)
         results = self.steps.run(key)
         found = []
@@ -456,7 +459,8 @@ class Graphs:
             return None
         return ProgramKey(
             size, num_reqs, ends, step.num_layers,
-            has_embeddings=has_embeddings, has_adapters=has_adapters, has_few=has_few,
+            has_embeddings=has_embeddings, has_adapters=has_adapters, sees_ahead=step.visible_ends is not None,
+            has_few=has_few,
         )  # fmt: skip
 
     def _run_padded(self, key: ProgramKey) -> list[Any]:
@@ -469,6 +473,8 @@ class Graphs:
             step.embeddings = inputs.embeddings(key.size)
         if key.has_adapters:
             step.adapters = inputs.adapters(key.size)
+        if key.sees_ahead:
+            inputs.let_see_ahead(step, key.size)
         places = ends.places
         rows = None
         if not key.reads_all:

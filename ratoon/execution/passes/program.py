@@ -43,6 +43,7 @@ class ProgramStep:
     batch: StepBatch
     wanted: Sequence[EndRows]
     embeddings: StepEmbeddings | None = None  # None: all rows are token ids
+    visible_ends: np.ndarray | None = None  # [T] the last position that each token sees; None: its own
 
     @property
     def num_tokens(self) -> int:

@@ -98,7 +98,7 @@ class RecordedPasses:
     ) -> list[Any] | None:
         """As StepProgram.run, with `rows` on the host. None: the step has to run call by call."""
         num_tokens = len(inputs.input_ids)
-        if not self._is_possible or num_tokens > MAX_TOKENS:
+        if not self._is_possible or num_tokens > MAX_TOKENS or inputs.sees_ahead:
             return None
         layers = tuple(sorted({layer for end in ends.ends for layer in end.inner_layers}))
         end: End = STATES

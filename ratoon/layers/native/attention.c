@@ -1,5 +1,5 @@
-// Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own, or
-// not, where it sees all keys of its request. A bias by distance may be added to the scores. Halves and bytes are widened;
+// Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own (and,
+// in an image, those up to the image's end), or not, where it sees all keys of its request. A bias by distance may be added to the scores. Halves and bytes are widened;
 // the scales of keys multiply scores, those of values weights.
 //
 // A part of the batch is a few tokens of one request, or the one token of each of a few requests whose block tables share a
@@ -221,15 +221,21 @@ INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t tok
     return c->seq_lens[request] - (c->query_start[request + 1] - token);
 }
 
+INLINE int64_t last_key_of(const attention_call *c, int64_t request, int64_t token) {
+    const int64_t own = position_of(c, request, token);
+    return c->ends && c->ends[token] > own ? c->ends[token] : own;
+}
+
 // Requests [begin, end) of a part, keys [first_key, keys_end): together while their tables are alike, then in smaller groups.
 static void attend_requests(const attention_call *c, scratch *s, const part *part, int64_t kv_head, int64_t begin,
                             int64_t end, int64_t first_key, int64_t keys_end) {
     const int64_t group = c->heads / c->kv_heads, tokens = part->tokens / part->requests;  // of each request
     const int64_t request = part->first_request + begin;
     const int64_t first_position = position_of(c, request, part->first_token + begin);
-    const int64_t keys = c->causal ? first_position + tokens : c->seq_lens[request];
+    const int64_t last_token = part->first_token + begin + tokens - 1;
+    const int64_t keys = c->causal ? last_key_of(c, request, last_token) + 1 : c->seq_lens[request];
     const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
-                         first_position, keys, first_key};
+                         first_position, keys, first_key, c->ends ? c->ends + part->first_token : NULL};
     const int32_t *shared = c->shared + part->first_request;
     int64_t together_end = keys;
     int all_alike = 1;  // they have the very same keys
@@ -354,7 +360,7 @@ static part make_part(const attention_call *c, int32_t first_request, int32_t re
     made.first_key = (int32_t)(lowest > 0 ? lowest / STRETCH * STRETCH : 0);
     for (int32_t i = 0; i < requests; i++) {
         const int64_t request = first_request + i, last = requests > 1 ? first_token + i : first_token + tokens - 1;
-        const int64_t keys = c->causal ? position_of(c, request, last) + 1 : c->seq_lens[request];
+        const int64_t keys = c->causal ? last_key_of(c, request, last) + 1 : c->seq_lens[request];
         if (keys > made.keys_end) made.keys_end = (int32_t)keys;
     }
     return made;
@@ -451,15 +457,16 @@ static int make_plan(plan *plan) {
 }
 
 // `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
-// common with that of the request before it, all of them visible to both. Returns 0, or -1 when memory ran out.
+// common with that of the request before it, all of them visible to both. `ends` [tokens]: the last key that a token sees,
+// never falling within a request, where that is behind its own position; or NULL. Returns 0, or -1 when memory ran out.
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
-                     const float *bias, int64_t reach, float scale) {
+                     const int32_t *ends, const float *bias, int64_t reach, float scale) {
     plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
-                          shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, bias,
-                          reach, (float)(scale * LOG2_E)}};
+                          shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, ends,
+                          bias, reach, (float)(scale * LOG2_E)}};
     if (query_start[requests] == 0) return 0;
     if (make_plan(&plan)) return -1;
     parallel_units(attention_unit, &plan, plan.num_units * kv_heads);

@@ -32,6 +32,7 @@ typedef struct {
     const int32_t *block_table, *query_start, *seq_lens, *shared;
     int64_t ldq, ldo, table_width, requests;
     int64_t heads, kv_heads, head_dim, block_size, window, causal;
+    const int32_t *ends;  // [tokens] the last key that a token sees where it is behind its own, or NULL
     const float *bias;  // [heads][2 · reach + 1], or NULL: a key at distance d from the row has [d + reach]
     int64_t reach;
     float scale;  // of scores, whose weights are powers of two
@@ -60,6 +61,7 @@ typedef struct {
     int64_t kv_head, first_row, rows;
     int64_t first_position, keys;  // the first row's; how many keys its last row sees
     int64_t first_key;             // that is read
+    const int32_t *ends;           // those of the unit's tokens, or NULL
 } row_run;
 
 typedef struct {
@@ -257,10 +259,17 @@ INLINE void sum_tile(int rows, int kind, const attention_call *c, scratch *s, co
 
 INLINE int32_t within_stretch(int64_t key) { return key < 0 ? 0 : key > STRETCH ? STRETCH : (int32_t)key; }
 
+// The last key that a row of the scratch sees where attention is causal: its own, or one behind it. Later rows of a run never
+// see less.
+INLINE int64_t last_key(const scratch *s, const row_run *run, int64_t row) {
+    const int64_t token = s->token_of_row[row], own = run->first_position + token - s->token_of_row[run->first_row];
+    return run->ends && run->ends[token] > own ? run->ends[token] : own;
+}
+
 // Scores of one row that are not all visible, or have a bias: those of other keys become NOTHING.
 static void mask_row(const attention_call *c, const scratch *s, const row_run *run, const stretch *t, int64_t row,
                      int64_t position, float *p) {
-    const int64_t end = c->causal && position + 1 - t->first_key < t->keys ? position + 1 - t->first_key : t->keys;
+    const int64_t seen = c->causal ? last_key(s, run, row) + 1 - t->first_key : t->keys, end = seen < t->keys ? seen : t->keys;
     const int64_t begin = c->window > 0 ? position - c->window + 1 - t->first_key : 0;
     if (c->bias) {
         const int64_t head = run->kv_head * (c->heads / c->kv_heads) + s->head_of_row[row];
@@ -316,9 +325,8 @@ INLINE void weigh_rows(int rows, int masked, int scaled, const attention_call *c
 static void weigh_tile(const attention_call *c, scratch *s, const row_run *run, const stretch *t, int64_t row, int rows,
                        tile *tile) {
     const int32_t *token = s->token_of_row + row, first = s->token_of_row[run->first_row];
-    const int64_t first_position = run->first_position + token[0] - first;
     const int64_t last_position = run->first_position + token[rows - 1] - first;
-    const int masked = c->bias || t->keys < STRETCH || (c->causal && first_position + 1 < t->first_key + STRETCH) ||
+    const int masked = c->bias || t->keys < STRETCH || (c->causal && last_key(s, run, row) + 1 < t->first_key + STRETCH) ||
                        (c->window > 0 && last_position - c->window + 1 > t->first_key);
     float highest[W];
     vec totals[TALLEST];
@@ -337,8 +345,7 @@ static void weigh_tile(const attention_call *c, scratch *s, const row_run *run, 
 
 // How many keys of a stretch the rows of a tile see, its last row most of them.
 INLINE int64_t keys_seen(int rows, const attention_call *c, const scratch *s, const row_run *run, const stretch *t, int64_t row) {
-    const int64_t tokens = s->token_of_row[row + rows - 1] - s->token_of_row[run->first_row];
-    const int64_t seen = c->causal ? run->first_position + tokens + 1 - t->first_key : t->keys;
+    const int64_t seen = c->causal ? last_key(s, run, row + rows - 1) + 1 - t->first_key : t->keys;
     return seen < t->keys ? seen : t->keys;
 }
 

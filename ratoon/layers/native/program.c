@@ -126,9 +126,19 @@ int ratoon_activation_words(const int64_t *w) {
     return 0;
 }
 
+int ratoon_gated_activation_words(const int64_t *w) {
+    ratoon_gated_activation(P(0), w[1], P(2), w[3], w[4], (int)w[5]);
+    return 0;
+}
+
+int ratoon_scale_words(const int64_t *w) {
+    ratoon_scale(P(0), w[1], w[2], w[3], F(4));
+    return 0;
+}
+
 int ratoon_attention_words(const int64_t *w) {
     return ratoon_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14], w[15],
-                            w[16], w[17], w[18], w[19], w[20], P(21), w[22], F(23));
+                            w[16], w[17], w[18], w[19], w[20], P(21), P(22), w[23], F(24));
 }
 
 int ratoon_store_kv_words(const int64_t *w) {

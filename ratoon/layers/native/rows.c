@@ -234,21 +234,30 @@ INLINE vec load_some(const float *p, int64_t n) {
     return v;
 }
 
-static void silu_and_mul_row(const void *context, int64_t row) {
-    const activation_call *c = context;
-    const float *gate = c->x + row * c->ldx, *up = gate + c->width;
-    float *y = c->y + row * c->width;
-    int64_t i = 0;
-    for (; i + W <= c->width; i += W) store(y + i, silu(load(gate + i)) * load(up + i));
-    if (i < c->width) {
-        vec v = silu(load_some(gate + i, c->width - i)) * load_some(up + i, c->width - i);
-        for (int64_t j = 0; i + j < c->width; j++) y[i + j] = v[j];
+#define GATED(NAME)                                                                                  \
+    static void NAME##_and_mul_row(const void *context, int64_t row) {                               \
+        const activation_call *c = context;                                                          \
+        const float *gate = c->x + row * c->ldx, *up = gate + c->width;                              \
+        float *y = c->y + row * c->width;                                                            \
+        int64_t i = 0;                                                                               \
+        for (; i + W <= c->width; i += W) store(y + i, NAME(load(gate + i)) * load(up + i));         \
+        if (i < c->width) {                                                                          \
+            vec v = NAME(load_some(gate + i, c->width - i)) * load_some(up + i, c->width - i);       \
+            for (int64_t j = 0; i + j < c->width; j++) y[i + j] = v[j];                              \
+        }                                                                                            \
     }
+GATED(silu) GATED(relu) GATED(gelu_tanh) GATED(gelu_exact) GATED(gelu_quick)
+
+// The activation of the first half of a row, by the numbers of ratoon_activation, times the second.
+void ratoon_gated_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind) {
+    static const row_body bodies[] = {silu_and_mul_row, relu_and_mul_row, gelu_tanh_and_mul_row, gelu_exact_and_mul_row,
+                                      gelu_quick_and_mul_row};
+    activation_call c = {x, y, ldx, width};
+    for_rows(bodies[kind], &c, rows, width * 8);
 }
 
 void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width) {
-    activation_call c = {x, y, ldx, width};
-    for_rows(silu_and_mul_row, &c, rows, width * 8);
+    ratoon_gated_activation(x, ldx, y, rows, width, 0);
 }
 
 #define ACTIVATION(NAME)                                                        \
@@ -271,4 +280,22 @@ void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int6
     static const row_body bodies[] = {silu_row, relu_row, gelu_tanh_row, gelu_exact_row, gelu_quick_row};
     activation_call c = {x, y, ldx, width};
     for_rows(bodies[kind], &c, rows, width * 8);
+}
+
+typedef struct {
+    float *x;
+    int64_t ldx, width;
+    float factor;
+} scale_call;
+
+static void scale_row(const void *context, int64_t row) {
+    const scale_call *c = context;
+    float *x = c->x + row * c->ldx;
+    for (int64_t i = 0; i < c->width; i++) x[i] *= c->factor;
+}
+
+// In place.
+void ratoon_scale(float *x, int64_t ldx, int64_t rows, int64_t width, float factor) {
+    scale_call c = {x, ldx, width, factor};
+    for_rows(scale_row, &c, rows, width);
 }

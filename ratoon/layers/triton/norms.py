@@ -1,7 +1,7 @@
 """Norms by row: RMS and layer norm over the hidden size, alone or after adding to the residual stream, and by head.
 
 A row is computed by one program from that row alone, in float32, with the roundings of TorchOps: a sum with the
-residual is rounded before it is normed, and an RMS norm before the weight is applied.
+residual is rounded before it is normed, and an RMS norm before the weight is applied, if that has 16 bits too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def warps_of(block: int) -> int:
 
 
 @triton.jit
+def apply_factors(normed, factors, dtype: tl.constexpr):
+    """A norm in float32 times its weight, in `dtype`. It is rounded before as well, unless the weight is in float32."""
+    if factors.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * factors.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x, residual, weight, y, x_stride, residual_stride, width, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -87,9 +95,8 @@ def _rms_norm_kernel(
         tl.store(sums, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    normed = (wide * scale).to(values.dtype).to(tl.float32)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + columns, (normed * factors).to(values.dtype), mask=inside)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(y + row * width + columns, apply_factors(wide * scale, factors, values.dtype), mask=inside)
 
 
 @triton.jit
@@ -129,6 +136,5 @@ def _head_rms_norm_kernel(
     values = tl.load(places, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / head_dim + eps)
-    normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
-    factors = tl.load(weight + columns, mask=columns < head_dim, other=0.0).to(tl.float32)
-    tl.store(places, (normed * factors).to(values.dtype), mask=inside)
+    factors = tl.load(weight + columns, mask=columns < head_dim, other=0.0)
+    tl.store(places, apply_factors(wide * scale[:, None], factors, values.dtype), mask=inside)

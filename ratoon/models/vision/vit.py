@@ -90,9 +90,12 @@ class VisionLayer:
 class VisionTransformer:
     """Pictures of any size [channels, height, width], uint8 → one state for each patch, row by row."""
 
-    def __init__(self, weights: Weights, config: MediaConfig) -> None:
+    def __init__(
+        self, weights: Weights, config: MediaConfig, find_places: Callable[[int, int, int], Tensor] | None = None
+    ) -> None:
+        """`find_places`: the places of patches in the table of positions, as `positions_of_patches` finds them."""
         vision = config.vision
-        self.config = vision
+        self.config, self.find_places = vision, find_places or positions_of_patches
         embeddings = weights / "embeddings"
         self.patches = PatchEmbedding(embeddings / "patch_embedding", config, bias=True)
         self.side = vision.image_size // vision.patch_size  # patches on a side of the table of positions
@@ -109,7 +112,7 @@ class VisionTransformer:
         lengths = [height * width for height, width in grids]
         patches = [self._cut(picture, *grid) for picture, grid in zip(pictures, grids, strict=True)]
         stream = self.patches(torch.cat(patches) if len(patches) > 1 else patches[0])
-        places = torch.cat([positions_of_patches(height, width, self.side) for height, width in grids])
+        places = torch.cat([self.find_places(height, width, self.side) for height, width in grids])
         stream += self.positions(places.to(self.device))
         update: Tensor | None = None
         for layer in self.layers:

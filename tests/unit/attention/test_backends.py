@@ -24,12 +24,23 @@ NOT_ON_CUDA = TritonAttentionBackend.reasons_against(AttentionNeeds("cpu", torch
 
 
 class Batch:
-    """Sequences in a paged cache: history first, then a step of new tokens for each."""
+    """Sequences in a paged cache: history first, then a step of new tokens for each. `images`: the first and the last
+    position of rows that see each other, in every sequence that is so long; a step has all of one or nothing."""
 
     def __init__(
-        self, computed, scheduled, layer, block_size, seed=0, device="cpu", dtype=torch.float32, kept="float32"
+        self,
+        computed,
+        scheduled,
+        layer,
+        block_size,
+        seed=0,
+        device="cpu",
+        dtype=torch.float32,
+        kept="float32",
+        images=(),
     ):
         generator = torch.Generator().manual_seed(seed)
+        self.images = images
         self.kept = kept
         self.layer, self.block_size, self.device, self.dtype = layer, block_size, device, dtype
         self.computed, self.scheduled = computed, scheduled
@@ -50,12 +61,20 @@ class Batch:
         slots = self.tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         seq_lens = (np.array(starts) + counts).astype(np.int32)
+        ends = None
+        if self.images:
+            ends = np.array([self.end_of(position, seq_lens[i]) for position, i in zip(positions, owner)], np.int32)
         return CommonAttentionMetadata(
             query_start, seq_lens, self.tables, torch.from_numpy(query_start).to(self.device),
             torch.from_numpy(seq_lens).to(self.device), torch.from_numpy(self.tables).to(self.device),
             torch.from_numpy(slots.astype(np.int64)).to(self.device), self.block_size, int(max(counts)),
-            int(seq_lens.max()),
+            int(seq_lens.max()), visible_ends=ends,
+            visible_ends_device=None if ends is None else torch.from_numpy(ends).to(self.device),
         )  # fmt: skip
+
+    def end_of(self, position, length):
+        """The last position that a row sees in a sequence of this length."""
+        return next((last for first, last in self.images if first <= position <= last < length), position)
 
     def run(self, backend, chunks=1, apart=False):
         """History in one step, then the scheduled tokens in `chunks` steps; rows of sequence i in out[i]. `apart`: the
@@ -126,7 +145,7 @@ class Batch:
             rows = []
             for position in range(computed, len(sequence)):
                 first = 0 if layer.window is None else max(0, position - layer.window + 1)
-                end = position + 1 if layer.causal else len(sequence)
+                end = self.end_of(position, len(sequence)) + 1 if layer.causal else len(sequence)
                 heads = []
                 for head in range(layer.num_heads):
                     kv_head = head * layer.num_kv_heads // layer.num_heads
@@ -177,6 +196,46 @@ def test_on_the_cpu_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(laye
         alone = Batch([batch.computed[index]], [batch.scheduled[index]], layer, 16, seed=99)
         alone.sequences = [batch.sequences[index]]
         assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
+
+
+# In the history, in the step, within a stretch of keys and over several, at both ends of a step
+IMAGES = [(2, 9), (20, 44), (50, 53), (64, 128), (129, 129)]
+WITH_IMAGES = ([0, 54, 145, 3, 63, 64, 0, 30], [130, 1, 1, 42, 1, 66, 54, 15])
+
+
+@pytest.mark.parametrize("layer", [*SHAPES, AttentionLayer(0, 4, 1, 256, 0.06, window=9), BIASED[0]], ids=str)
+@pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+def test_rows_of_an_image_see_each_other_and_what_is_before_them(backend, layer):
+    batch = Batch(*WITH_IMAGES, layer, 16, images=IMAGES)
+    for got, expected in zip(batch.run(backend()), batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layer", SHAPES, ids=str)
+def test_on_the_cpu_a_row_of_an_image_is_the_same_to_the_bit_in_any_batch(layer):
+    batch = Batch(*WITH_IMAGES, layer, 16, images=IMAGES)
+    together = batch.run(CpuAttentionBackend())
+    for index in range(len(together)):
+        alone = Batch([batch.computed[index]], [batch.scheduled[index]], layer, 16, seed=99, images=IMAGES)
+        alone.sequences = [batch.sequences[index]]
+        assert torch.equal(alone.run(CpuAttentionBackend())[0], together[index])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kept", ["float16", "int8"])
+def test_rows_of_an_image_see_each_other_in_fewer_bits_too(kept):
+    batch = Batch(*WITH_IMAGES, SHAPES[4], 16, kept=kept, images=IMAGES)
+    for got, expected in zip(batch.run(CpuAttentionBackend()), batch.run(TorchReferenceBackend()), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)
+
+
+def test_a_backend_without_rows_that_see_ahead_is_not_taken_for_them(monkeypatch):
+    monkeypatch.setattr(CpuAttentionBackend, "sees_ahead", False)
+    needs = AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, sees_ahead=True)
+    choice = select_backend("auto", needs, "layers 0-3")
+    assert choice.backend.name == "torch"
+    assert choice.reasons_against["cpu"][-1] == "the rows of an image can't see those behind them"
 
 
 KEPT = ["float16", "int8"]

@@ -141,11 +141,44 @@ def test_any_lengths_equal_the_definition(lengths: list[tuple[int, int]], window
     assert_as_defined(batch, TritonAttentionBackend())
 
 
+IMAGES = [(2, 9), (20, 44), (64, 69)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "lengths", "settings"),
+    [
+        (AttentionLayer(0, 4, 2, 16, 0.25), ([0, 54, 20, 64], [50, 1, 27, 7]), {}),
+        (AttentionLayer(0, 2, 1, 32, 0.17, window=7), ([0, 54, 20, 64], [50, 1, 27, 7]), {}),
+        (AttentionLayer(0, 2, 1, 256, 0.06, window=30), ([0, 64], [45, 7]), {}),
+        (AttentionLayer(0, 4, 2, 16, 0.25), ([64, 64, 1], [6, 1, 9]), {"num_splits": 3}),
+        (AttentionLayer(0, 4, 2, 16, 0.25, window=20), ([0, 64], [46, 6]), {"batch_invariant": True}),
+        (AttentionLayer(0, 4, 1, 16, 0.25), ([2], [8]), {}),  # as few tokens as one kernel may have
+    ],
+    ids=["grouped", "narrow window", "heads of 256", "splits", "batch invariant", "few tokens"],
+)
+def test_rows_of_an_image_see_each_other(
+    layer: AttentionLayer, lengths: tuple[list[int], list[int]], settings: dict[str, Any]
+) -> None:
+    batch = Batch(*lengths, layer, 16, device=DEVICE, images=IMAGES)
+    assert_as_defined(batch, TritonAttentionBackend(**settings))
+
+
+def test_rows_of_an_image_see_each_other_behind_a_shared_prefix() -> None:
+    batch = Batch([64, 64, 64], [6, 8, 6], GROUPED, 16, device=DEVICE, images=IMAGES)
+    for index in (1, 2):
+        batch.sequences[index][:64] = batch.sequences[0][:64]
+        batch.tables[index, :4] = batch.tables[0, :4]
+    assert_as_defined(batch, TritonAttentionBackend())
+
+
 @pytest.mark.parametrize(("padding_queries", "max_query_len"), [(0, 1), (1, 1), (1, 40)])
 @pytest.mark.one_in(2)
-def test_padding_requests_over_the_null_block_change_nothing(padding_queries: int, max_query_len: int) -> None:
+@pytest.mark.parametrize("images", [(), [(21, 40), (45, 50)]], ids=["tokens", "images"])
+def test_padding_requests_over_the_null_block_change_nothing(
+    padding_queries: int, max_query_len: int, images: list[tuple[int, int]]
+) -> None:
     """As in a captured step: upper bounds instead of the step's own numbers, and requests that are not there."""
-    batch = Batch([30, 21], [1, max_query_len], GROUPED, 16, device=DEVICE)
+    batch = Batch([30, 21], [1, max_query_len], GROUPED, 16, device=DEVICE, images=images)
     backend = TritonAttentionBackend()
     expected = torch.cat(batch.run(backend))
     inputs = batch.inputs(batch.computed, batch.scheduled)
@@ -163,6 +196,10 @@ def test_padding_requests_over_the_null_block_change_nothing(padding_queries: in
         block_table_device=table.to(DEVICE),
         slot_mapping=torch.cat([inputs.slot_mapping, inputs.slot_mapping.new_zeros(padding)]),
         max_seq_len=500,
+        visible_ends=None,
+        visible_ends_device=None
+        if inputs.visible_ends_device is None
+        else torch.cat([inputs.visible_ends_device, inputs.visible_ends_device.new_full((padding,), -1)]),
     )
     metadata = replace(backend.build_metadata(padded), query_lens=None)
     rows = torch.cat([sequence[start:] for sequence, start in zip(batch.sequences, batch.computed, strict=True)])
@@ -195,14 +232,21 @@ def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
 
 
 def make_transform(
-    head_dim: int, rotary_dim: int | None, has_norm: bool, num_tokens: int, dtype: torch.dtype, num_axes: int = 1
+    head_dim: int,
+    rotary_dim: int | None,
+    has_norm: bool,
+    num_tokens: int,
+    dtype: torch.dtype,
+    num_axes: int = 1,
+    norm_dtype: torch.dtype | None = None,
 ) -> HeadTransform:
-    """`num_axes`: of positions; each pair of a head turns by the position on one of them."""
+    """`num_axes`: of positions; each pair of a head turns by the position on one of them. `norm_dtype`: of the norms'
+    weights, if not `dtype`."""
     generator = torch.Generator().manual_seed(5)
     ops = TorchOps()
 
     def norm() -> HeadRMSNorm | None:
-        weight = torch.randn(head_dim, generator=generator).to(DEVICE, dtype)
+        weight = torch.randn(head_dim, generator=generator).to(DEVICE, norm_dtype or dtype)
         weights: Any = SimpleNamespace(take=lambda name, size: weight, ops=ops)
         return HeadRMSNorm(weights, head_dim, 1e-5) if has_norm else None
 
@@ -221,19 +265,20 @@ def make_transform(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rotary_dim", "has_norm", "dtype", "num_axes"),
+    ("head_dim", "rotary_dim", "has_norm", "dtype", "num_axes", "norm_dtype"),
     [
-        (32, 32, True, torch.float32, 1),
-        (80, 32, True, torch.bfloat16, 1),
-        (32, None, True, torch.float32, 1),
-        (96, 96, False, torch.bfloat16, 1),
-        (24, None, False, torch.float32, 1),
-        (48, 48, False, torch.float32, 3),
-        (40, 24, True, torch.float32, 3),
+        (32, 32, True, torch.float32, 1, None),
+        (80, 32, True, torch.bfloat16, 1, None),
+        (32, None, True, torch.float32, 1, None),
+        (96, 96, False, torch.bfloat16, 1, None),
+        (24, None, False, torch.float32, 1, None),
+        (48, 48, False, torch.float32, 3, None),
+        (40, 24, True, torch.float32, 3, None),
+        (256, 256, True, torch.bfloat16, 1, torch.float32),
     ],
 )
 def test_norm_rotation_and_store_are_those_of_the_reference(
-    head_dim: int, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, num_axes: int
+    head_dim: int, rotary_dim: int | None, has_norm: bool, dtype: torch.dtype, num_axes: int, norm_dtype: Any
 ) -> None:
     layer, num_tokens, block_size = AttentionLayer(0, 6, 3, head_dim, 0.1), 11, 8
     generator = torch.Generator().manual_seed(1)
@@ -246,7 +291,7 @@ def test_norm_rotation_and_store_are_those_of_the_reference(
     )  # fmt: skip
     transform = None
     if rotary_dim is not None or has_norm:
-        transform = make_transform(head_dim, rotary_dim, has_norm, num_tokens, dtype, num_axes)
+        transform = make_transform(head_dim, rotary_dim, has_norm, num_tokens, dtype, num_axes, norm_dtype)
     backend = TritonAttentionBackend()
     pages = torch.full((5, 2, 3, block_size, head_dim), 7.0, dtype=dtype, device=DEVICE)
     q, k, v = product.clone().split([6, 3, 3], dim=1)

@@ -83,6 +83,13 @@ def test_rms_norm_in_bfloat16_rounds_before_the_weight_is_applied() -> None:
     assert torch.equal(ops.rms_norm(x, weight, 1e-6), weight * rounded)
 
 
+def test_rms_norm_in_bfloat16_with_a_weight_in_float32_rounds_once() -> None:
+    x, weight = random(64, 64, dtype=torch.bfloat16), 1 + random(64, seed=1) / 50
+    found = ops.rms_norm(x, weight, 1e-6)
+    assert found.dtype == torch.bfloat16
+    assert (found != exact_rms_norm(x, weight, 1e-6).to(torch.bfloat16)).float().mean() < 0.01
+
+
 @dtypes
 def test_layer_norm_takes_mean_and_deviation_away(dtype: torch.dtype) -> None:
     x = random(4, 32, dtype=dtype) + 2

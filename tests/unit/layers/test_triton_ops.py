@@ -113,6 +113,16 @@ def test_rms_norm_of_16_bits_rounds_before_the_weight_is_applied(dtype: torch.dt
     assert differing.float().mean() < 0.01  # what lies between two numbers may fall to the other side
 
 
+@pytest.mark.parametrize("dtype", sorted(ROUNDED - {torch.float32}, key=str), ids=str)
+def test_rms_norms_with_weights_in_float32_round_once(dtype: torch.dtype) -> None:
+    x, weight = random(16, 64, dtype=dtype), 1 + random(64, seed=1) / 50
+    expected = exact_rms_norm(x, weight, 1e-6).to(dtype)
+    heads = x.reshape(4, 4, 64).clone()
+    ours.head_rms_norm(heads, weight, 1e-6)
+    for found in (ours.rms_norm(x, weight, 1e-6), heads.view(16, 64)):
+        assert (found != expected).float().mean() < 0.01  # what lies between two numbers may fall to the other side
+
+
 @dtypes
 def test_layer_norms_follow_the_formula_and_add_in_place(dtype: torch.dtype) -> None:
     x, weight, bias = strided(3, 37, dtype) + 2, random(37, dtype=dtype, seed=1), random(37, dtype=dtype, seed=2)
