@@ -147,11 +147,14 @@ def test_the_kernels_of_gpus_give_the_rows_of_transformers(name: str) -> None:
     from ratoon.layers.cuda_ops import CudaOps
 
     tiny = FAMILIES[name]()
-    is_qwen = "qwen" in name
-    small = qwen_input(tiny.config, (1, 4, 6)) if is_qwen else tile_input(tiny.config, 16, 16)
-    few = qwen_input(tiny.config, (1, 2, 2)) if is_qwen else tile_input(tiny.config, 8, 8)  # products of few rows
+    if "qwen" in name:  # many rows, and products of few
+        inputs = [qwen_input(tiny.config, grid) for grid in ((1, 4, 6), (1, 2, 2))]
+    elif name == "gemma3":  # which has one size
+        inputs = [a_picture(tiny)]
+    else:
+        inputs = [tile_input(tiny.config, side, side) for side in (16, 8)]
     model = tiny.build(CudaOps())
-    for media in (small, few):
+    for media in inputs:
         torch.testing.assert_close(encode(model, [media])[0], oracle_rows(tiny, media), atol=TOLERANCE, rtol=0)
 
 
