@@ -15,6 +15,7 @@ from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParam
 from ratoon.core.settings import configure
 from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.front_end import FrontEnd
+from ratoon.engine.input.chat_media import chat_media
 from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
@@ -22,6 +23,7 @@ from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.roots import Root
 from ratoon.engine.processes.garbage import no_garbage_collection
 from ratoon.engine.processes.torch_parts import start_loading_torch_library
+from ratoon.models.media_parts import placeholder_texts
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer
@@ -71,6 +73,8 @@ class BaseLLM:
         if not self.front_end_config.skip_tokenizer:
             with timer.phase("load tokenizer"), no_garbage_collection():
                 self._tokenizer = self.source.load_tokenizer()
+            reads, token_of = self.source.config.media, self._tokenizer.id_to_token
+            self._tokenizer.media_placeholders = placeholder_texts(reads, token_of)
 
     def _inspect_adapter(self, path: str) -> Adapter:
         """The adapter in these files. ModelError: it does not fit the model."""
@@ -172,10 +176,16 @@ class BaseLLM:
     # ---- the model ----
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> dict[str, Any]:
-        """A conversation as a prompt for `generate` or `stream`, through the model's chat template."""
+        """A conversation as a prompt for `generate` or `stream`, through the model's chat template.
+
+        Content may be a list of parts. An image is {"type": "image", "image": …} with a PIL image, an array, bytes or a
+        path, or {"type": "image_url", "image_url": {"url": …}} with a path or a data URL; a video likewise.
+        """
         tokenizer = self.get_tokenizer()
+        media = chat_media(messages, tokenizer.media_placeholders)
         text = tokenizer.apply_chat_template(messages, **template_variables)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {**prompt, "multi_modal_data": media} if media else prompt
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -1,7 +1,7 @@
 """Renders chat templates: the small Jinja programs that model files ship to turn messages into a prompt.
 
 They run in Jinja's sandbox (template_sandbox.py). Tools that a template does not support are written into its messages
-(below). The tokenizer chooses the template and the process that renders it.
+(below), and so are placeholders of images. The tokenizer chooses the template and the process that renders it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,26 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.core.errors import RequestError
-from ratoon.models.conversation import Message, check_messages
+from ratoon.models.conversation import (
+    TEXT,
+    Content,
+    Message,
+    as_parts,
+    as_text,
+    check_messages,
+    with_text_before,
+    with_text_behind,
+)
 
 if TYPE_CHECKING:
     from ratoon.models.template_sandbox import CompiledTemplate
 
 MAX_ERROR_CHARACTERS = 500
 PROBE = "c2f6a1e8-probe"  # a text that occurs in no template
+NO_MEDIA: Mapping[str, str] = {}
 UNDEFINED = re.compile(r"'([^']*)' is undefined|has no (?:attribute|element) '?([^']*)'?")
 
 
@@ -46,18 +56,23 @@ def render_chat(
     variables: Mapping[str, Any],
     *,
     continue_final_message: bool = False,
+    placeholders: Mapping[str, str] = NO_MEDIA,
 ) -> RenderedChat:
     """The prompt. RequestError names the template if it is broken or exceeds a limit, otherwise the messages.
 
     With `continue_final_message` the prompt ends right after the text of the last message, which is the assistant's.
+    `placeholders`: by kind of media that the model reads, what stands for it where the template writes nothing itself.
     """
     compiled = _compile(template)
-    checked = check_messages(messages, compiled.roles)
+    checked = check_messages(messages, compiled.roles, placeholders)
     mark = ""
     if continue_final_message:
         mark = f"end-{secrets.token_hex(8)}"
         checked[-1] = _with_mark(checked, mark)
-    fitted, notes = _fit_to_template(template, compiled, checked, variables)
+    special = tuple((name, value) for name, value in variables.items() if name.endswith("_token"))
+    form = _content_form(template, special, tuple(placeholders)) if placeholders else TEXTS
+    fitted, notes = _fit_to_template(template, compiled, checked, variables, special, form)
+    fitted = [{**one, "content": form.fit(one["content"], placeholders)} for one in fitted]
     text = _render_checked(compiled, fitted, variables)
     if variables.get("tools") and "tools" not in compiled.read and TOOLS_MARK not in text:
         raise RequestError("tools", "the chat template has no place for them", "leave them out")
@@ -72,7 +87,7 @@ def _with_mark(messages: list[Message], mark: str) -> Message:
         raise RequestError(f"{name}.role", f"{last['role']!r} is not continued by continue_final_message", expected)
     if last.get("tool_calls"):
         raise RequestError(f"{name}.tool_calls", "is complete: there is no text to continue", "content alone")
-    return {**last, "content": f"{last['content']}{mark} "}
+    return {**last, "content": with_text_behind(last["content"], f"{mark} ")}
 
 
 def _cut_behind_message(text: str, mark: str) -> str:
@@ -85,8 +100,54 @@ def _cut_behind_message(text: str, mark: str) -> str:
     return text[:place] if text.startswith(f"{mark} ", place) else text[:place].rstrip()
 
 
+class ContentForm(NamedTuple):
+    """The form in which a template reads the content of messages."""
+
+    needs_parts: bool  # it writes lists of parts only, and nothing for a plain text
+    writes: tuple[str, ...] = ()  # the kinds of media that it writes a placeholder for
+
+    def fit(self, content: Content, placeholders: Mapping[str, str]) -> Content:
+        if content is None or (isinstance(content, str) and not self.needs_parts):
+            return content
+        parts = as_parts(content)
+        if not self.needs_parts and not any(part["type"] in self.writes for part in parts):
+            return as_text(content, placeholders)
+        return [
+            part if part["type"] in (TEXT, *self.writes) else {"type": TEXT, "text": placeholders[part["type"]]}
+            for part in parts
+        ]
+
+
+TEXTS = ContentForm(needs_parts=False)
+WRITTEN_PROBE = re.compile(rf"(?<!['\"]){PROBE}(?!['\"])")  # not as a part of a printed list
+
+
+@lru_cache(maxsize=64)
+def _content_form(template: str, special_tokens: tuple[tuple[str, Any], ...], media: tuple[str, ...]) -> ContentForm:
+    """Finds by trial which contents a template writes."""
+
+    def write(content: Any) -> str:
+        try:
+            messages = [{"role": "user", "content": content}]
+            return _compile(template).render({**dict(special_tokens), "messages": messages})
+        except Exception:  # it refuses the content, or fails on it
+            return ""
+
+    text_part = {"type": TEXT, "text": PROBE}
+    of_parts = write([text_part])
+    if WRITTEN_PROBE.search(of_parts) is None:
+        return TEXTS
+    written = tuple(kind for kind in media if write([{"type": kind}, text_part]) not in ("", of_parts))
+    return ContentForm(needs_parts=PROBE not in write(PROBE), writes=written)
+
+
 def _fit_to_template(
-    template: str, compiled: CompiledTemplate, messages: list[Message], variables: Mapping[str, Any]
+    template: str,
+    compiled: CompiledTemplate,
+    messages: list[Message],
+    variables: Mapping[str, Any],
+    special: tuple[tuple[str, Any], ...],
+    form: ContentForm,
 ) -> tuple[list[Message], tuple[str, ...]]:
     """The messages in a form that this template supports, and notes on what was rewritten."""
     notes: list[str] = []
@@ -95,23 +156,26 @@ def _fit_to_template(
     if "tool_calls" not in compiled.read and any(one.get("tool_calls") for one in messages):
         messages = with_calls_as_text(messages)
         notes.append("the chat template does not know tool calls: they are written as text")
-    special = tuple((name, value) for name, value in variables.items() if name.endswith("_token"))
     has_results = any(one["role"] == "tool" for one in messages)
-    if has_results and "tool" not in compiled.roles and not _writes_role(template, special, "tool"):
+    if has_results and "tool" not in compiled.roles and not _writes_role(template, special, "tool", form):
         messages = with_results_of_user(messages)
         notes.append("the chat template does not know the role tool: its messages are written as the user's")
     tools = variables.get("tools")
     if tools and "tools" not in compiled.read:
-        messages = with_tools(messages, tools, has_system=_writes_role(template, special, "system"))
+        messages = with_tools(messages, tools, has_system=_writes_role(template, special, "system", form))
         notes.append("the chat template does not know tools: they are written into the system message")
     return messages, tuple(notes)
 
 
 @lru_cache(maxsize=64)
-def _writes_role(template: str, special_tokens: tuple[tuple[str, Any], ...], role: str) -> bool:
+def _writes_role(template: str, special_tokens: tuple[tuple[str, Any], ...], role: str, form: ContentForm) -> bool:
     """Whether a message of this role appears in the prompt; templates drop or refuse unknown roles."""
-    message, user = {"role": role, "content": PROBE}, {"role": "user", "content": "Hello"}
-    chat = [message, user] if role == "system" else [user, {"role": "assistant", "content": "Hello"}, message]
+
+    def say(role: str, text: str) -> Message:
+        return {"role": role, "content": form.fit(text, NO_MEDIA)}
+
+    message, user = say(role, PROBE), say("user", "Hello")
+    chat = [message, user] if role == "system" else [user, say("assistant", "Hello"), message]
     try:
         return PROBE in _compile(template).render({**dict(special_tokens), "messages": chat})
     except Exception:  # it refuses the role, or fails on it
@@ -211,10 +275,10 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], 
     text = INSTRUCTIONS.format(signatures="\n".join(_json(tool) for tool in tools))
     first = messages[0]
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": with_text_behind(first["content"], f"\n\n{text}")}, *messages[1:]]
     if has_system:
         return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{text}\n\n{first['content'] or ''}"}, *messages[1:]]
+    return [{**first, "content": with_text_before(f"{text}\n\n", first["content"])}, *messages[1:]]
 
 
 def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -229,13 +293,19 @@ def with_results_of_user(messages: Sequence[Message]) -> list[Message]:
         if message["role"] != "tool":
             made.append(message)
         else:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            content = with_text_behind(with_text_before("<tool_response>\n", message["content"]), "\n</tool_response>")
             if previous == "tool":
-                made[-1] = {"role": "user", "content": f"{made[-1]['content']}\n{text}"}
+                made[-1] = {"role": "user", "content": _joined(made[-1]["content"], content)}
             else:
-                made.append({"role": "user", "content": text})
+                made.append({"role": "user", "content": content})
         previous = message["role"]
     return made
+
+
+def _joined(first: Content, second: Content) -> Content:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    return [*as_parts(with_text_behind(first, "\n")), *as_parts(second)]
 
 
 def _has_calls(message: Message) -> bool:
@@ -249,7 +319,8 @@ def _call_as_text(message: Message) -> Message:
         for function in functions
     ]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": "\n".join([*([message["content"]] if message["content"] else []), *calls])}
+    content = message["content"]
+    return {**rest, "content": with_text_behind(content, ("\n" if content else "") + "\n".join(calls))}
 
 
 def _json(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Messages as chat templates expect them: checked, with known roles, text as content, and tool calls as objects.
 
-OpenAI's protocol differs in places (`content: null`, arguments as JSON text, the role "developer"). HTTP and Python
-share this code. Rendering is in chat_template.py.
+Content with images or videos is a list of parts, without their data (media_parts.py). OpenAI's protocol differs in
+places (`content: null`, arguments as JSON text, the role "developer"). HTTP and Python share this code. Rendering is in
+chat_template.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from ratoon.core.errors import RequestError
 from ratoon.core.json_extent import MAX_OTHER_VALUES, MAX_PARTS, ExtentLimit, find_excess
+from ratoon.models.media_parts import TEXT, check_reads, kind_of
 
 ARGUMENTS_LIMIT = ExtentLimit(MAX_PARTS, MAX_OTHER_VALUES)  # of one tool call
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,16 +23,21 @@ TOOL_FORM = 'expected a list of objects such as {"type": "function", "function":
 MAX_SHOWN_ROLE = 64
 
 Message = dict[str, Any]
+Content = str | list[dict[str, str]] | None  # a list has parts {"type": "text", "text": …} and {"type": "image"}
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]], further_roles: Collection[str] = ()) -> list[Message]:
+def check_messages(
+    messages: Sequence[Mapping[str, Any]], further_roles: Collection[str] = (), media: Collection[str] = ()
+) -> list[Message]:
     """The messages as new, plain dicts; a RequestError names the first that is wrong. `further_roles` are those that
-    the template names in addition to the usual ones."""
+    the template names in addition to the usual ones, `media` the kinds of media that the model reads."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError("messages", f"{type(messages).__name__} is not a list", MESSAGE_FORM)
     if not messages:
         raise RequestError("messages", "is empty", MESSAGE_FORM)
-    return [_check_message(f"messages[{index}]", message, further_roles) for index, message in enumerate(messages)]
+    return [
+        _check_message(f"messages[{index}]", message, further_roles, media) for index, message in enumerate(messages)
+    ]
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
@@ -43,7 +50,9 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     return [dict(tool) for tool in tools]
 
 
-def _check_message(name: str, message: Mapping[str, Any], further_roles: Collection[str]) -> Message:
+def _check_message(
+    name: str, message: Mapping[str, Any], further_roles: Collection[str], media: Collection[str]
+) -> Message:
     if not isinstance(message, (dict, Mapping)):  # dict first: the check for Mapping is slow
         raise RequestError(name, f"is of type {type(message).__name__}", MESSAGE_FORM)
     role = message.get("role")
@@ -53,13 +62,13 @@ def _check_message(name: str, message: Mapping[str, Any], further_roles: Collect
         shown = role if len(role) <= MAX_SHOWN_ROLE else role[:MAX_SHOWN_ROLE] + "…"
         expected = ", ".join([*ROLES, *sorted(set(further_roles).difference(ROLES))])
         raise RequestError(f"{name}.role", f"{shown!r} is no known role", f"expected one of {expected}")
-    checked = {**message, "content": _check_content(name, message)}
+    checked = {**message, "content": _check_content(name, message, media)}
     if role == "assistant" and message.get("tool_calls"):
         checked["tool_calls"] = _check_tool_calls(f"{name}.tool_calls", message["tool_calls"])
     return checked
 
 
-def _check_content(name: str, message: Mapping[str, Any]) -> str | None:
+def _check_content(name: str, message: Mapping[str, Any], media: Collection[str]) -> Content:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message["role"] == "assistant" and message.get("tool_calls")):
         return content
@@ -67,19 +76,59 @@ def _check_content(name: str, message: Mapping[str, Any]) -> str | None:
         raise RequestError(f"{name}.content", "is missing", MESSAGE_FORM)
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
         raise RequestError(f"{name}.content", f"is of type {type(content).__name__}", "expected text")
-    return "\n".join(_part_text(f"{name}.content[{place}]", part) for place, part in enumerate(content))
+    parts = [_check_part(f"{name}.content[{place}]", part, media) for place, part in enumerate(content)]
+    if any(part["type"] != TEXT for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
-def _part_text(name: str, part: Any) -> str:
-    """OpenAI's form of content in parts; templates of text models expect one string."""
+def _check_part(name: str, part: Any, media: Collection[str]) -> dict[str, str]:
+    """OpenAI's form of content in parts."""
     if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text":
+        return {"type": TEXT, "text": part}
+    if isinstance(part, Mapping) and part.get("type") == TEXT:
         if isinstance(part.get("text"), str):
-            return str(part["text"])
+            return {"type": TEXT, "text": str(part["text"])}
         raise RequestError(f"{name}.text", "is missing, or not text", 'expected {"type": "text", "text": "…"}')
+    found = kind_of(part)
+    if found is not None:
+        check_reads(name, found, media)
+        return {"type": found}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(name, f"is a part of type {kind!r}", "this model takes text parts only")
+    readable = ", ".join([TEXT, *media]) if media else "text"
+    raise RequestError(name, f"is a part of type {kind!r}", f"this model takes {readable} parts only")
+
+
+# ---- content that may be a list of parts ----
+
+
+def with_text_before(text: str, content: Content) -> Content:
+    return [{"type": TEXT, "text": text}, *content] if isinstance(content, list) else f"{text}{content or ''}"
+
+
+def with_text_behind(content: Content, text: str) -> Content:
+    return [*content, {"type": TEXT, "text": text}] if isinstance(content, list) else f"{content or ''}{text}"
+
+
+def as_parts(content: Content) -> list[dict[str, str]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": TEXT, "text": content}] if content else []
+
+
+def as_text(content: Content, placeholders: Mapping[str, str]) -> str | None:
+    """The content as one string, with a placeholder for each image or video. Neighbouring texts have lines of their
+    own."""
+    if not isinstance(content, list):
+        return content
+    text, previous = "", ""
+    for part in content:
+        if part["type"] == TEXT:
+            text += ("\n" if previous == TEXT else "") + part["text"]
+        else:
+            text += placeholders[part["type"]]
+        previous = part["type"]
+    return text
 
 
 def _check_tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from ratoon.core.limited_process import (
     silence_errors,
     write_frame,
 )
-from ratoon.models.chat_template import RenderedChat, render_chat
+from ratoon.models.chat_template import NO_MEDIA, RenderedChat, render_chat
 
 MAX_PROCESSES = 2
 MAX_SECONDS = 2.0  # of processor time, for one template
@@ -41,6 +41,7 @@ class Job(msgspec.Struct, frozen=True):
     messages: Any
     variables: dict[str, Any]
     continue_final_message: bool
+    placeholders: dict[str, str]
     seconds: float
 
 
@@ -57,9 +58,10 @@ def render_in_child(
     variables: Mapping[str, Any],
     *,
     continue_final_message: bool = False,
+    placeholders: Mapping[str, str] = NO_MEDIA,
 ) -> RenderedChat:
     """render_chat in a child, within limits. Waits while all children are busy."""
-    job = Job(template, messages, dict(variables), continue_final_message, MAX_SECONDS)
+    job = Job(template, messages, dict(variables), continue_final_message, dict(placeholders), MAX_SECONDS)
     try:
         frame = msgspec.msgpack.encode(job, enc_hook=_encode_other)
     except UnicodeEncodeError:
@@ -183,7 +185,11 @@ def serve() -> None:
 def _answer(job: Job) -> RenderResult:
     try:
         rendered = render_chat(
-            job.template, job.messages, job.variables, continue_final_message=job.continue_final_message
+            job.template,
+            job.messages,
+            job.variables,
+            continue_final_message=job.continue_final_message,
+            placeholders=job.placeholders,
         )
         return RenderResult(rendered.text, rendered.notes)
     except RequestError as error:

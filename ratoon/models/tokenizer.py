@@ -17,6 +17,7 @@ from ratoon.core.errors import ModelError, RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate, render_chat
 from ratoon.models.conversation import check_tools
 from ratoon.models.damage import FETCH_AGAIN, is_panic, reading, shorten, show, without_panic_messages
+from ratoon.models.media_parts import without_data
 from ratoon.models.template_process import render_in_child
 from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
@@ -63,6 +64,8 @@ class Tokenizer:
         self.eos_token_id = self._token_id(self.eos_token)
         self._token_texts: dict[int, str] = {}
         self._logged_notes: set[str] = set()
+        # By kind of media that the model reads, what stands for it in a prompt; empty: the model reads text only.
+        self.media_placeholders: dict[str, str] = {}
 
     def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
@@ -195,7 +198,14 @@ class Tokenizer:
         )
         known.pop("messages", None)
         render = render_chat if isinstance(template, TrustedTemplate) else render_in_child
-        rendered = render(template, messages, known, continue_final_message=continue_final_message)
+        media = self.media_placeholders
+        rendered = render(
+            template,
+            without_data(messages) if media else messages,
+            known,
+            continue_final_message=continue_final_message,
+            placeholders=media,
+        )
         for note in set(rendered.notes) - self._logged_notes:
             self._logged_notes.add(note)
             logger.warning("%s", note)

@@ -18,6 +18,7 @@ from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.api.server.body_budget import BodyBudget
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
+from ratoon.api.server.media_fetcher import MediaFetcher
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.preparation import Preparation
 from ratoon.api.server.protocol.base import RequestModel
@@ -41,13 +42,16 @@ class ServerContext:
     allowed_hosts: AllowedHosts | None = None  # None: any Host header is accepted
     ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog)
     bodies: BodyBudget = field(init=False)  # of all requests
+    media_fetcher: MediaFetcher = field(init=False)
     preparation: Preparation = field(default_factory=Preparation)  # of large ones
     given_state: ServiceState | None = None  # None: all of the service is in this process
     num_unfinished: int = field(default=0, init=False)  # unfinished prompts of this front end
     _forgetting: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self.bodies = BodyBudget(self.settings.max_total_body)
+        settings = self.settings
+        self.bodies = BodyBudget(settings.max_total_body)
+        self.media_fetcher = MediaFetcher(settings.media_hosts, settings.max_media, settings.media_timeout)
 
     @cached_property
     def shared(self) -> ServiceState:

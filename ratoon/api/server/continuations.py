@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
+from ratoon.api.server.media import chat_media
 from ratoon.api.server.prompts import encode_within_context, render_chat, template_options
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
@@ -90,6 +91,9 @@ async def chat_origin(
         return None
     if asked.add_special_tokens and asked.fallback_messages is None:
         raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
+    for part in chat_media(context, [{"content": message.content} for message in asked.messages], "messages"):
+        problem = f"a continuation's new messages can't have media, and this is of the kind {part.kind}"
+        raise refused(part.field, problem, "send the whole conversation without continuation_of")
     # The template renders a conversation with a marker as the answer; the text after the marker is the suffix.
     marker = f"answer-{secrets.token_hex(16)}"
     rendered = await render_chat(

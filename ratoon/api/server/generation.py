@@ -29,7 +29,7 @@ from ratoon.engine.output.output_collector import Take
 
 CONTINUATION_FIELDS = {"choice": "continuation_choice", "at": "continuation_at"}  # as the engine and the body call them
 # The engine's name of the body's one prompt: for an encoder-decoder model it is the encoder's.
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "encoder_prompt", "encoder_prompt_token_ids")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "encoder_prompt", "encoder_prompt_token_ids", "multi_modal_data")
 
 T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]  # the prompt's index in the request, and its new output
@@ -260,6 +260,6 @@ def _drop_answer(output: RequestOutput) -> None:
 def _as_in_body(error: RequestError, batch: Batch, index: int) -> RequestError:
     """Errors about the prompt or the parent use the body's field names."""
     name = CONTINUATION_FIELDS.get(error.field) if batch.origin is not None else None
-    if error.field.partition("[")[0] in PROMPT_FIELDS:
+    if error.field.partition("[")[0].partition(".")[0] in PROMPT_FIELDS:
         name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
     return error if name is None else type(error)(name, error.problem, error.expected)

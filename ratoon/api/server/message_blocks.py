@@ -1,23 +1,48 @@
-"""Contents of Anthropic's Messages API: those of a request as messages for chat templates, and those of an answer,
-from its parts, with the events that report them."""
+"""Contents of Anthropic's Messages API: those of a request as messages for chat templates, with its images apart, and
+those of an answer, from its parts, with the events that report them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta, ToolCallArguments, ToolCallBegin
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.api.server.protocol.messages import InputMessage
 from ratoon.api.server.response_events import typed_event
+from ratoon.core.media import IMAGE
+from ratoon.models.media_parts import MediaPart, check_reads
 
 Block = dict[str, Any]
+SOURCE_FORM = '{"type": "base64", "media_type": "image/png", "data": "…"}'
 
 
-def chat_messages(system: str | list[Block] | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates expect them. ApiError names the first block that is wrong."""
+class Conversation(NamedTuple):
+    messages: list[dict[str, Any]]  # as chat templates expect them
+    images: list[MediaPart]  # in the order of the messages, which have a part without data for each
+
+
+class ImageReader:
+    """Finds the images of a conversation, in order."""
+
+    def __init__(self, media: Collection[str]) -> None:
+        self._media = media  # the kinds that the model reads
+        self.found: list[MediaPart] = []
+
+    def read(self, where: str, block: Block) -> None:
+        """ApiError or RequestError: the model reads none, or the block is wrong."""
+        check_reads(where, IMAGE, self._media)
+        self.found.append(_read_image(where, block))
+
+
+def read_conversation(
+    system: str | list[Block] | None, messages: Sequence[InputMessage], media: Collection[str] = ()
+) -> Conversation:
+    """Returns the messages of a request. `media` are the kinds that the model reads. ApiError or RequestError names the
+    first block that is wrong."""
     made: list[dict[str, Any]] = []
+    images = ImageReader(media)
     if system is not None:
         made.append({"role": "system", "content": _join("system", system)})
     names: dict[str, str] = {}  # of tools, by the ids of calls
@@ -28,8 +53,8 @@ def chat_messages(system: str | list[Block] | None, messages: Sequence[InputMess
         elif message.role == "assistant":
             made.append(_assistant(name, message.content, names))
         else:
-            made += _others(name, message.role, message.content, names)
-    return made
+            made += _others(name, message.role, message.content, names, images)
+    return Conversation(made, images.found)
 
 
 def _assistant(name: str, blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
@@ -56,23 +81,67 @@ def _assistant(name: str, blocks: Sequence[Block], names: dict[str, str]) -> dic
     return {**message, **{field: "".join(pieces) for field, pieces in texts.items() if pieces}}
 
 
-def _others(name: str, role: str, blocks: Sequence[Block], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Yields a message for each result of a tool, and one for the texts."""
+def _others(
+    name: str, role: str, blocks: Sequence[Block], names: dict[str, str], images: ImageReader
+) -> list[dict[str, Any]]:
+    """Returns a message for each result of a tool, and one for the texts and images. `images` gets the latter, in the
+    same order."""
     made: list[dict[str, Any]] = []
-    texts: list[str] = []
+    own: list[tuple[str, Block]] = []
     for index, block in enumerate(blocks):
         where = f"{name}[{index}]"
         match block.get("type"):
-            case "text":
-                texts.append(_text(where, block, "text"))
+            case "text" | "image":
+                own.append((where, block))
             case "tool_result":
-                call_id = _text(where, block, "tool_use_id")
-                content = _join(f"{where}.content", block.get("content") or "")
+                call_id, content = _text(where, block, "tool_use_id"), block.get("content") or ""
+                if isinstance(content, list) and any(_is_image(one) for one in content):
+                    inner = [(f"{where}.content[{place}]", one) for place, one in enumerate(content)]
+                    content = _parts(inner, images)
+                else:
+                    content = _join(f"{where}.content", content)
                 tool = {"name": names[call_id]} if call_id in names else {}
                 made.append({"role": "tool", "tool_call_id": call_id, "content": content, **tool})
             case other:
                 raise _unsupported(where, other)
-    return [*made, {"role": role, "content": "\n".join(texts)}] if texts or not made else made
+    if own or not made:
+        made.append({"role": role, "content": _parts(own, images)})
+    return made
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == IMAGE
+
+
+def _parts(blocks: Sequence[tuple[str, Any]], images: ImageReader) -> str | list[Block]:
+    """Returns texts as one text, and with images among them as parts."""
+    parts: list[Block] = []
+    for where, block in blocks:
+        if _is_image(block):
+            images.read(where, block)
+            parts.append({"type": IMAGE})
+        elif isinstance(block, dict) and block.get("type") == "text":
+            parts.append({"type": "text", "text": _text(where, block, "text")})
+        else:
+            raise _unsupported(where, block.get("type") if isinstance(block, dict) else type(block).__name__)
+    if any(part["type"] == IMAGE for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _read_image(where: str, block: Block) -> MediaPart:
+    """Returns the address of an image: its data are one, too."""
+    source, field = block.get("source"), f"{where}.source"
+    match source.get("type") if isinstance(source, dict) else None:
+        case "base64":
+            kind = _text(field, source, "media_type")
+            return MediaPart(IMAGE, f"data:{kind};base64,{_text(field, source, 'data')}", f"{field}.data")
+        case "url":
+            return MediaPart(IMAGE, _text(field, source, "url"), f"{field}.url")
+        case None:
+            raise refused(field, "is missing, or no object", SOURCE_FORM)
+        case other:
+            raise refused(f"{field}.type", f"{repr(other)[:64]} is not supported", "base64 or url")
 
 
 def _join(name: str, content: Any) -> str:
@@ -95,7 +164,7 @@ def _text(name: str, block: Block, field: str) -> str:
 
 def _unsupported(name: str, kind: Any) -> ApiError:
     shown = repr(kind)[:64]
-    return refused(name, f"is a block of type {shown}", "text, tool_use, tool_result and thinking are supported")
+    return refused(name, f"is a block of type {shown}", "text, image, tool_use, tool_result and thinking are supported")
 
 
 # ---- answers ----

@@ -13,6 +13,7 @@ from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server import threads
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
+from ratoon.api.server.media import Media, chat_media, load_media
 from ratoon.api.server.protocol.chat import ChatCompletionRequest, Message
 from ratoon.api.server.threads import Lane, WorkLanes, off_loop
 from ratoon.core.errors import RequestError
@@ -39,9 +40,15 @@ class EncodedPrompt:
     token_ids: list[int]
     decoder_prompt: str | list[int] | None = None
     notes: tuple[str, ...] = ()  # of a conversation: features that the chat template does not support
+    media: Media | None = None  # images and videos, each of which has one placeholder in the tokens
+    processor_options: dict[str, Any] | None = None  # for the preprocessing of media
 
     def as_prompt(self) -> dict[str, Any]:
-        prompt = {"prompt": self.text, "prompt_token_ids": self.token_ids}
+        prompt: dict[str, Any] = {"prompt": self.text, "prompt_token_ids": self.token_ids}
+        if self.media is not None:
+            prompt["multi_modal_data"] = self.media
+            if self.processor_options:
+                prompt["mm_processor_kwargs"] = self.processor_options
         if self.decoder_prompt is None:
             return prompt
         return {"encoder_prompt": prompt, "decoder_prompt": self.decoder_prompt}
@@ -185,16 +192,21 @@ async def encode_chat(
     param: str = "messages",  # the field of the body with the messages
     size: int,  # of all input to the template, in characters, roughly
     add_special_tokens: bool = False,
-    is_counted: bool = False,  # only: no limit on the prompt
+    is_counted: bool = False,  # only: no limit on the prompt, and media are not loaded
+    processor_options: dict[str, Any] | None = None,
     **options: Unpack[TemplateOptions],
 ) -> EncodedPrompt:
-    """Returns a conversation as the chat template writes it, in token ids."""
+    """Returns a conversation as the chat template writes it, in token ids, with its images and videos."""
+    parts = chat_media(context, [{"content": message.content} for message in messages], param)
     rendered = await render_chat(context, messages, param=param, size=size, **options)
     encode = count_text if is_counted else encode_within_context
     token_ids = await encode(context, param, rendered.text, add_special_tokens)
     if not token_ids:
         raise refused(param, "the chat template renders an empty prompt")
-    return EncodedPrompt(rendered.text, token_ids, notes=rendered.notes)
+    media = None if is_counted else await load_media(context, parts)
+    return EncodedPrompt(
+        rendered.text, token_ids, notes=rendered.notes, media=media, processor_options=processor_options
+    )
 
 
 async def render_chat(

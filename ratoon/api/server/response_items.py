@@ -1,7 +1,7 @@
 """Items of the Responses API: those of a request, checked and with ids, and the messages that chat templates get.
 
 An item is a dict as the API returns it. One answer of the model can be several items (reasoning, text, calls), which
-are one message of the assistant to a template.
+are one message of the assistant to a template. An image stays in its item, and is stored with it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ratoon.api.server.errors import ApiError, refused
+from ratoon.core.media import IMAGE
+from ratoon.models.media_parts import MediaPart, check_reads
 
 Item = dict[str, Any]
 
@@ -28,11 +30,13 @@ class FoundItem(NamedTuple):
 
 
 ROLES = ("user", "assistant", "system", "developer")
+INPUT_IMAGE = "input_image"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ITEM_FORM = 'an item such as {"role": "user", "content": "Hello"}'
 REFERENCE = "item_reference"
 KINDS = ("message", "function_call", "function_call_output", "reasoning", REFERENCE)
 MAX_SHOWN = 64
+PREVIOUS = "previous_response_id"
 
 
 def new_id(prefix: str) -> str:
@@ -60,18 +64,23 @@ def referred_items(given: str | Sequence[Item] | None) -> list[str]:
     return [item_id for item in given if _kind_of(item) == REFERENCE and isinstance(item_id := item.get("id"), str)]
 
 
-def read_input(given: str | Sequence[Item] | None, known: Mapping[str, FoundItem], max_referred: int) -> list[Item]:
+def read_input(
+    given: str | Sequence[Item] | None,
+    known: Mapping[str, FoundItem],
+    max_referred: int,
+    media: Collection[str] = (),
+) -> list[Item]:
     """Returns the items of a request. `known` are those of earlier responses that it refers to, `max_referred` bytes of
-    them. ApiError names the first that is wrong."""
+    them, `media` the kinds of media that the model reads. ApiError or RequestError names the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
-        return [_message("user", given, "input")]
+        return [_message("user", given, "input", media)]
     referred = referred_items(given)
     num_bytes = sum(known[item_id].num_bytes for item_id in referred if item_id in known)
     if num_bytes > max_referred:
         raise refused("input", f"refers to items of {num_bytes} bytes", f"at most {max_referred} (--max-body)")
-    return [_read_item(f"input[{index}]", item, known) for index, item in enumerate(given)]
+    return [_read_item(f"input[{index}]", item, known, media) for index, item in enumerate(given)]
 
 
 def _kind_of(item: Item) -> Any:
@@ -81,14 +90,14 @@ def _kind_of(item: Item) -> Any:
     return kind
 
 
-def _read_item(name: str, item: Item, known: Mapping[str, FoundItem]) -> Item:
+def _read_item(name: str, item: Item, known: Mapping[str, FoundItem], media: Collection[str]) -> Item:
     kind = _kind_of(item)
     match kind:
         case "message":
             role = item.get("role")
             if role not in ROLES:
                 raise _wrong(f"{name}.role", role, ", ".join(ROLES))
-            return _message(role, item.get("content"), name, item.get("id"))
+            return _message(role, item.get("content"), name, media, item.get("id"))
         case "function_call":
             return function_call(
                 _text_of(item, name, "call_id"),
@@ -102,7 +111,7 @@ def _read_item(name: str, item: Item, known: Mapping[str, FoundItem]) -> Item:
                 "type": "function_call_output",
                 "status": "completed",
                 "call_id": _text_of(item, name, "call_id"),
-                "output": _join_parts(f"{name}.output", item.get("output")),
+                "output": _text_or_parts(f"{name}.output", item.get("output"), media),
             }
         case "reasoning":
             texts = [_join_parts(f"{name}.{field}", item.get(field) or "") for field in ("content", "summary")]
@@ -116,13 +125,35 @@ def _read_item(name: str, item: Item, known: Mapping[str, FoundItem]) -> Item:
     raise _wrong(f"{name}.type", kind, ", ".join(KINDS))
 
 
-def _message(role: str, content: Any, name: str, given_id: Any = None) -> Item:
-    text = _join_parts(name if name == "input" else f"{name}.content", content)
+def _message(role: str, content: Any, name: str, media: Collection[str], given_id: Any = None) -> Item:
+    field = name if name == "input" else f"{name}.content"
     item_id = given_id if isinstance(given_id, str) and given_id else new_id("msg")
     if role == "assistant":
-        return message(text, item_id=item_id)
-    part = {"type": "input_text", "text": text}
-    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": [part]}
+        return message(_join_parts(field, content), item_id=item_id)
+    parts = _text_or_parts(field, content, media)
+    if isinstance(parts, str):
+        parts = [{"type": "input_text", "text": parts}]
+    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": parts}
+
+
+def _text_or_parts(name: str, content: Any, media: Collection[str]) -> str | list[Item]:
+    """Returns texts as one text. With images among them they stay parts, in their places."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _join_parts(name, content)
+    return [_read_part(f"{name}[{index}]", part, media) for index, part in enumerate(content)]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == INPUT_IMAGE
+
+
+def _read_part(name: str, part: Any, media: Collection[str]) -> Item:
+    if not _is_image(part):
+        return {"type": "input_text", "text": _part_text(name, part)}
+    check_reads(name, IMAGE, media)
+    if part.get("file_id") is not None:
+        raise refused(f"{name}.file_id", "no files are kept here", "image_url, with a data URL")
+    return {"type": INPUT_IMAGE, "image_url": _text_of(part, name, "image_url"), "detail": part.get("detail") or "auto"}
 
 
 def _join_parts(name: str, content: Any) -> str:
@@ -222,14 +253,15 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             case "message" if item["role"] == "assistant":
                 _assistant(messages, "content")["content"] = _content_of(item)
             case "message":
-                messages.append({"role": item["role"], "content": _content_of(item)})
+                messages.append({"role": item["role"], "content": _chat_content(item["content"])})
             case "reasoning":
                 _assistant(messages, "reasoning_content")["reasoning_content"] = _content_of(item)
             case "function_call" if item["status"] != "incomplete" or _has_arguments(item):
                 names[item["call_id"]] = item["name"]
                 _assistant(messages).setdefault("tool_calls", []).append(_chat_call(item))
             case "function_call_output":
-                result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+                content = _chat_content(item["output"])
+                result = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
                 name = names.get(item["call_id"])
                 messages.append(result if name is None else {**result, "name": name})
     return messages
@@ -254,6 +286,32 @@ def _has_arguments(item: Item) -> bool:
 
 def _content_of(item: Item) -> str:
     return "".join(part["text"] for part in item["content"])
+
+
+def _chat_content(content: str | list[Item]) -> str | list[dict[str, str]]:
+    """Returns the content of a message, in which images are parts without data."""
+    if isinstance(content, str):
+        return content
+    if not any(map(_is_image, content)):
+        return "".join(part["text"] for part in content)
+    return [{"type": IMAGE} if _is_image(part) else {"type": "text", "text": part["text"]} for part in content]
+
+
+def images_of(items: Iterable[Item], names: Mapping[str, str]) -> list[MediaPart]:
+    """Returns the images of items, in the order in which `messages_of` has them. `names` are the names of the items in
+    the request, by id; others are the previous response's."""
+    found = []
+    for item in items:
+        field = "output" if item["type"] == "function_call_output" else "content"
+        parts = item.get(field)
+        if item["type"] not in ("message", "function_call_output") or not isinstance(parts, list):
+            continue
+        name = names.get(item["id"])
+        for place, part in enumerate(parts):
+            if _is_image(part):
+                where = PREVIOUS if name is None else f"{name}.{field}[{place}].image_url"
+                found.append(MediaPart(IMAGE, part["image_url"], where))
+    return found
 
 
 def _chat_call(item: Item) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.continuations import Origin
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
+from ratoon.api.server.media import check_media, kinds_of, load_media
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text, render_messages
 from ratoon.api.server.protocol.chat import template_variables
 from ratoon.api.server.protocol.responses import ResponsesRequest
-from ratoon.api.server.response_items import Item, messages_of
+from ratoon.api.server.response_items import Item, images_of, messages_of
 from ratoon.api.server.response_store import StoredResponse, items_of
 from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
@@ -22,6 +23,8 @@ from ratoon.core.adapters import Adapter
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.engine.output.roots import Root
 from ratoon.models.chat_template import RenderedChat
+from ratoon.models.conversation import Content, with_text_before
+from ratoon.models.media_parts import MediaPart
 
 PARAM = "input"  # the field of the body with the conversation
 SYSTEM_ROLES = ("system", "developer")
@@ -37,6 +40,7 @@ class PlacedPrompt:
     origin: Origin | None
     inherited: Transcript  # segments of the previous response that it repeats
     notes: tuple[str, ...]
+    images: Sequence[MediaPart] = ()  # of the whole conversation
 
     def transcript(self, is_continuation: bool, num_prompt_tokens: int) -> Transcript:
         """Returns the transcript of the prompt as it was computed."""
@@ -47,7 +51,8 @@ class PlacedPrompt:
 
     async def whole(self, context: ServerContext) -> EncodedPrompt:
         """Returns the prompt without its parent."""
-        return EncodedPrompt(self.text, await _encode(context, self.text))
+        token_ids = await _encode(context, self.text)
+        return EncodedPrompt(self.text, token_ids, media=await load_media(context, self.images))
 
 
 async def place_prompt(
@@ -61,6 +66,8 @@ async def place_prompt(
     """Finds where a prompt begins. `items` are the new ones, and `size` is roughly that of the request in characters.
     ApiError if the conversation is too long, and may not be truncated or is too long nevertheless."""
     whole = items
+    names = {item["id"]: f"{PARAM}[{index}]" for index, item in enumerate(items)}
+    check_media(context, images_of(items, names))
     if parent is not None:
         size += parent.turn.num_bytes
         if size > context.settings.max_body:
@@ -71,7 +78,10 @@ async def place_prompt(
 
     async def place(kept: Sequence[Item]) -> PlacedPrompt:
         rendered = await _render(context, asked, tools, kept, size)
-        return await _place(context, rendered, parent, context.check_model(asked.model))
+        images = images_of(kept, names)
+        # Of a shortened conversation with images the text alone does not tell whether the previous one began alike.
+        beginning = None if images and len(kept) < len(whole) else parent
+        return await _place(context, rendered, images, beginning, context.check_model(asked.model))
 
     try:
         placed = await place(whole)
@@ -138,36 +148,47 @@ def _with_instructions(messages: list[dict[str, Any]], instructions: str | None)
     """Puts the instructions into one system message: many templates take no second one."""
     if instructions is None:
         return messages
-    text, rest = instructions, messages
+    content: Content = instructions
+    rest = messages
     if messages and messages[0]["role"] in SYSTEM_ROLES:
-        text, rest = f"{instructions}\n\n{messages[0]['content']}", messages[1:]
-    return [{"role": "system", "content": text}, *rest]
+        content, rest = with_text_before(f"{instructions}\n\n", messages[0]["content"]), messages[1:]
+    return [{"role": "system", "content": content}, *rest]
 
 
 async def _place(
-    context: ServerContext, rendered: RenderedChat, parent: StoredResponse | None, adapter: Adapter | None
+    context: ServerContext,
+    rendered: RenderedChat,
+    images: Sequence[MediaPart],
+    parent: StoredResponse | None,
+    adapter: Adapter | None,
 ) -> PlacedPrompt:
     text, notes = rendered.text, rendered.notes
     if parent is None:
-        return await _afresh(context, rendered)
+        return await _afresh(context, rendered, images)
     try:
         root = await context.llm.find_parent(parent.id, wait=False, owner=parent.owner)
     except UnknownParentError:
         token_ids = await _encode(context, text)  # now, so that one that is too long is refused
         origin = Origin(parent.id, [], PARAM)
-        return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes)
+        return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes, images)
     if root.adapter != adapter and (root.adapter is None or adapter is None or root.adapter.digest != adapter.digest):
-        return await _afresh(context, rendered)  # what was computed with another adapter is not valid for this one
+        return await _afresh(context, rendered, images)  # what another adapter computed is not valid for this one
     shared = shared_segments(await _transcript(context, parent, root), text)
+    if images and _has_placeholder(context, text[shared.num_chars :]):
+        return await _afresh(context, rendered, images)  # what is appended to an earlier answer is tokens alone
     tail = await _encode(context, text[shared.num_chars :], shared.num_tokens)
     known = root.tokens(0)
     num_inherited = shared.num_tokens + num_equal(known[shared.num_tokens :], tail)
     if num_inherited == 0:
-        return await _afresh(context, rendered)
+        return await _afresh(context, rendered, images)
     suffix = tail[num_inherited - shared.num_tokens :]
     at = None if num_inherited == len(known) else num_inherited
     origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt)
-    return PlacedPrompt(text, num_inherited + len(suffix), UNKNOWN_PROMPT, origin, shared.segments, notes)
+    return PlacedPrompt(text, num_inherited + len(suffix), UNKNOWN_PROMPT, origin, shared.segments, notes, images)
+
+
+def _has_placeholder(context: ServerContext, text: str) -> bool:
+    return any(placeholder in text for placeholder in kinds_of(context).values())
 
 
 async def _transcript(context: ServerContext, parent: StoredResponse, root: Root) -> Transcript:
@@ -180,10 +201,10 @@ async def _transcript(context: ServerContext, parent: StoredResponse, root: Root
     return parent.transcript if num_tokens == len(root.prompt_token_ids) + len(root.choices[0]) else ()
 
 
-async def _afresh(context: ServerContext, rendered: RenderedChat) -> PlacedPrompt:
+async def _afresh(context: ServerContext, rendered: RenderedChat, images: Sequence[MediaPart]) -> PlacedPrompt:
     token_ids = await _encode(context, rendered.text)
-    encoded = EncodedPrompt(rendered.text, token_ids)
-    return PlacedPrompt(rendered.text, len(token_ids), encoded, None, (), rendered.notes)
+    encoded = EncodedPrompt(rendered.text, token_ids, media=await load_media(context, images))
+    return PlacedPrompt(rendered.text, len(token_ids), encoded, None, (), rendered.notes, images)
 
 
 async def _encode(context: ServerContext, text: str, num_before: int = 0) -> list[int]:

@@ -23,6 +23,7 @@ from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import Batch, Begun, asked_lengths, check_token_limit, names_of, stream
 from ratoon.api.server.logprobs import MessageLogprobs
+from ratoon.api.server.media import kinds_of
 from ratoon.api.server.preparation import Place
 from ratoon.api.server.protocol.responses import INCLUDABLE, LOGPROBS, ResponsesRequest
 from ratoon.api.server.response_events import EventWriter, OutputBuilder
@@ -117,7 +118,8 @@ async def make_run(
             parent = await find_previous(context, asked.previous_response_id, owner)
     size = exchange.body_size
     known = await context.shared.responses.find_items(referred_items(asked.input), owner)
-    items = await off_loop(size, partial(read_input, asked.input, known, context.settings.max_body))
+    media, max_body = kinds_of(context), context.settings.max_body
+    items = await off_loop(size, partial(read_input, asked.input, known, max_body, media))
     if parent is None and not items:
         raise refused(PARAM, "is empty", "text, or items")
     prompt = await place_prompt(context, asked, plan.tools, items, parent, size)

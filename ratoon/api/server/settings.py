@@ -81,6 +81,12 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = setting(
         (), "allow web pages of this origin; may be repeated", name="cors_origin", metavar="ORIGIN"
     )
+    media_hosts: tuple[str, ...] = setting(
+        (),
+        "requests may name images and videos of this host by address: HOST, HOST:PORT or *.HOST; may be repeated",
+        name="allow_media_host",
+        metavar="HOST",
+    )
     response_lease: float = setting(
         300.0,
         "seconds that the memory of a stored response is kept for the next turn, at most max_lease_seconds; 0: not",
@@ -90,6 +96,15 @@ class ServerSettings:
 
     max_body: int = setting(16 * MEBIBYTE, "largest body of a request", size=True, group="limits")
     max_audio: int = setting(64 * MEBIBYTE, "largest body of a request with a recording", size=True, group="limits")
+    max_media: int = setting(
+        64 * MEBIBYTE, "images and videos that are fetched for a request, together", size=True, group="limits"
+    )
+    media_timeout: float = setting(
+        10.0,
+        "seconds until an image or a video must have been fetched",
+        number(lambda value: 0 < value < float("inf"), "seconds, more than 0"),
+        group="limits",
+    )
     max_total_body: int = setting(
         512 * MEBIBYTE, "bodies of all unanswered requests together, which API keys share", size=True, group="limits"
     )
@@ -137,8 +152,21 @@ class ServerSettings:
                 raise ConfigError("adapter_root", f"{root!r} is not a folder", "a folder of adapters")
         if any(not is_host_name(name) for name in self.allowed_hosts):
             raise ConfigError("allow_host", "is not a host name", "a name or an address, without scheme and port")
+        self._verify_media_hosts()
         if any(not name for name in self.served_names):
             raise ConfigError("served_model_name", "is empty", "at least one character")
+
+    def _verify_media_hosts(self) -> None:
+        if not self.media_hosts:
+            return
+        from ratoon.api.server.media_fetcher import read_allowed_host  # here: it needs packages of the server
+
+        for host in self.media_hosts:
+            try:
+                read_allowed_host(host)
+            except ValueError:
+                expected = "HOST, HOST:PORT or *.HOST, without scheme and path"
+                raise ConfigError("allow_media_host", f"{host!r} is not a host", expected) from None
 
     def _verify_total_body(self) -> None:
         largest = max(self.max_body, self.max_audio)

@@ -39,26 +39,29 @@ def _tool_choice(value: Any) -> str | dict[str, Any] | None:
     return value
 
 
-TEXT_OR_PARTS: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
+TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
 }
+
+
+def _url_part(name: str) -> dict[str, Any]:
+    url = {"type": "string", "description": "a data URL, or an address of a host that --allow-media-host names"}
+    detail = {"enum": ["auto", "low", "high"], "description": "Accepted, without effect"}
+    value = {"type": "object", "properties": {"url": url, "detail": detail}, "required": ["url"]}
+    return {"type": "object", "properties": {"type": {"const": name}, name: value}, "required": ["type", name]}
+
+
+TEXT_OR_PARTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
+PARTS: dict[str, Any] = {"anyOf": [TEXT_PART, _url_part("image_url"), _url_part("video_url")]}
 
 # Unions with their own check: an error names the field, not pydantic's path through the union.
 Content = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_content),
     WithJsonSchema(
-        {"anyOf": [*TEXT_OR_PARTS["anyOf"], {"type": "null"}]},
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": PARTS}, {"type": "null"}]},
     ),
 ]
 ToolChoice = Annotated[
@@ -181,6 +184,9 @@ class ChatCompletionRequest(SamplingFields):
     )
     chat_template: str | None = Field(None, description="Another template; needs --allow-request-template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Options for the preprocessing of images and videos, such as max_pixels"
+    )
     include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
 
     def template_variables(self) -> dict[str, Any]:

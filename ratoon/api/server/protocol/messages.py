@@ -23,7 +23,11 @@ def _blocks(value: Any) -> str | list[dict[str, Any]]:
 
 _BLOCK = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "tool_use", "tool_result", "thinking"]}, "text": {"type": "string"}},
+    "properties": {
+        "type": {"enum": ["text", "image", "tool_use", "tool_result", "thinking"]},
+        "text": {"type": "string"},
+        "source": {"type": "object", "description": 'Of an image: {"type": "base64", …} or {"type": "url", …}'},
+    },
     "required": ["type"],
 }
 # A union with its own check: an error names the field, not pydantic's path through the union.

@@ -61,12 +61,21 @@ _TEXT_PART = {
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "input_image"},
+        "image_url": {"type": "string", "description": "A data URL, or an address of an allowed host"},
+        "detail": {"enum": ["auto", "low", "high"], "description": "Accepted, without effect"},
+    },
+    "required": ["type", "image_url"],
+}
 _ITEM = {
     "type": "object",
     "properties": {
         "type": {"enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"]},
         "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}]},
     },
 }
 # Unions with their own check: an error names the field, not pydantic's path through the union.

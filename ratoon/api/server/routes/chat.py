@@ -134,6 +134,7 @@ async def encode_conversation(
         param=param,
         size=size,
         add_special_tokens=bool(asked.add_special_tokens),
+        processor_options=asked.mm_processor_kwargs,
         **template_options(asked, tools),
     )
 

@@ -19,7 +19,8 @@ from ratoon.api.server.errors import ApiError, refused, shutting_down
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
-from ratoon.api.server.message_blocks import BlockBuilder, chat_messages
+from ratoon.api.server.media import check_media, kinds_of, load_media
+from ratoon.api.server.message_blocks import BlockBuilder, Conversation, read_conversation
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import EncodedPrompt, count_text, encode_within_context, render_messages
 from ratoon.api.server.protocol.messages import (
@@ -85,7 +86,8 @@ async def count_tokens(request: Request) -> Response:
     asked = await read_body(request, CountedMessages)
     context.check_model(asked.model)
     try:
-        rendered = await render(context, asked, make_plan(context, asked), size)
+        plan, conversation = make_plan(context, asked), await read(context, asked, size)
+        rendered = await render(context, asked, conversation, plan, size)
     except RequestError as error:
         raise _named_as_in_body(error) from None
     return json_response(request, {"input_tokens": len(await count_text(context, PARAM, rendered.text, False))})
@@ -115,13 +117,22 @@ def _begun_answer(asked: CountedMessages) -> str | None:
     last = asked.messages[-1]
     if last.role != "assistant":
         return None
-    (message,) = chat_messages(None, [last])
+    (message,) = read_conversation(None, [last]).messages
     if "tool_calls" in message:
         raise refused(PARAM, "end with a call of a tool", "its result as the last message")
     return str(message["content"])
 
 
-async def render(context: ServerContext, asked: CountedMessages, plan: AnswerPlan, size: int) -> RenderedChat:
+async def read(context: ServerContext, asked: CountedMessages, size: int) -> Conversation:
+    """Returns the conversation of a request, whose images may be loaded."""
+    conversation = await off_loop(size, partial(read_conversation, asked.system, asked.messages, kinds_of(context)))
+    check_media(context, conversation.images)
+    return conversation
+
+
+async def render(
+    context: ServerContext, asked: CountedMessages, conversation: Conversation, plan: AnswerPlan, size: int
+) -> RenderedChat:
     effort = None if asked.output_config is None else asked.output_config.effort
     switches: dict[str, Any] = {}
     if asked.thinking is not None:
@@ -129,7 +140,7 @@ async def render(context: ServerContext, asked: CountedMessages, plan: AnswerPla
     try:
         return await render_messages(
             context,
-            partial(chat_messages, asked.system, asked.messages),
+            lambda: conversation.messages,
             size=size,
             param=PARAM,
             tools=plan.tools.tools,
@@ -147,13 +158,15 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
     context.llm.verify_generates()
     plan = make_plan(context, asked)
     params = make_params(context, asked)
-    rendered = await render(context, asked, plan, exchange.body_size)
+    conversation = await read(context, asked, exchange.body_size)
+    rendered = await render(context, asked, conversation, plan, exchange.body_size)
     token_ids = await encode_within_context(context, PARAM, rendered.text)
     check_token_limit(context, 1, params, len(token_ids))
+    media = await load_media(context, conversation.images)
     params = await off_loop(exchange.body_size, partial(plan.params, params, rendered.text))
     batch = Batch(
         id=new_id("msg"),
-        prompts=[EncodedPrompt(rendered.text, token_ids)],
+        prompts=[EncodedPrompt(rendered.text, token_ids, media=media)],
         params=params,
         options={
             "adapter": context.check_model(asked.model),
