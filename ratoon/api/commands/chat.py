@@ -10,14 +10,25 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
 from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
+from ratoon.api.commands.generate import refuse_images
+from ratoon.api.image_options import (
+    ImageFile,
+    add_image_option,
+    begins_with_image,
+    content_of,
+    read_image,
+    read_images,
+    split_paths,
+)
 from ratoon.api.options import (
     PROMPTS,
     Subparsers,
@@ -46,9 +57,10 @@ from ratoon.core.suggestions import did_you_mean
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
-COMMANDS = ("/continue", "/reset", "/stats", "/help", "/exit")
+COMMANDS = ("/continue", "/image", "/reset", "/stats", "/help", "/exit")
 HELP = """\
 /continue  continue the last answer
+/image     add the image at a path to the next message; so does a path in the message itself
 /reset     forget the conversation
 /stats     tokens so far, and how full the cache is
 /help      this
@@ -68,6 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
         default=AUTO,
         help="marks around the model's reasoning; see `ratoon serve`",
     )
+    add_image_option(parser, "an image for the first message")
     add_remote_options(parser, always=False)
     add_sampling_options(parser, max_tokens=512)
     add_adapter_option(parser)
@@ -80,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
     check_where(args)
     check_reasoning(args)
+    images = read_images(args.images)
     with open_answerer(args) as answerer:
-        conversation = Conversation(answerer, args.system)
+        conversation = Conversation(answerer, args.system, images)
         if sys.stdout.isatty():
             print(f"{answerer.name}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         read_text = terminal_reader() if sys.stdin.isatty() and sys.stdout.isatty() else read_lines
@@ -131,6 +145,7 @@ def open_answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     with open_llm(args) as llm:
         if not llm.has_chat_template:
             raise RequestError("MODEL", "has no chat template", "use `ratoon generate`, or a model for conversations")
+        refuse_images(llm, args.images)
         params, variables = generation_params(args, llm, may_search=False), effort_variables(args.reasoning_effort)
         yield LocalAnswerer(llm, params, args.reasoning_parser, variables, args.adapter)
 
@@ -146,8 +161,10 @@ def open_remote(args: argparse.Namespace, fields: dict[str, Any]) -> RemoteAnswe
 
 
 class Conversation:
-    def __init__(self, answerer: Answerer, system: str | None) -> None:
+    def __init__(self, answerer: Answerer, system: str | None, images: Sequence[ImageFile] = ()) -> None:
+        """`images` belong to the first message."""
         self._answerer = answerer
+        self._images = list(images)  # of the next message
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._num_prompt_tokens = self._num_answer_tokens = 0
@@ -155,16 +172,46 @@ class Conversation:
 
     def handle(self, entry: Entry) -> None:
         if entry.is_command:
-            self.obey(entry.text.split()[0])
+            command, _, rest = entry.text.partition(" ")
+            self.obey(command, rest.strip())
         elif entry.text:
-            self.answer(entry.text)
+            self.take(entry.text)
 
-    def obey(self, command: str) -> None:
+    def take(self, typed: str) -> None:
+        """Answers a message. Paths of images in it become images; without any text, they belong to the next message."""
+        text, paths = split_paths(typed)
+        try:
+            self._images += [read_image(path, "the message") for path in paths]
+        except RequestError as error:
+            print_error(str(error))
+            return
+        if text:
+            self.answer(text)
+        else:
+            self._print_images()
+
+    def add_images(self, typed: str) -> None:
+        found = split_paths(typed).paths or ([Path(typed).expanduser()] if typed else [])
+        try:
+            self._images += [read_image(path, "/image") for path in found]
+        except RequestError as error:
+            print_error(str(error))
+            return
+        self._print_images()
+
+    def _print_images(self) -> None:
+        names = ", ".join(image.path.name for image in self._images)
+        print(f"(with the next message: {names})" if names else "/image PATH adds an image to the next message")
+
+    def obey(self, command: str, rest: str = "") -> None:
         if command == "/help":
             print(HELP)
         elif command == "/reset":
             self._messages = list(self._opening)
+            self._images.clear()
             print("(forgotten)")
+        elif command == "/image":
+            self.add_images(rest)
         elif command == "/stats":
             self.print_stats()
         elif command == "/continue":
@@ -175,8 +222,9 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Print the answer as it comes. If it is stopped or fails, the text so far is the answer; without any text, the
         conversation stays as it was before the message."""
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": content_of(text, self._images)})
         new_text = self._ask("the message is removed")
+        self._images.clear()
         if new_text is None:
             self._messages.pop()
         else:
@@ -239,7 +287,9 @@ class Conversation:
 
 
 def as_conversation(error: Exception) -> Exception:
-    """An error about the prompt, which is all messages so far."""
+    """An error about the prompt, which is all messages so far, or about one of their images."""
+    if isinstance(error, RequestError) and error.field.startswith("messages[") and "image" in error.field:
+        return RequestError("the image", error.problem, error.expected)
     if isinstance(error, RequestError) and error.field in PROMPTS:
         return RequestError("the conversation", error.problem, in_options(error.expected))
     return error
@@ -280,11 +330,12 @@ def read_entry(read_text: Callable[[], str]) -> Entry | None:
 
 
 def parse_entry(typed: str) -> Entry:
-    """A text in quotes, or of several lines, is never a command."""
+    """A text in quotes, of several lines, or with the path of an image in front is never a command."""
     text = typed.strip()
     if text.startswith(QUOTES):
         return Entry(text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n"))
-    return Entry(text, is_command=text.startswith("/") and "\n" not in text)
+    is_command = text.startswith("/") and "\n" not in text
+    return Entry(text, is_command=is_command and not begins_with_image(text))
 
 
 def is_open(typed: str) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ratoon.api.remote.client import Chunk, RemoteClient
     from ratoon.core.params import GenerationParams
 
-Message = dict[str, str]
+Message = dict[str, Any]  # its content may be a list of parts
 
 
 ONLY_REASONING = "ended while reasoning; --max-tokens allows more"

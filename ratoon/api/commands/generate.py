@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.beam_options import wants_beam_search
+from ratoon.api.image_options import ImageFile, add_image_option, content_of, read_images
 from ratoon.api.options import (
     Subparsers,
     add_answer_options,
@@ -42,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
+    add_image_option(parser, "an image, which comes before each prompt; a raw prompt has its own placeholders")
     add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
@@ -76,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and args.raw:
             raise RequestError(f"--{option}", "can't be used with a raw prompt", f"leave out --raw or --{option}")
     check_structured_output(args)
+    args.images = read_images(args.images)
     with open_llm(args) as llm:
         refuse_audio_models(llm)
+        refuse_images(llm, args.images)
         params = generation_params(args, llm, may_search=not args.stream)
         prompts = [make_prompt(llm, text, args) for text in texts]
         if stream and isinstance(params, SamplingParams):  # the text of a search is known at its end
@@ -102,10 +107,16 @@ def refuse_audio_models(llm: LLM) -> None:
         raise RequestError("MODEL", problem, "`ratoon transcribe MODEL FILE` transcribes them")
 
 
+def refuse_images(llm: LLM, images: Sequence[ImageFile]) -> None:
+    if images and llm.source.config.media is None:
+        raise RequestError("--image", f"{llm.source.name} reads text only", "a model that reads images")
+
+
 def check_decoder_prompt(args: argparse.Namespace) -> None:
-    for option in ("chat", "system", "prefill"):
+    for option in ("chat", "system", "prefill", "images"):
         if args.decoder_prompt is not None and getattr(args, option):
-            raise RequestError("--decoder-prompt", f"can't be used with --{option}", "leave out one of them")
+            name = option.removesuffix("s") if option == "images" else option
+            raise RequestError("--decoder-prompt", f"can't be used with --{name}", "leave out one of them")
 
 
 def read_prompts(arguments: list[str]) -> list[str]:
@@ -146,13 +157,25 @@ def make_prompt(llm: LLM, text: str, args: argparse.Namespace) -> str | dict[str
             if getattr(args, option) is not None:
                 problem = "needs a chat template, and this model has none"
                 raise RequestError(f"--{option}", problem, "put it into the prompt")
-        return text
-    return llm.chat_prompt(messages_of(text, args), continue_final_message=args.prefill is not None)
+        return with_images({"prompt": text}, args.images) if args.images else text
+    prompt = llm.chat_prompt(messages_of(text, args), continue_final_message=args.prefill is not None)
+    return with_images(prompt, args.images)
 
 
-def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, str]]:
-    """A prompt as a conversation, preceded by the system message and followed by the beginning of the answer."""
-    messages = [{"role": "user", "content": text}]
+def with_images(prompt: dict[str, Any], images: Sequence[ImageFile]) -> dict[str, Any]:
+    """The prompt with its images, which errors name by their paths."""
+    if not images:
+        return prompt
+    from ratoon.media.items import NamedMedia
+
+    named = [NamedMedia(image.data, f"--image {image.path}") for image in images]
+    return {**prompt, "multi_modal_data": {"image": named}}
+
+
+def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A prompt as a conversation, preceded by the system message and followed by the beginning of the answer. Files of
+    images have been read."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content_of(text, args.images)}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
     if args.prefill is not None:

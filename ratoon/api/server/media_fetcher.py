@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ READ_BYTES = 64 * 1024
 REDIRECTS = (301, 302, 303, 307, 308)
 HEADERS = {"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "ratoon"}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ALLOWS = "ratoon serve --allow-media-host HOST allows a host"
 
 
@@ -59,7 +61,9 @@ def read_allowed_host(text: str) -> AllowedHost:
     url = URL(f"http://{text.removeprefix('*.')}")
     host = _host_of(url)
     is_plain = url.raw_path == "/" and not url.raw_query_string and not url.raw_fragment and url.raw_user is None
-    if not host or not is_plain or "*" in host or (is_parent and _literal(host) is not None):
+    is_address = _literal(host) is not None
+    is_name = not is_address and HOST_NAME.fullmatch(host) is not None
+    if not is_plain or not (is_name or (is_address and not is_parent)):
         raise ValueError(text)
     return AllowedHost(host, url.explicit_port, is_parent)
 
