@@ -42,6 +42,7 @@ TEMPLATE = (
 STEPS, QUICK_STEPS = 2000, 20
 BATCH = 32
 LEARNING_RATE = 2e-3
+INITIAL = 0.08  # the spread of weights at the beginning; the usual one is for wider models
 
 
 # ---- pictures ----
@@ -123,13 +124,13 @@ def make_model(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.
     text = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=end,
-        bos_token_id=None,
+        bos_token_id=None, initializer_range=INITIAL,
     )  # fmt: skip
     config = transformers.Idefics3Config(
         text_config=text,
         vision_config={
             "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "image_size": SIDE, "patch_size": PATCH,
+            "image_size": SIDE, "patch_size": PATCH, "initializer_range": INITIAL,
         },
         scale_factor=MERGED, image_token_id=tokenizer.convert_tokens_to_ids(IMAGE), pad_token_id=pad,
         tie_word_embeddings=True,

@@ -180,7 +180,10 @@ def test_what_can_not_be_continued_is_refused(template: str, messages: Any, mess
         ([{"role": "assistant", "content": None}], r"messages\[0\].content: is missing"),
         ([{"role": "user", "content": None, "tool_calls": [1]}], r"messages\[0\].content: is missing"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content: is of type int"),
-        ([{"role": "user", "content": ["a", {"type": "image_url"}]}], r"content\[1\]: is an image; this model reads text only"),
+        (
+            [{"role": "user", "content": ["a", {"type": "image_url"}]}],
+            r"content\[1\]: is an image; this model reads text only",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text: is missing"),
         ([{**CALL, "tool_calls": 5}], r"messages\[0\].tool_calls: is not a list"),
         ([{**CALL, "tool_calls": [5]}], r"messages\[0\].tool_calls\[0\]: is no object"),
