@@ -44,6 +44,7 @@ NAVIGATION = {
         "Read hidden states": "docs/hidden-states",
         "Several tokens from one step": "docs/speculation",
         "Encoder-decoder models": "docs/encoder-decoder",
+        "Read images and video": "docs/images",
         "Transcribe speech": "docs/speech",
         "Examples that run": "examples/README",
     },

@@ -3,9 +3,9 @@
     python examples/train_picture_reader.py picture-reader
     ratoon chat picture-reader --image drawing.png
 
-The model is an Idefics3 (as SmolVLM is) of half a million weights: a vision transformer, a projection and a Llama. It learns
-from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing else. Takes some minutes on
-two CPU cores. Needs `transformers` and `Pillow`.
+The model is an Idefics3 (as SmolVLM is) of 0.3 million weights: a vision transformer, a projection and a Llama. It learns
+from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing else. Takes some
+minutes on two CPU cores. Needs `transformers` and `Pillow`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SIDE, PATCH, MERGED = 64, 8, 2  # pixels of a picture and of a patch; patches on
 NUM_ROWS = (SIDE // PATCH // MERGED) ** 2  # rows of embeddings in the place of a picture
 CANVASES = (64, 96, 128, 200)  # sizes in which pictures are drawn
 COLOURS = {
-    "red": (214, 39, 40), "green": (30, 140, 50), "blue": (31, 90, 200), "orange": (250, 140, 10), "black": (20, 20, 20),
+    "red": (214, 39, 40), "green": (30, 140, 50), "blue": (31, 90, 200), "orange": (250, 140, 10),
+    "black": (20, 20, 20),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "cross")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -36,8 +37,8 @@ AROUND, GLOBAL, IMAGE, START, END, PAD = (
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STEPS, QUICK_STEPS = 2000, 20
 BATCH = 32
@@ -123,8 +124,8 @@ def make_model(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.
     end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
     text = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=end,
-        bos_token_id=None, initializer_range=INITIAL,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=pad,
+        eos_token_id=end, bos_token_id=None, initializer_range=INITIAL,
     )  # fmt: skip
     config = transformers.Idefics3Config(
         text_config=text,
@@ -200,7 +201,8 @@ def save(
         "image_processor_type": "Idefics3ImageProcessor", "processor_class": "Idefics3Processor",
         "do_convert_rgb": True, "do_resize": True, "size": {"longest_edge": SIDE}, "resample": 1,
         "do_image_splitting": False, "max_image_size": {"longest_edge": SIDE}, "do_rescale": True,
-        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_pad": True,
+        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+        "do_pad": True,
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(preparation, indent=2))
     facts = {"processor_class": "Idefics3Processor", "image_seq_len": NUM_ROWS}

@@ -52,6 +52,7 @@ NOT_RUN = {
     },
     "deployment.md": {"": "sets up an environment"},
     "gpu.md": {"": "needs a GPU"},
+    "images.md": {"": "is about a model that takes minutes to train; test_images.py asks one"},
     "models.md": {
         "ratoon generate ./smollm2-hf": "is written by bench/export_hf.py, half a gigabyte",
         "ratoon serve smollm2-135m --max-model-len 10000 --rope-scaling": "is a server that is asked nothing",

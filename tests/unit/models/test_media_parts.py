@@ -98,13 +98,10 @@ def test_tools_and_begun_answers_go_with_images() -> None:
         "{% for message in messages %}"
         "{% if message.role not in ['user', 'assistant'] %}{{ raise_exception('') }}{% endif %}"
     )
-    for template, image in ((PARTS, "<image>"), (TEXTS, "<own-image>")):
+    for plain, image in ((PARTS, "<image>"), (TEXTS, "<own-image>")):
+        template = plain.replace("{% for message in messages %}", two_roles)
         rendered = render_chat(
-            template.replace("{% for message in messages %}", two_roles),
-            messages,
-            {"tools": [tool]},
-            placeholders=PLACEHOLDERS,
-            continue_final_message=True,
+            template, messages, {"tools": [tool]}, placeholders=PLACEHOLDERS, continue_final_message=True
         ).text
         assert rendered.count(image) == 2 and rendered.endswith("It is") and "<tools>" in rendered
         results = rendered[rendered.index("<tool_response>") :]
