@@ -3,9 +3,9 @@
     python examples/train_picture_reader.py picture-reader
     ratoon chat picture-reader --image drawing.png
 
-The model is an Idefics3 (as SmolVLM is) of 0.3 million weights: a vision transformer, a projection and a Llama. It learns
-from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing else. Takes some
-minutes on two CPU cores. Needs `transformers` and `Pillow`.
+The model is an Idefics3 (as SmolVLM is) of 0.3 million weights: a vision transformer, a projection and a Llama. It
+learns from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing else. Takes
+some minutes on two CPU cores. Needs `transformers` and `Pillow`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STEPS, QUICK_STEPS = 2000, 20
 BATCH = 32
@@ -52,7 +53,7 @@ INITIAL = 0.08  # the spread of weights at the beginning; the usual one is for w
 def draw(thing: str, colour: str, canvas: int, chance: random.Random) -> Image.Image:
     """A digit or a shape somewhere on a white canvas."""
     picture = Image.new("RGB", (canvas, canvas), "white")
-    pencil, size = ImageDraw.Draw(picture), canvas * chance.uniform(0.5, 0.8)
+    pencil, size = ImageDraw.Draw(picture), canvas * chance.uniform(0.7, 0.85)
     left, top = chance.uniform(0.05, 0.95) * (canvas - size), chance.uniform(0.05, 0.95) * (canvas - size)
     right, bottom, fill = left + size, top + size, COLOURS[colour]
     if thing in DIGITS:
