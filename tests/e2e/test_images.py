@@ -128,7 +128,10 @@ def test_three_protocols_answer_as_transformers_does(reader: Reader, server: Ser
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(shown)}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": question}]
     answer = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0).messages.create(
-        model="reader", messages=[{"role": "user", "content": blocks}], max_tokens=NUM_TOKENS, temperature=0
+        model="reader",
+        messages=[{"role": "user", "content": blocks}],
+        max_tokens=NUM_TOKENS,
+        extra_body={"temperature": 0},
     )
     assert "".join(block.text for block in answer.content if block.type == "text") == expected
 
@@ -216,10 +219,8 @@ def test_chat_takes_the_path_of_an_image(
     path = tmp_path / "shown.png"
     path.write_bytes(png(shown))
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{path} {example.QUESTIONS[1]}\n"))
-    assert (
-        main(["chat", str(reader.folder), "--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--device", "cpu"])
-        == 0
-    )
+    options = ("--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--device", "cpu")
+    assert main(["chat", str(reader.folder), *options]) == 0
     assert capsys.readouterr().out.strip() == reader.answer(example.QUESTIONS[1], shown).strip()
 
 
