@@ -41,7 +41,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-STEPS, QUICK_STEPS = 2000, 20
+STEPS, QUICK_STEPS = 1500, 20
 BATCH = 32
 LEARNING_RATE = 2e-3
 INITIAL = 0.08  # the spread of weights at the beginning; the usual one is for wider models

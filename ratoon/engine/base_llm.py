@@ -18,6 +18,7 @@ from ratoon.engine.front_end import FrontEnd
 from ratoon.engine.input.chat_media import chat_media
 from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
 from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.prompts import Prompt
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.roots import Root
@@ -186,6 +187,11 @@ class BaseLLM:
         text = tokenizer.apply_chat_template(messages, **template_variables)
         prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         return {**prompt, "multi_modal_data": media} if media else prompt
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """The number of tokens of a prompt, with those in the place of images; it is not run, but images are decoded.
+        RequestError: it is longer than the model's length, or `generate` would refuse it for another reason."""
+        return self._front_end.input_processor.count_tokens(prompt)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

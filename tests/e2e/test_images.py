@@ -156,7 +156,7 @@ def test_the_next_turn_of_a_stored_response_sees_the_image(server: Server) -> No
     whole = client.responses.create(input=said, **options)
     assert second.output_text == whole.output_text
     assert second.usage is not None and whole.usage is not None
-    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens  # type: ignore[union-attr]
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
 def refusal(server: Server, url: str) -> dict[str, Any]:

@@ -132,14 +132,14 @@ def _parts(blocks: Sequence[tuple[str, Any]], images: ImageReader) -> str | list
 def _read_image(where: str, block: Block) -> MediaPart:
     """Returns the address of an image: its data are one, too."""
     source, field = block.get("source"), f"{where}.source"
-    match source.get("type") if isinstance(source, dict) else None:
+    if not isinstance(source, dict):
+        raise refused(field, "is missing, or no object", SOURCE_FORM)
+    match source.get("type"):
         case "base64":
             kind = _text(field, source, "media_type")
             return MediaPart(IMAGE, f"data:{kind};base64,{_text(field, source, 'data')}", f"{field}.data")
         case "url":
             return MediaPart(IMAGE, _text(field, source, "url"), f"{field}.url")
-        case None:
-            raise refused(field, "is missing, or no object", SOURCE_FORM)
         case other:
             raise refused(f"{field}.type", f"{repr(other)[:64]} is not supported", "base64 or url")
 

@@ -142,6 +142,10 @@ class InputProcessor:
             **envelope,
         )
 
+    def count_tokens(self, prompt: Prompt) -> int:
+        """The number of tokens of a prompt that is not run, with those in the place of images. Images are decoded."""
+        return len(self._prompts.process(prompt, num_places=0).token_ids)
+
     def process_continuation(
         self,
         request_id: str,

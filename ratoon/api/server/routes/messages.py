@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -88,9 +89,15 @@ async def count_tokens(request: Request) -> Response:
     try:
         plan, conversation = make_plan(context, asked), await read(context, asked, size)
         rendered = await render(context, asked, conversation, plan, size)
+        token_ids = await count_text(context, PARAM, rendered.text, False)
+        count = len(token_ids)
+        media = await load_media(context, conversation.images)
+        if media is not None:
+            prompt = EncodedPrompt(rendered.text, token_ids, media=media).as_prompt()
+            count = await asyncio.to_thread(context.llm.count_tokens, prompt)
     except RequestError as error:
         raise _named_as_in_body(error) from None
-    return json_response(request, {"input_tokens": len(await count_text(context, PARAM, rendered.text, False))})
+    return json_response(request, {"input_tokens": count})
 
 
 def _named_as_in_body(error: RequestError) -> RequestError:

@@ -249,6 +249,17 @@ async def test_blocks_with_images_reach_the_engine_in_their_order():
         assert colours_of(client) == [BLUE, RED]
 
 
+@on_event_loop
+async def test_tokens_of_images_are_counted():
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [block(), text("?")]}]}
+    async with seeing() as client:
+        answer = await client.post("/v1/messages/count_tokens", body)
+        assert answer.json()["input_tokens"] == len("<user>?\n<assistant>") + 7
+        body["messages"][0]["content"][0] = block(data="aGVsbG8=")
+        answer = await client.post("/v1/messages/count_tokens", body)
+        assert answer.json()["error"]["message"].startswith("messages[0].content[0].source.data: ")
+
+
 @pytest.mark.parametrize(
     ("wrong", "place"),
     [
