@@ -1,11 +1,11 @@
 """Trains a very small model that reads pictures, saves it as a folder of Hugging Face's form, and asks it with Ratoon.
 
     python examples/train_picture_reader.py picture-reader
-    ratoon chat picture-reader --image drawing.png
+    ratoon chat picture-reader --image picture-reader/drawing.png
 
-The model is an Idefics3 (as SmolVLM is) of 0.3 million weights: a vision transformer, a projection and a Llama. It
-learns from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing else. Takes
-some minutes on two CPU cores. Needs `transformers` and `Pillow`.
+The model is an Idefics3 (as SmolVLM is) of a quarter of a million weights: a vision transformer, a projection and a
+Llama. It learns from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing
+else. Takes some minutes on two CPU cores. Needs `transformers` and `Pillow`.
 """
 
 from __future__ import annotations
