@@ -26,8 +26,6 @@ from ratoon.cli import main
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import write_tiny_model
 
-pytest.importorskip("ratoon.models.vision")
-
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--load-format", "auto")
 NUM_TOKENS = 8

@@ -61,6 +61,7 @@ BASES = {
     ),
     "Idefics3ForConditionalGeneration": WITH_IMAGES,
     "SmolVLMForConditionalGeneration": WITH_IMAGES,
+    "Gemma3ForConditionalGeneration": replace(WITH_IMAGES, media=replace(WITH_IMAGES.media, num_rows=4)),
     "BertModel": replace(GPT2, causal=False, num_token_types=2),
 }
 
