@@ -3,6 +3,10 @@ model that it names; only the server's address is another one.
 
 A page is run from top to bottom, in a folder of its own: its Python in this process, as one program, its commands in a
 shell. All pages share a server. What is not run is listed with the reason (NOT_RUN), and nothing else is left out.
+
+Sums are rounded in another order on other processors, so the quantised model's numbers differ a little there, and where
+two tokens are almost equally probable its texts do too. Pages show those of aarch64; what x86-64 prints otherwise is
+run there and not compared (DIFFERENT_ON_X86).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,6 +28,7 @@ from pathlib import Path
 import av
 import pytest
 
+from ratoon.layers import native
 from ratoon.models.source import resolve_model
 from tests import real_models
 from tests.e2e.documents import Step, difference, steps_of
@@ -73,6 +79,39 @@ NOT_RUN = {
         "cat capitals.jsonl": "is for a command that is not run",
     },
 }
+# By page: a part of each step whose texts or numbers are others on x86-64, with the kernels for AVX-512.
+DIFFERENT_ON_X86 = {
+    "README.md": ("make demo", "from ratoon import LLM, BeamSearchParams, SamplingParams"),
+    "clients.md": (
+        "from openai import OpenAI\n\nclient = OpenAI(base_url",
+        'search = {"use_beam_search"',
+        'ratoon complete --url localhost:8000 --chat "Name a river',
+    ),
+    "command-line.md": (
+        'ratoon generate smollm2-135m "Name a river',
+        'ratoon generate smollm2-135m "Name a colour." "Name a river',
+        'ratoon generate smollm2-135m "Name a primary colour."',
+        'ratoon generate smollm2-135m "What is the capital of Japan?" --json',
+        "ratoon hidden-states smollm2-135m",
+        "ratoon demo",
+    ),
+    "python.md": (
+        "from ratoon import BeamSearchParams\n\nsearch =",
+        'for output in llm.stream("The first month',
+        "with_states = SamplingParams(",
+    ),
+    "sampling.md": (
+        "food =",
+        'for position in ask("The capital of France is", temperature=1.5',
+        "from ratoon import BeamSearchParams\n\nsum_of_two",
+    ),
+    "serving.md": (
+        '"use_beam_search": true, "beam_width": 4, "n": 2, "retain_kv"',
+        '"use_beam_search": true, "beam_width": 4, "stream": true',
+        '"prompt": "The sky is blue", "echo": true',
+    ),
+}
+X86_KERNELS = "avx512vnni"  # those for AMX round attention to 16 bits
 # Their figures are those of a machine: the words are compared.
 MEASURED = ("ratoon bench ", "ratoon demo", "ratoon info", "make demo")
 MAKE_DEMO = f'make --no-print-directory -C {ROOT} -o .venv/.runs RATOON="$(command -v ratoon)" demo'
@@ -86,6 +125,25 @@ def steps_to_run(page: Path) -> list[Step]:
         if step.block != left_out:
             steps.append(step)
     return steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_kernels() -> Iterator[None]:
+    """All x86-64 processors that have them use the same kernels, also in processes that pages start."""
+    if X86_KERNELS not in native._supported_sets():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, X86_KERNELS)
+        native._found.cache_clear()
+        yield
+    native._found.cache_clear()
+
+
+def is_compared(page: str, step: Step) -> bool:
+    if platform.machine() in ("aarch64", "arm64"):
+        return True
+    return not any(part in step.source for part in DIFFERENT_ON_X86.get(page, ()))
 
 
 @pytest.fixture(scope="module")
@@ -234,15 +292,20 @@ def test_a_page_shows_what_its_programs_and_commands_print(page: Path, shared_se
             except Exception:  # the steps behind it are compared nevertheless
                 wrong.append(f"{page.name}:{step.line}: {step.source.strip()}\n{traceback.format_exc()}")
                 continue
-            if printed is None or step.shown is None:
+            if printed is None or step.shown is None or not is_compared(page.name, step):
                 continue
             if found := difference(step.shown, printed, is_measured=step.source.startswith(MEASURED)):
                 wrong.append(f"{page.name}:{step.line}: {step.source.strip()}\n{found}\nas it is printed:\n{printed}")
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_what_is_not_run_is_in_the_pages() -> None:
+def test_what_is_not_run_or_not_compared_is_in_the_pages() -> None:
+    def sources_of(name: str) -> list[str]:
+        return [f"{step.source}\n" for step in steps_of(ROOT / name if name == "README.md" else ROOT / "docs" / name)]
+
     for name, begins in NOT_RUN.items():
-        page = ROOT / name if name == "README.md" else ROOT / "docs" / name
         for begin in begins:
-            assert any(f"{step.source}\n".startswith(begin) for step in steps_of(page)), f"{name}: {begin!r}"
+            assert any(source.startswith(begin) for source in sources_of(name)), f"{name}: {begin!r}"
+    for name, parts in DIFFERENT_ON_X86.items():
+        for part in parts:
+            assert any(part in source for source in sources_of(name)), f"{name}: {part!r}"

@@ -36,6 +36,7 @@ WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
+    *(("post", f"/v1/{name}_lora_adapter") for name in ("load", "unload")),
     ("post", "/admin/replicas/{index}/drain"),
     *(("get", "/v1/responses/{response_id}"), ("get", "/v1/responses/{response_id}/input_items")),
 ]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ratoon import LLM, BeamSearchParams, SamplingParams
 from ratoon.core.params import GenerationParams
+from ratoon.execution.grammar import interface
 from ratoon.layers.native_ops import native_ops_reasons
 from tests.depths import both_depths
 from tests.golden.answers import Numbers, numbers_of
@@ -24,6 +25,15 @@ from tests.golden.grammar_engines import FAMILY, grammar_engine
 from tests.golden.tiny_models import random_token_ids
 
 Request = tuple[list[int], GenerationParams]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_grammar_is_slow() -> Iterator[None]:
+    """A machine that does much else must not make a search fail: what is slow is tested elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "SLOW_SECONDS", 60.0)
+        yield
+
 
 WORDS = {"regex": "(true|false|null){2,6}"}
 PAIR = {
