@@ -1,6 +1,6 @@
 """Ratoon reading images, through its LLM class, from the picture to tokens.
 
-It has two calls more: `num_encoder_runs()`, of pictures since the start, and `generate` of text alone.
+It runs on the CPU unless the settings name a device. It has two calls more: `num_encoder_runs()`, of pictures since the start, and `generate` of text alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from peers.protocol import Calls, TokenIds, serve
 def load(args: argparse.Namespace) -> Calls:
     from ratoon import LLM, SamplingParams
 
-    settings = {"device": "cpu", "dtype": "float32", "num_threads": args.threads, "kv_memory": "1GiB"}
-    llm = LLM(args.model, **{**settings, "skip_tokenizer": True, "max_model_len": args.max_model_len, **args.settings})
+    settings = {"skip_tokenizer": True, "max_model_len": args.max_model_len}
+    if "device" not in args.settings:
+        settings |= {"device": "cpu", "dtype": "float32", "num_threads": args.threads, "kv_memory": "1GiB"}
+    llm = LLM(args.model, **{**settings, **args.settings})
     media = llm.source.config.media
     taken: list[dict[str, Any]] = []
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 600  # seconds; a run takes about ten, but the machine may be busy
@@ -63,6 +66,34 @@ assert command == "serve" and given["--load-format"] == "dummy" and given["--dty
 sys.argv = ["ratoon", "serve", model, "--host", given["--host"], "--port", given["--port"], "--load-format", "dummy"]
 sys.argv += ["--device", "cpu", "--dtype", "float32", "--num-blocks", "200", "--max-model-len", "64"]
 sys.exit(main())
+"""
+TINY_WITH_IMAGES = {
+    "vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "torch_dtype": "float32", "vision_start_token_id": 588,
+    "vision_end_token_id": 589, "image_token_id": 590, "video_token_id": 591,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+TINY_VISION = {
+    "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 64, "window_size": 56,
+    "fullatt_block_indexes": [1],
+}  # fmt: skip
+FAKE_VLLM_WITH_IMAGES = """
+from types import SimpleNamespace as Some
+
+
+class LLM:
+    def __init__(self, model, **settings):
+        assert settings["load_format"] == "dummy" and settings["limit_mm_per_prompt"]["image"] == 1, settings
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(prompt["multi_modal_data"]["image"].size == (100, 100) for prompt in prompts)
+        assert all(prompt["prompt_token_ids"].count(590) == 1 for prompt in prompts)
+        return [Some(outputs=[Some(token_ids=[7] * one.max_tokens)]) for one in params]
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
 """
 ON_THE_CPU = {"device": "cpu", "dtype": "float32", "num_blocks": 200, "max_num_seqs": 32, "num_threads": 1}
 
@@ -139,8 +170,42 @@ def test_servers_are_measured_at_several_rates(shape: Path, tmp_path: Path) -> N
     assert shown.count("×") >= 6  # at each rate three that are never zero: twice TTFT, and tokens a second
 
 
+@pytest.mark.slow
+@pytest.mark.full
+def test_pictures_are_measured_with_both_engines(tmp_path: Path) -> None:
+    published = REPOSITORY / "bench" / "gpu" / "models" / "qwen2.5-vl-3b"
+    shape = Path(shutil.copytree(published, tmp_path / "shapes" / "tiny"))
+    config = json.loads((shape / "config.json").read_text())
+    config |= TINY_WITH_IMAGES | {"vision_config": config["vision_config"] | TINY_VISION}
+    (shape / "config.json").write_text(json.dumps(config))
+    site = write_fake_vllm(tmp_path / "site")
+    (site / "vllm" / "__init__.py").write_text(FAKE_VLLM_WITH_IMAGES)
+    options = ("--quick", "--max-model-len", "256", "--vllm-path", str(site))
+    shown = run_program("images.py", shape, tmp_path, {}, *options)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert not result["errors"]
+    assert [(record["engine"], record["what"]) for record in result["records"]] == [
+        (engine, what)
+        for engine in ("ratoon", "vllm")
+        for what in ("picture_ttft_ms", "pictures_32req_ms", "shared_picture_32req_ms")
+    ]
+    assert shown.count("RESULT {") == 6 and shown.count("×") == 3
+
+
+def test_the_folder_of_pictures_has_a_processor_that_finds_its_placeholders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench" / "gpu")
+    images = importlib.import_module("images")
+    folder, config = images.prepare_model(REPOSITORY / "bench" / "gpu" / "models" / "qwen2.5-vl-3b", tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for word, field in images.SPECIAL.items():
+        assert tokenizer.convert_tokens_to_ids(word) == config[field]
+        assert tokenizer(f"{word}")["input_ids"] == [config[field]]
+
+
 def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
-    for program in ("compare.py", "compare_http.py"):
+    for program in ("compare.py", "compare_http.py", "images.py"):
         command = [sys.executable, f"bench/gpu/{program}", "--vllm-path", str(tmp_path)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 2 and "has no vllm/__init__.py" in done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 SPECIAL_WORDS = ("<unk>", "<s>", "</s>")
@@ -32,17 +33,21 @@ def copy_model(shape: Path, folder: Path, tokenizer: Path | None) -> Path:
     return target
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Every id has a word. The first ones are those that `ratoon bench serve` makes its prompts of."""
+def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[str, int] | None = None) -> None:
+    """Every id has a word. The first ones are those that `ratoon bench serve` makes its prompts of. `special`: further
+    special tokens, and their ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from ratoon.benchmarks.loadgen.datasets import WORDS
 
     words = [*SPECIAL_WORDS, *(SPACE + word for word in WORDS)][:vocab_size]
     words += [f"{SPACE}w{index}" for index in range(len(words), vocab_size)]
+    for word, index in (special or {}).items():
+        words[index] = word
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special or {}))
     tokenizer.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "</s>"}), encoding="utf-8")

@@ -202,6 +202,10 @@ FIGURES = {
     "beam32x3_700_32req_ms": Figure("32 such at once", "ms", False),
     "beam4x3_700_ms": Figure("beams 4 × 3 after 700", "ms", False),
     "beam8x64_700_ms": Figure("beams 8 × 64 after 700", "ms", False),
+    # of images.py
+    "picture_ttft_ms": Figure("one new picture, TTFT", "ms", False),
+    "pictures_32req_ms": Figure("32 new pictures at once", "ms", False),
+    "shared_picture_32req_ms": Figure("32 questions about one new picture", "ms", False),
 }
 # What a peer has in the place of a figure that is ours alone.
 PEER_FIGURES = {"continuation_leased_ttft_ms": "continuation_ttft_ms"}
