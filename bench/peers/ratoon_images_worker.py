@@ -1,6 +1,7 @@
 """Ratoon reading images, through its LLM class, from the picture to tokens.
 
-It runs on the CPU unless the settings name a device. It has two calls more: `num_encoder_runs()`, of pictures since the start, and `generate` of text alone.
+It runs on the CPU unless the settings name a device. It has two calls more: `num_encoder_runs()`, of pictures since the
+start, and `generate` of text alone.
 """
 
 from __future__ import annotations
