@@ -81,10 +81,13 @@ def to_numpy(field: str, values: Any) -> np.ndarray:
 
 
 def resize(picture: np.ndarray, height: int, width: int, filter: str) -> np.ndarray:
-    """`filter` is the name of a filter of Pillow: BILINEAR, BICUBIC or LANCZOS."""
+    """`filter` is the name of a filter of Pillow: BILINEAR, BICUBIC or LANCZOS. A picture that has the size already is
+    returned as it is."""
     import numpy as np
     from PIL import Image
 
+    if picture.shape[:2] == (height, width):
+        return picture
     return np.asarray(Image.fromarray(picture).resize((width, height), getattr(Image.Resampling, filter)))
 
 
