@@ -95,7 +95,7 @@ class Images(Program):
 
     def _start(self, stack: ExitStack, name: str, settings: dict[str, Any] | None = None) -> EngineProcess:
         log = "_".join([name, "images", *(settings or {}).values()])
-        more = {"worker": f"{name}_images_worker", "settings": settings}
+        more: dict[str, Any] = {"worker": f"{name}_images_worker", "settings": settings}
         engine = self.add_engine(stack, name, self.model, log=log, **more)
         engine.start_with("take", asked=[self._question(self._new_picture(), self.sizes.seen_side)])
         engine.call("answer", num_tokens=1)

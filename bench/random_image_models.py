@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 from export_hf import CACHE_FOLDER, write_json
 from random_models import LAST_NORM_STD, SEED, _random_name, whole_folder
 
-TOKENS = {"vision_start_token_id": 4, "vision_end_token_id": 5, "image_token_id": 6, "video_token_id": 7}
+TOKENS: dict[str, Any] = {
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+    "image_token_id": 6,
+    "video_token_id": 7,
+}
 FIRST_ORDINARY_TOKEN = 17
 FULL_EVERY = (
     8  # of the published models: layers 7, 15, 23 and 31 attend to the whole picture, the others inside windows
