@@ -30,6 +30,8 @@ HEADS = ("lm_head", "proj_out")
 BELOW_MODULES = "language_model."
 TABLES = ("embed_tokens", "wte", "shared", "word_embeddings")  # of vocabularies, by the last part of their names
 OTHER_TABLES = ("wpe", "embed_positions", "position_embeddings", "token_type_embeddings", "relative_attention_bias")
+# Modules of models that read images, which adapters have no parts for
+MEDIA_MODULES = frozenset({"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"})
 CHUNK_BYTES = 1 << 20
 
 
@@ -114,6 +116,9 @@ def fit(file: AdapterFile, shapes: Shapes) -> FittedAdapter:
         if own is None:
             problem = f"has matrices for {name!r}, which the model has not"
             raise ModelError(file.name, problem, f"linear layers, such as {next(iter(layers), 'none')!r}")
+        if not MEDIA_MODULES.isdisjoint(own.split(".")):
+            problem = f"has matrices for {name!r}, a layer of the encoder of images"
+            raise ModelError(file.name, problem, "an adapter of the layers that read text (target_modules of PEFT)")
         part.compare(file.name, name, layers[own] if own in layers else tables[own])
         found[own] = name
     for name, shape in file.saved.items():
