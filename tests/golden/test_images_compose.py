@@ -1,0 +1,203 @@
+"""Images with everything else that an engine does, through `LLM` on small random models of real families: the tokens
+are those of transformers, and what was seen once is not encoded again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ratoon import LLM, BeamSearchParams, HiddenStatesParams, RequestOutput
+from ratoon.core.errors import ModelError
+from ratoon.core.media import MediaFeature
+from ratoon.models.adapters import inspect
+from tests.adapter_folders import write_adapter
+from tests.depths import both_depths
+from tests.golden.engines import engine_of_folder, greedy, scheduler_of
+from tests.golden.image_readers import IMAGE_FAMILIES, ImageReader, image_reader, num_encoder_runs
+
+COUNT = 6
+TOLERANCE = 1e-4
+NUM_INPUTS = {"qwen2_5_vl": 1, "gemma3": 1, "idefics3": 3}  # that the encoder reads of one picture
+
+all_families = pytest.mark.parametrize("family", IMAGE_FAMILIES)
+
+
+@contextmanager
+def seeing(family: str, **settings: Any) -> Iterator[tuple[LLM, ImageReader]]:
+    reader = image_reader(family)
+    defaults = {"skip_tokenizer": False, "dtype": "float32", "num_blocks": 200, "block_size": 4, "max_num_seqs": 8}
+    with engine_of_folder(reader.folder, **(defaults | settings)) as llm:
+        yield llm, reader
+        scheduler_of(llm).leases.end_all()
+
+
+def ask(llm: LLM, prompt: Any, params: Any = None, **options: Any) -> RequestOutput:
+    (output,) = llm.generate(prompt, params or greedy(COUNT), progress=False, **options)
+    assert output.error is None
+    return output
+
+
+def tokens_of(output: RequestOutput, choice: int = 0) -> list[int]:
+    return list(output.outputs[choice].token_ids)
+
+
+def read(llm: LLM, prompt: Any) -> tuple[list[int], list[MediaFeature]]:
+    """The tokens of a prompt, of which those of images are expanded, and its images."""
+    request = llm.engine.input_processor.process("read", prompt, greedy(1))
+    return request.prompt_token_ids, request.mm_features
+
+
+def expected(llm: LLM, reader: ImageReader, prompt: Any, behind: Sequence[int] = (), count: int = COUNT) -> list[int]:
+    """What transformers answers, behind further tokens of the prompt."""
+    token_ids, features = read(llm, prompt)
+    return reader.generate([*token_ids, *behind], features, count)[0]
+
+
+@both_depths
+@all_families
+def test_greedy_tokens_are_those_of_transformers_however_the_prompt_is_cut(family: str) -> None:
+    for budget in (32, 256):
+        with seeing(family, max_num_batched_tokens=budget) as (llm, reader):
+            prompts = [reader.prompt(0), reader.prompt(1, "", "abc"), reader.prompt(0, "who is in ", "?")]
+            outputs = llm.generate(prompts, greedy(COUNT), progress=False)
+            assert [tokens_of(one) for one in outputs] == [expected(llm, reader, prompt) for prompt in prompts]
+            assert num_encoder_runs(llm) == 2 * NUM_INPUTS[family], "two pictures, each once"
+
+
+@all_families
+def test_several_choices_and_beams(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        prompt = reader.prompt()
+        right = expected(llm, reader, prompt)
+        assert [list(one.token_ids) for one in ask(llm, prompt, greedy(COUNT, n=3)).outputs] == [right] * 3
+        search = BeamSearchParams(beam_width=1, max_tokens=COUNT, ignore_eos=True)
+        assert tokens_of(llm.beam_search(prompt, search, progress=False)[0]) == right
+        wide = BeamSearchParams(beam_width=3, n=3, max_tokens=COUNT, ignore_eos=True)
+        found = [list(one.token_ids) for one in llm.beam_search(prompt, wide, progress=False)[0].outputs]
+        assert len({tuple(one) for one in found}) == 3
+        assert found == reader.generate(*read(llm, prompt), COUNT, num_beams=3)
+        assert num_encoder_runs(llm) == NUM_INPUTS[family]
+
+
+@all_families
+def test_a_continuation_equals_the_whole_prompt_and_runs_no_encoder_again(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        prompt, suffix = reader.prompt(), [10, 11, 12]
+        parent = ask(llm, prompt, retain_kv=60)
+        child = llm.generate_continuation(parent, suffix, greedy(COUNT))
+        assert child.continuation.source == "lease"
+        behind = [*tokens_of(parent), *suffix]
+        assert tokens_of(child) == expected(llm, reader, prompt, behind)
+        grandchild = llm.generate_continuation(child, [13], greedy(COUNT))
+        assert tokens_of(grandchild) == expected(llm, reader, prompt, [*behind, *tokens_of(child), 13])
+        earlier = llm.generate_continuation(parent, [14, 15], greedy(COUNT), at=len(parent.prompt_token_ids) - 2)
+        token_ids, features = read(llm, prompt)
+        assert tokens_of(earlier) == reader.generate([*token_ids[:-2], 14, 15], features, COUNT)[0]
+        assert num_encoder_runs(llm) == NUM_INPUTS[family]
+
+
+@all_families
+def test_a_picture_that_was_seen_is_found_in_the_prefix_cache(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        first = ask(llm, reader.prompt())
+        again = ask(llm, reader.prompt())
+        assert tokens_of(again) == tokens_of(first)
+        assert again.num_cached_tokens >= len(again.prompt_token_ids) - 4
+        other = ask(llm, reader.prompt(behind="who"))
+        assert tokens_of(other) == expected(llm, reader, reader.prompt(behind="who"))
+        assert num_encoder_runs(llm) == NUM_INPUTS[family]
+        ask(llm, reader.prompt(1))
+        assert num_encoder_runs(llm) == 2 * NUM_INPUTS[family]
+
+
+@all_families
+def test_structured_output_over_a_picture(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        params = greedy(40, structured_output={"regex": "(a cat|a dog|no animal), [0-9]{4}"})
+        params.ignore_eos = False
+        answers = [ask(llm, reader.prompt(number), params).outputs[0].text for number in range(3)]
+        assert all(re.fullmatch("(a cat|a dog|no animal), [0-9]{4}", answer) for answer in answers)
+        assert len(set(answers)) > 1, "they depend on the picture"
+
+
+@all_families
+def test_hidden_states_and_embeddings_of_the_last_token(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        prompt = reader.prompt()
+        token_ids, features = read(llm, prompt)
+        right = reader.last_state(token_ids, features)
+        states = llm.extract_hidden_states(prompt, HiddenStatesParams(positions=[-1]))
+        torch.testing.assert_close(states.tensor.reshape(-1), right, atol=TOLERANCE, rtol=TOLERANCE)
+        (vector,) = llm.embed(prompt, progress=False)
+        assert np.dot(vector.embedding, (right / right.norm()).numpy()) == pytest.approx(1.0, abs=1e-5)
+        parent = ask(llm, prompt)
+        last = HiddenStatesParams(positions=[len(token_ids) - 1])
+        later = llm.extract_hidden_states(parent, last)
+        torch.testing.assert_close(later.tensor.reshape(-1), right, atol=TOLERANCE, rtol=TOLERANCE)
+        assert num_encoder_runs(llm) == NUM_INPUTS[family]
+
+
+@both_depths
+@all_families
+def test_drafts_change_no_token(family: str) -> None:
+    drafts = {"speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0}
+    with seeing(family, **drafts) as (llm, reader):
+        prompts = [reader.prompt(number, behind="abcabcabc") for number in range(2)]
+        outputs = llm.generate(prompts, greedy(16), progress=False)
+        assert [tokens_of(one) for one in outputs] == [expected(llm, reader, one, count=16) for one in prompts]
+        assert scheduler_of(llm).stats().drafts["ngram"].draft_tokens > 0
+
+
+def shapes_of_text(reader: ImageReader) -> dict[str, tuple[int, ...]]:
+    shapes = reader.tiny.source.shapes()
+    return {name: shape for name, shape in shapes.items() if "vision" not in name and "visual" not in name}
+
+
+@all_families
+def test_an_adapter_of_the_text_side(family: str, tmp_path: Path) -> None:
+    reader = image_reader(family)
+    folder = write_adapter(tmp_path / "adapter", shapes_of_text(reader), seed=4)
+    with seeing(family, enable_lora=True, max_lora_rank=8) as (llm, _):
+        prompt = reader.prompt()
+        plain = expected(llm, reader, prompt)
+        with reader.with_adapter(folder):
+            right = expected(llm, reader, prompt)
+            then = expected(llm, reader, prompt, [*right, 5, 6])
+        assert right != plain
+        parent = ask(llm, prompt, adapter=folder, retain_kv=60)
+        assert tokens_of(parent) == right
+        assert tokens_of(ask(llm, prompt)) == plain
+        assert tokens_of(llm.generate_continuation(parent, [5, 6], greedy(COUNT))) == then
+        assert num_encoder_runs(llm) == NUM_INPUTS[family], "the encoder has no adapter"
+
+
+@all_families
+def test_an_adapter_with_matrices_for_the_encoder_is_refused_before_it_is_loaded(family: str, tmp_path: Path) -> None:
+    reader = image_reader(family)
+    folder = write_adapter(tmp_path / "adapter", reader.tiny.source.shapes())
+    with pytest.raises(ModelError, match=r"vis.*, a layer of the encoder of images"):
+        inspect(folder, reader.tiny.source.shapes())
+    inspect(write_adapter(tmp_path / "other", shapes_of_text(reader)), reader.tiny.source.shapes())
+
+
+@both_depths
+@all_families
+@pytest.mark.parametrize("swap_memory", [0, "1MiB"])
+def test_prompts_that_were_preempted_go_on_where_they_were(family: str, swap_memory: Any) -> None:
+    with seeing(family) as (llm, reader):
+        longest = len(ask(llm, reader.prompt()).prompt_token_ids)
+    count = 24
+    settings = {"num_blocks": 3 * -(-(longest + count) // 4), "swap_memory": swap_memory, "max_num_batched_tokens": 48}
+    with seeing(family, enable_prefix_caching=False, **settings) as (llm, reader):
+        prompts = [reader.prompt(number % 2, before=letter) for number, letter in enumerate("abcd")]
+        outputs = llm.generate(prompts, greedy(count), progress=False)
+        assert scheduler_of(llm).stats().num_preemptions > 0
+        found = [tokens_of(output) for output in outputs]
+        assert found == [expected(llm, reader, prompt, count=count) for prompt in prompts]
