@@ -27,6 +27,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.extraction_requests import extract_from_prompt, extract_from_root
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.input.params_processor import ParamsProcessor
+from ratoon.engine.input.prompt_media import num_skipped
 from ratoon.engine.input.prompt_processor import ModelInput, PromptProcessor
 from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.output.roots import Root
@@ -136,7 +137,7 @@ class InputProcessor:
             encoder_input=encoder_input,
             mm_features=list(mm_features),
             rope=rope,
-            params=self._params.complete(params, len(token_ids), encoder_input, num_forced),
+            params=self._params.complete(params, len(token_ids), encoder_input, num_forced, num_skipped(rope)),
             eos_token_id=self._eos_token_id,
             parent_id=in_place_of,
             **envelope,
@@ -166,7 +167,8 @@ class InputProcessor:
         if params.structured_output is not None and params.structured_output.continue_grammar:
             params = params.clone()
             params.structured_output = parent.structured_output_at(len(inherited))
-        num_prompt_tokens, longest = len(inherited) + len(suffix_ids), self._max_model_len - 1
+        rope = cut_rope(parent.rope, self._model_config.rope_axes, len(inherited))
+        num_prompt_tokens, longest = len(inherited) + len(suffix_ids), self._max_model_len - 1 - num_skipped(rope)
         if num_prompt_tokens > longest:
             raise RequestError(
                 "continuation_suffix",
@@ -178,8 +180,10 @@ class InputProcessor:
             prompt_token_ids=inherited + suffix_ids,
             encoder_input=parent.encoder_input,
             mm_features=parent.media_at(len(inherited), self._has_whole_images),
-            rope=cut_rope(parent.rope, self._model_config.rope_axes, len(inherited)),
-            params=self._params.complete(params, num_prompt_tokens, parent.encoder_input),
+            rope=rope,
+            params=self._params.complete(
+                params, num_prompt_tokens, parent.encoder_input, num_skipped=num_skipped(rope)
+            ),
             eos_token_id=self._eos_token_id,
             continuation_of=parent.branch_id(choice),
             continuation_token_ids=suffix_ids,

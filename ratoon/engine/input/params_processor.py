@@ -197,10 +197,11 @@ class ParamsProcessor:
         num_prompt_tokens: int,
         encoder_input: EncoderInput | None = None,
         num_forced_tokens: int = 0,  # at the prompt's end, that the model's files put there
+        num_skipped: int = 0,  # positions of the model's length that no token of the prompt stands for
     ) -> GenerationParams:
         """Params that were verified, with every default filled in, as a request carries them."""
         params = params.clone()
-        self._complete_lengths(params, num_prompt_tokens, encoder_input)
+        self._complete_lengths(params, num_prompt_tokens, encoder_input, num_skipped)
         assert params.max_tokens is not None
         if params.return_hidden_states is not None:
             with _inside("return_hidden_states"):
@@ -225,11 +226,11 @@ class ParamsProcessor:
         return params
 
     def _complete_lengths(
-        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None
+        self, params: GenerationParams, num_prompt_tokens: int, encoder_input: EncoderInput | None, num_skipped: int
     ) -> None:
         """Sets `max_tokens` to as many tokens as were asked for and fit. If none were asked for, it is as many as there
         is room for, in the KV cache too. Lengths of the whole text become numbers of new tokens."""
-        room = self._max_model_len - num_prompt_tokens
+        room = self._max_model_len - num_prompt_tokens - num_skipped
         asked = params.max_tokens
         if asked is None and params.max_length is not None:
             asked = params.max_length - num_prompt_tokens

@@ -6,12 +6,13 @@ with them if it does not.
 
 from __future__ import annotations
 
+from array import array
 from hashlib import blake2b
 from typing import Any
 
 from ratoon.core.config import MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.media import EMBEDS, MediaFeature, MediaInput
+from ratoon.core.media import EMBEDS, MediaFeature, MediaInput, RopePositions
 from ratoon.core.wire import WireTensor
 from ratoon.engine.input.prompts import EMBEDS_FORM, TEXT_FORMS, PromptPart
 from ratoon.media.items import MediaItem, parse_media
@@ -62,6 +63,20 @@ class PromptMedia:
         digest.update(features.data)
         data = MediaInput(EMBEDS, len(rows), features)
         return ExpandedPrompt([0] * len(rows), [MediaFeature(0, len(rows), digest.hexdigest(), data)], None)
+
+
+def verify_rope(field: str, rope: RopePositions | None, longest: int) -> None:
+    """RequestError: tokens of a prompt have positions from `longest` on, by which heads can't be rotated. It happens
+    with videos whose frames are far apart: their time runs ahead of their tokens."""
+    greatest = -1 if rope is None else max(array("i", rope.packed), default=-1)
+    if greatest >= longest:
+        problem = f"the time of a video reaches position {greatest}, and those below {longest} fit (max_model_len)"
+        raise RequestError(field, problem, "a video whose frames are nearer to each other")
+
+
+def num_skipped(rope: RopePositions | None) -> int:
+    """Positions before the end of a prompt that no token of it stands for, because a video's time ran ahead."""
+    return 0 if rope is None else max(rope.delta, 0)
 
 
 def verify_audio(part: PromptPart, settings: MediaSettings) -> None:

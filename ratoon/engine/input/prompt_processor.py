@@ -19,7 +19,7 @@ from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_e
 from ratoon.core.errors import RequestError
 from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.wire import WireTensor
-from ratoon.engine.input.prompt_media import PromptMedia, refuse_media, verify_audio
+from ratoon.engine.input.prompt_media import PromptMedia, refuse_media, verify_audio, verify_rope
 from ratoon.engine.input.prompts import (
     AUDIO_FORMS,
     TEXT_FORMS,
@@ -92,6 +92,7 @@ class PromptProcessor:
             self._verify_length(part.field, token_ids, num_places)
             expanded = self._media.expand(part, token_ids, items)
             self._verify_length(part.field, expanded.token_ids, num_places)
+            verify_rope(part.media_field, expanded.rope, self._max_model_len - num_places)
         return ModelInput(expanded.token_ids, mm_features=expanded.features, rope=expanded.rope)
 
     @property

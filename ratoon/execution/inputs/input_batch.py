@@ -197,9 +197,9 @@ class InputBatch:
             listed = np.frombuffer(overrides.rope_positions, np.int32).reshape(self.rope_axes, -1)
             count, delta, longest = listed.shape[1], overrides.rope_delta, self.max_model_len
             is_inside = count <= longest and listed.min(initial=0) >= 0 and listed.max(initial=0) < longest
-            if not is_inside or not -count <= delta <= 0:
+            if not is_inside or not 0 <= count + delta <= longest:
                 problem = f"{count} rope positions up to {listed.max(initial=0)} and a delta of {delta}"
-                raise ValueError(f"{problem}: positions must be below {longest}, and a delta from -{count} to 0")
+                raise ValueError(f"{problem}: positions must be below {longest}, and go on from 0 to {longest}")
             self.rope_rows[row, :, :count] = listed
             self.rope_lens[row], self.rope_deltas[row] = count, delta
             for axis in range(self.rope_axes):

@@ -116,6 +116,19 @@ def test_a_video_has_the_time_between_its_frames_in_its_positions() -> None:
     assert slower.mm_features[0].content_hash != feature.content_hash  # its keys are rotated by other positions
 
 
+def test_time_that_runs_ahead_of_tokens_leaves_room_for_fewer_and_must_fit() -> None:
+    def video(fps: float) -> dict[str, Any]:
+        small = {"min_pixels": 784, "max_pixels": 2 * 784}
+        frames = (np.stack([PICTURE] * 4), {"fps": fps})
+        return {"prompt": "~b", "multi_modal_data": {"video": frames}, "mm_processor_kwargs": small}
+
+    request = processor().process("r", video(0.25), SamplingParams(max_tokens=100))
+    assert request.rope is not None and request.rope.delta == 12  # 5 tokens, and positions up to 16
+    assert request.params.max_tokens == 40 - 5 - 12
+    error = refusal_of(video(0.1))
+    assert error.field == "multi_modal_data" and "position 40, and those below 39 fit" in error.problem
+
+
 def test_requests_with_media_travel() -> None:
     request = process(with_image(PICTURE, drawn(28, 28)))
     assert Decoder(EngineCoreRequest).decode(encode(request)) == request

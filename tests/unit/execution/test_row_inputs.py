@@ -175,12 +175,12 @@ def test_rope_positions_of_a_model_that_declares_none_are_an_error() -> None:
         driver.step(new=[new])
 
 
-@pytest.mark.parametrize(("positions", "delta"), [([[0, 128]], 0), ([[0, -1]], 0), ([[0, 1]], 1), ([[0, 1]], -3)])
+@pytest.mark.parametrize(("positions", "delta"), [([[0, 128]], 0), ([[0, -1]], 0), ([[0, 1]], 127), ([[0, 1]], -3)])
 def test_rope_positions_outside_of_the_table_of_angles_are_an_error(positions: list[list[int]], delta: int) -> None:
     driver = Driver(with_rope_positions(LLAMA))
     new = driver.new("a", PROMPT, 1)
     new.overrides = InputOverrides(packed(positions), delta)
-    with pytest.raises(ValueError, match="positions must be below 128, and a delta from -2 to 0"):
+    with pytest.raises(ValueError, match="positions must be below 128, and go on from 0 to 128"):
         driver.step(new=[new])
 
 
