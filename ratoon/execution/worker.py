@@ -37,12 +37,14 @@ from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     free_memory,
     gib,
+    measure_encoder,
     measure_prefill,
     measure_step,
     sizes_by_memory,
     verify_longest_sequence,
 )
 from ratoon.execution.kv.kv_tensors import dtype_name
+from ratoon.execution.passes.media import encode_most
 from ratoon.execution.passes.rehearsal import Rehearsal
 from ratoon.layers.native_measurement import measure_kernels
 from ratoon.layers.ops import Ops
@@ -182,13 +184,17 @@ class Worker:
     # ---- parts of phases ----
 
     def _bytes_of_media(self) -> int:
-        """The rows of the encoder cache, which is filled while requests with images come. Of a pipeline, the first
-        stage has them."""
-        if self._model_config.media is None or not self._part.stage.is_first:
+        """The rows of the encoder cache, which is filled while requests with images or embeddings come. Of a pipeline,
+        the first stage has them. On a CPU, nothing is set aside for the embeddings that a text model may read."""
+        config = self._model_config
+        reads_embeddings = config.causal and config.encoder is None
+        if not reads_embeddings or not self._part.stage.is_first:
             return 0
-        num_rows, width = self._config.cache.encoder_cache_size, self._model_config.hidden_size
-        num_bytes = num_rows * width * self._choices.dtype.itemsize
-        logger.info("%s are kept for %s rows of embeddings of images", gib(num_bytes), f"{num_rows:,}")
+        if config.media is None and self._device.type == "cpu":
+            return 0
+        num_rows = self._config.cache.encoder_cache_size
+        num_bytes = num_rows * config.hidden_size * self._choices.dtype.itemsize
+        logger.info("%s are kept for %s rows of embeddings in prompts", gib(num_bytes), f"{num_rows:,}")
         return num_bytes
 
     def _load_model(self) -> LanguageModel:
@@ -422,6 +428,11 @@ def measure(
             probe = choices.probe_for(largest)
             make = partial(choices.make_runner, shorten(model), probe, capture, draft=draft)
             step_bytes = measure_step(largest, probe.num_blocks * probe.bytes_per_block, make, choices.device)
+    if choices.device.type == "cuda" and model.media_encoder is not None and sizes_by_memory(cache):
+        with timer.phase("measure the encoder of images"), torch.inference_mode():
+            num_rows = min(choices.config.scheduler.max_num_encoder_tokens, cache.encoder_cache_size)
+            run = partial(encode_most, model, num_rows)
+            step_bytes = max(step_bytes, measure_encoder(run, num_rows, choices.device))  # it runs before the decoder
     if choices.can_run_without_weights and cache.swap_bytes and cache.preemption_mode == "auto":
         with timer.phase("measure a prompt"):
             plan = choices.one_prompt()

@@ -11,6 +11,7 @@ import torch
 from ratoon.attention.segments import build_segment_attention
 from ratoon.core.errors import ModelError
 from ratoon.core.media import MediaInput
+from ratoon.execution.passes.media import black_pictures, encode_most
 from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.shard import ModelPart, Shard, Stage
@@ -208,3 +209,17 @@ def test_a_size_that_is_padded_is_compared_with_that_of_the_file() -> None:
     with pytest.raises(ModelError, match=r"down_proj.weight' has shape \(64, 128\); the config asks for \(64, 100\)"):
         tiny._replace(source=wrong).build()
     assert wrong.num_reads == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_rows", [1, 9, 40])
+def test_black_pictures_have_the_rows_that_a_step_may_have(family: str, num_rows: int) -> None:
+    """By them the memory of the largest step is measured."""
+    tiny = FAMILIES[family]()
+    model = tiny.build()
+    pictures = black_pictures(tiny.config.media, num_rows)
+    with torch.inference_mode():
+        outputs = model.media_encoder.encode(pictures, build_segment_attention(model.device, model.dtype))
+        encode_most(model, num_rows)
+    assert [len(rows) for rows in outputs] == [one.num_rows for one in pictures]
+    assert num_rows <= sum(one.num_rows for one in pictures) < num_rows + 9

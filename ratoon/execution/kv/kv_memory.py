@@ -201,6 +201,22 @@ def measure_step(
     return max(0, peak)
 
 
+def measure_encoder(run: Callable[[], None], num_rows: int, device: torch.device) -> int:
+    """Bytes that `run`, which makes `num_rows` rows of embeddings of images, needs on the GPU beside the weights.
+    ConfigError if that does not fit."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        problem = f"{num_rows:,} rows of embeddings of images can't be made in one step beside the weights"
+        raise ConfigError("max_num_encoder_tokens", problem, "fewer, or a smaller model") from error
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return max(0, peak)
+
+
 def measure_prefill(plan: SchedulerOutput, make_runner: Callable[[], ModelRunner], device: torch.device) -> float:
     """Seconds that a token of this plan takes. It is run twice: the first time compiles kernels. The runner is gone
     afterwards."""

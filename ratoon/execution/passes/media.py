@@ -4,11 +4,14 @@ that read them. The plan decides which inputs run when, and which rows are dropp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ratoon.core.media import EMBEDS, MediaInput
+from ratoon.attention.segments import build_segment_attention
+from ratoon.core.media import EMBEDS, IMAGE, MediaConfig, MediaInput
+from ratoon.core.wire import WireTensor
 from ratoon.execution.inputs.embeddings import EmbeddingTable
 from ratoon.models.base import LanguageModel
 
@@ -48,11 +51,38 @@ class MediaRunner:
 
     def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self._attend is None:  # most engines never see an image
-            from ratoon.attention.segments import build_segment_attention
-
             self._attend = build_segment_attention(self._device, self._dtype)
         return self._attend(q, k, v, lengths)
 
     def release(self) -> None:
         """Drops all rows, because memory is freed."""
         self._embeddings.clear()
+
+
+def encode_most(model: LanguageModel, num_rows: int) -> None:
+    """Runs the encoder of a model over black pictures with `num_rows` rows in all, as the largest step does, and drops
+    what comes out."""
+    media = model.config.media
+    assert media is not None and model.media_encoder is not None
+    attend = build_segment_attention(model.device, model.dtype)
+    model.media_encoder.encode(black_pictures(media, num_rows), attend)
+
+
+def black_pictures(media: MediaConfig, num_rows: int) -> list[MediaInput]:
+    """Inputs of the encoder with at least `num_rows` rows in all: one picture where the size is free, tiles of the only
+    size where it is not."""
+    vision = media.vision
+    if vision.image_size:
+        patches = vision.image_size // vision.patch_size
+        rows = media.num_rows or (patches // vision.merge_size) ** 2
+        tile = _black((vision.num_channels, vision.image_size, vision.image_size))
+        return [MediaInput(IMAGE, rows, tile, (1, patches, patches))] * -(-num_rows // rows)
+    high = max(1, math.isqrt(num_rows))
+    wide = -(-num_rows // high)
+    grid = (1, high * vision.merge_size, wide * vision.merge_size)
+    pixels = _black((grid[1] * grid[2], vision.num_channels * vision.patch_size**2))
+    return [MediaInput(IMAGE, high * wide, pixels, grid)]
+
+
+def _black(shape: tuple[int, ...]) -> WireTensor:
+    return WireTensor("uint8", shape, bytes(math.prod(shape)))

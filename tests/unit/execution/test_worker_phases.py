@@ -63,6 +63,14 @@ def test_room_for_rows_of_images_is_left_beside_the_pool(monkeypatch: pytest.Mon
     assert sizes["text"] - sizes["seeing"] == 1024 * MODEL.hidden_size * 4 // bytes_per_block
 
 
+def test_a_gpu_keeps_room_for_embeddings_that_a_text_model_may_read() -> None:
+    made = worker(num_blocks=9, encoder_cache_size=1024)
+    made.choose()
+    assert made._bytes_of_media() == 0
+    made._device = torch.device("cuda")
+    assert made._bytes_of_media() == 1024 * MODEL.hidden_size * 4
+
+
 def test_ranks_with_different_memory_allocate_the_smaller_pool() -> None:
     meeting = Meeting(2)
     bytes_per_block = 2 * 4 * 1 * 4 * 4 * 2  # keys and values, tokens, a head, numbers, their bytes, layers
