@@ -22,7 +22,8 @@ from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input.input_processor import InputProcessor
-from ratoon.engine.input.prompts import takes_long
+from ratoon.engine.input.media_threads import MediaThreads
+from ratoon.engine.input.prompts import has_media, takes_long
 from ratoon.engine.output.answers import arrange_beside
 from ratoon.engine.output.output_collector import OutputCollector, Take
 from ratoon.engine.output.output_processor import OutputProcessor
@@ -57,6 +58,7 @@ class AsyncLLMEngine(FrontEnd):
         self.client = client
         self._waiting_for_ends: dict[Key, list[asyncio.Future[None]]] = {}
         self._in_checks: dict[Key, list[asyncio.Future[Any]]] = {}  # requests that wait for the check of a grammar
+        self._media_threads = MediaThreads()
         self._tasks = [asyncio.create_task(self._run(), name="output handler")]
         if self._throughput is not None:
             self._tasks.append(asyncio.create_task(self._write_throughput(self._throughput), name="throughput log"))
@@ -71,6 +73,7 @@ class AsyncLLMEngine(FrontEnd):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._media_threads.close()
         await asyncio.to_thread(self.input_processor.close)
         await self.client.shutdown()
         self.stopped = True
@@ -150,7 +153,7 @@ class AsyncLLMEngine(FrontEnd):
             was_aborted = not await self._check_grammar(request_id, read.get("params"), options.get("owner"))
             if was_aborted:  # its grammar may be anything, and is not needed any more
                 ready = partial(ready, params=msgspec.structs.replace(read["params"], structured_output=None))
-            prepared = await asyncio.to_thread(ready) if takes_long(**read) else ready()
+            prepared = await self._prepare_beside(ready, options.get("owner"), **read)
             if was_aborted:
                 return prepared, self._submit_aborted(prepared, take)
             self.verify_running()  # much may have happened in a thread
@@ -158,6 +161,14 @@ class AsyncLLMEngine(FrontEnd):
         except RequestError:
             self.count_refused()
             raise
+
+    async def _prepare_beside(self, ready: Callable[[], Prepared], owner: str | None, **read: Any) -> Prepared:
+        """Run what takes long in a thread: prompts with images or videos when it is the owner's turn."""
+        if not takes_long(**read):
+            return ready()
+        if has_media(read.get("prompt")):
+            return await self._media_threads.run(ready, owner)
+        return await asyncio.to_thread(ready)
 
     async def _find_adapter(self, adapter: Any, lora_request: Any) -> Adapter | BaseModel | None:
         """Files are read in a thread."""

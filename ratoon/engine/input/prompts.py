@@ -233,16 +233,24 @@ def takes_long(prompt: Prompt | None = None, suffix: Suffix = "", params: Any = 
     return _is_long(suffix) or _has_many_entries(params) or (prompt is not None and _takes_long_to_read(prompt))
 
 
-def _takes_long_to_read(prompt: Prompt) -> bool:
+def has_media(prompt: Prompt | None) -> bool:
+    """Whether images or videos are to be decoded. RequestError: the prompt has an unknown form."""
+    return prompt is not None and any(part.media is not None for part in _parts_of(prompt))
+
+
+def _parts_of(prompt: Prompt) -> list[PromptPart]:
     parsed = parse_prompt(prompt)
     parts = [parsed.encoder, parsed.decoder] if isinstance(parsed, PromptPair) else [parsed]
+    return [part for part in parts if part is not None]
+
+
+def _takes_long_to_read(prompt: Prompt) -> bool:
     return any(
         part.audio is not None
         or part.media is not None
         or part.embeds is not None
         or (part.token_ids is None and _is_long(part.text))
-        for part in parts
-        if part is not None
+        for part in _parts_of(prompt)
     )
 
 
