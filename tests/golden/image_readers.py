@@ -120,7 +120,7 @@ def image_reader(family: str) -> ImageReader:
 
 def num_encoder_runs(llm: LLM) -> int:
     """Inputs that the encoder has read, since the start."""
-    return int(llm._client.core.executor._worker.runner.media.num_runs)  # type: ignore[union-attr]
+    return int(llm._client.core.executor._worker.runner.media.num_runs)
 
 
 @torch.no_grad()

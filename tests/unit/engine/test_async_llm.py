@@ -27,7 +27,7 @@ from ratoon.engine.output.output_collector import OutputCollector
 from ratoon.models.tokenizer import LONG_TEXT
 from ratoon.observe.metrics import EngineMetrics
 from tests.real_models import needs_embedded_model
-from tests.unit.engine.fakes import model_config
+from tests.unit.engine.fakes import byte_tokenizer, model_config
 from tests.unit.engine.fakes_async import MAX_MODEL_LEN, FakeAsyncClient, FakeSource, fake_source, on_event_loop
 from tests.waiting import PATIENCE
 
@@ -560,6 +560,7 @@ async def test_the_engine_starts_while_the_tokenizer_is_read(source):
 
     def load_tokenizer():
         asyncio.run_coroutine_threadsafe(asyncio.wait_for(client.started.wait(), PATIENCE), loop).result()
+        return byte_tokenizer()
 
     source.load_tokenizer = load_tokenizer
     async with make(client):
