@@ -20,11 +20,13 @@ from ratoon.models.adapters import inspect
 from tests.adapter_folders import write_adapter
 from tests.depths import both_depths
 from tests.golden.engines import engine_of_folder, greedy, scheduler_of
-from tests.golden.image_readers import IMAGE_FAMILIES, ImageReader, image_reader, num_encoder_runs
+from tests.golden.image_readers import IMAGE_FAMILIES, ImageReader, image_reader, num_encoder_runs, picture
+from tests.golden.tiny_media_models import normalised
 
 COUNT = 6
 TOLERANCE = 1e-4
 NUM_INPUTS = {"qwen2_5_vl": 1, "gemma3": 1, "idefics3": 3}  # that the encoder reads of one picture
+SMALL_FRAMES = {"min_pixels": 64, "max_pixels": 512}
 
 all_families = pytest.mark.parametrize("family", IMAGE_FAMILIES)
 
@@ -201,3 +203,27 @@ def test_prompts_that_were_preempted_go_on_where_they_were(family: str, swap_mem
         assert scheduler_of(llm).stats().num_preemptions > 0
         found = [tokens_of(output) for output in outputs]
         assert found == [expected(llm, reader, prompt, count=count) for prompt in prompts]
+
+
+def test_a_video_whose_time_runs_ahead_of_its_tokens_gives_the_tokens_of_transformers() -> None:
+    frames = np.stack([np.asarray(picture(0)), np.asarray(picture(2).resize((48, 24)))] * 2)
+    with seeing("qwen2_5_vl", max_num_batched_tokens=32) as (llm, reader):
+        media = {"video": (frames, {"fps": 0.1})}
+        prompt = {"prompt": "a<video>what is it", "multi_modal_data": media, "mm_processor_kwargs": SMALL_FRAMES}
+        request = llm.engine.input_processor.process("read", prompt, greedy(1))
+        assert request.rope is not None and request.rope.delta > 0
+        ids = torch.tensor([request.prompt_token_ids])
+        (feature,) = request.mm_features
+        inputs = {"pixel_values_videos": normalised(reader.tiny.config, feature.data)}
+        inputs["video_grid_thw"] = torch.tensor([feature.data.grid])
+        # Each token from the whole sequence, by positions that are written out
+        listed = torch.tensor(np.frombuffer(request.rope.packed, np.int32).reshape(3, 1, -1).astype(np.int64))
+        expected_tokens: list[int] = []
+        for _ in range(COUNT):
+            behind = torch.arange(len(expected_tokens)) + ids.shape[1] + request.rope.delta
+            positions = torch.cat([listed, behind.expand(3, 1, -1)], dim=-1)
+            whole = torch.cat([ids, torch.tensor([expected_tokens], dtype=torch.long)], dim=-1)
+            with torch.inference_mode():
+                found = reader.tiny.oracle(whole, position_ids=positions, use_cache=False, **inputs)
+            expected_tokens.append(int(found.logits[0, -1].argmax()))
+        assert tokens_of(ask(llm, prompt)) == expected_tokens
