@@ -224,7 +224,9 @@ class KVCacheManager:
             | tables     | by reference   |                      | the step's end    |
                                           ^ num_computed         ^ num_total         ^ num_slots
 
-        A written block that is shared or in the prefix cache is first replaced by a copy (copy-on-write).
+        A written block that is shared or in the prefix cache is first replaced by a copy (copy-on-write). If memory is
+        short, one that no other sequence holds leaves the prefix cache instead and is written in place, so that a
+        sequence alone in the pool never takes more than `required_blocks`.
         """
         if self._unregistered is not None and self._unregistered[0] is not branch:
             self.register_blocks()
@@ -252,6 +254,7 @@ class KVCacheManager:
             num_wanted = sum(num_missing)
         num_available = self.pool.num_free_blocks
         to_copy: list[TablePlace] = []
+        to_uncache: list[TablePlace] = []
         unread: list[TablePlace] = []
         if writes_held:
             to_copy = self._places_to_copy(tables, num_computed, num_slots)
@@ -262,7 +265,9 @@ class KVCacheManager:
         if new_computed_blocks is not None:
             num_available -= self._count_free(new_computed_blocks)
         if num_wanted > num_available:
-            return None
+            to_uncache = [(group, place) for group, place in to_copy if tables[group][place].ref_cnt == 1]
+            if num_wanted - len(to_uncache) > num_available:
+                return None
 
         branch.block_tables = tables
         if unread:
@@ -271,8 +276,8 @@ class KVCacheManager:
             for table, blocks in zip(tables, new_computed_blocks):
                 self.pool.touch(blocks)
                 table.extend(blocks)
-        for group, place in to_copy:
-            self._copy_on_write(branch, group, place)
+        if to_copy:
+            self._copy_on_write(branch, to_copy, to_uncache)
         appended = tuple(map(self._append_blocks, tables, num_missing))
         branch.write_limit = write_limit
         num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
@@ -703,9 +708,14 @@ class KVCacheManager:
         table += blocks
         return [block.block_id for block in blocks]
 
-    def _copy_on_write(self, branch: TokenSequence, group: int, place: int) -> None:
-        table = branch.block_tables[group]
-        table[place] = self.copy_block(branch.branch_id, group, place, table[place])
+    def _copy_on_write(self, branch: TokenSequence, to_copy: list[TablePlace], to_uncache: list[TablePlace]) -> None:
+        """Make these blocks writable: replace them by copies, or remove those in `to_uncache` from the prefix cache."""
+        for group, place in to_copy:
+            table = branch.block_tables[group]
+            if (group, place) in to_uncache:
+                self.pool.uncache(table[place])
+            else:
+                table[place] = self.copy_block(branch.branch_id, group, place, table[place])
 
     def _register_full_blocks(self, branch: TokenSequence, num_tokens: int) -> None:
         """Add the new full blocks of the first `num_tokens` to the prefix cache. A block that decoding fills is added

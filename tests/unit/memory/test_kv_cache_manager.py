@@ -479,6 +479,19 @@ def test_a_fork_in_the_middle_of_a_named_block_never_writes_into_it() -> None:
     assert manager.get_computed_blocks(TokenSequence("d", list(range(9))))[1] == 8
 
 
+def test_without_memory_for_a_copy_a_named_block_of_one_holder_is_written_in_place_and_not_found_any_more() -> None:
+    manager = manager_of(4)  # the null block, and those of 12 tokens
+    parent, child = written(manager, "a", list(range(8))), TokenSequence("c", [0, 1, 2, 3, 4, 77, 78, 79, 80])
+    manager.fork(parent, child, 5)
+    assert manager.allocate_slots(child, 4) is None, "the parent holds the block, too"
+    manager.free(parent)
+    assert compute(manager, child, 4) == [[3]]
+    assert manager.take_block_copies() == [] and manager.block_ids(child) == ([1, 2, 3],)
+    assert manager.get_computed_blocks(TokenSequence("d", list(range(9))))[1] == 4
+    assert manager.get_computed_blocks(TokenSequence("e", [*child.token_ids, 81]))[1] == 8
+    manager.check([child])
+
+
 def test_a_fork_beyond_what_is_computed_is_refused() -> None:
     manager = manager_of(10)
     parent = written(manager, "a", list(range(6)))

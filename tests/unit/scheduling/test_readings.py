@@ -12,6 +12,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.kv import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.params import HiddenStatesParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.scheduling.extraction import PATIENCE
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling import test_beam_scheduling as beams
 from tests.unit.scheduling.reading import PROMPT, answer_to, captures_of, extractions_of
@@ -68,10 +69,10 @@ def num_rows(outputs: list[EngineCoreOutput]) -> int:
     return sum(output.hidden_states.shape[1] for output in outputs if output.hidden_states is not None)
 
 
-def windowed(window: int) -> Scheduler:
+def windowed(window: int, num_blocks: int = 100, caching: bool = False) -> Scheduler:
     groups = (KVCacheGroup(SlidingWindowSpec(BLOCK_SIZE, 1, 8, "float16", window=window), (0,)),)
-    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False)
-    return Scheduler(SchedulerConfig(), cache, KVCacheConfig(100, BLOCK_SIZE, groups), 200)
+    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=caching)
+    return Scheduler(SchedulerConfig(), cache, KVCacheConfig(num_blocks, BLOCK_SIZE, groups), 200)
 
 
 def test_the_last_token_is_one_row_in_its_own_blocks_and_the_runner_drops_its_row() -> None:
@@ -234,6 +235,21 @@ def test_what_a_sliding_window_has_freed_is_computed_again(pieces: list, num_run
     received = finish(scheduler)["g.states"]
     assert received[-1].num_rows_run == num_run and received[-1].finish_reason == FinishReason.STOP
     assert scheduler.kv_cache.usage == 0.0
+
+
+@pytest.mark.parametrize("num_passed_by", [0, PATIENCE])
+def test_a_reading_from_the_middle_of_a_full_block_fits_into_a_pool_of_its_own_size(num_passed_by: int) -> None:
+    scheduler = windowed(16, num_blocks=6, caching=True)  # the null block, and five for the 17 tokens
+    scheduler.add_request(asking(pieces=[[13, None]], prompt=5, max_tokens=12))
+    generate(scheduler)
+    (task,) = extractions_of(scheduler).running
+    task.num_passed_by = num_passed_by
+    assert task.branch.num_computed_tokens == 13 and scheduler.kv_cache.num_free_blocks == 1
+    plan = scheduler.schedule()  # it writes the end of its fourth block, which is in the prefix cache, and a fifth
+    assert captures_of(plan)["g.states"].spans == [(13, 4, True)]
+    scheduler.check()
+    outputs = scheduler.update_from_output(plan, answer_to(plan))
+    assert num_rows(outputs) == 4 and outputs[-1].finish_reason == FinishReason.STOP
 
 
 @pytest.mark.parametrize("retain_kv", [None, 60.0])
