@@ -123,25 +123,10 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedPasses | None = None
         self._drivers: list[Driver] = []  # the first that can run a step does
-        masks: MaskColumn | None = None
         if on_device:
-            from ratoon.execution.inputs.device_inputs import DeviceInputs
-            from ratoon.execution.passes.graphs import MAX_DECODES, Graphs, graph_sizes
-
-            sizes = [] if capture is None else graph_sizes(max_num_tokens)
-            max_padded = max(sizes, default=0)
-            inputs = DeviceInputs(
-                self.input_batch, max_num_tokens, num_rows, max_padded, min(max_padded, MAX_DECODES), device
-            )
-            self.inputs, self._resident = inputs, inputs.resident
-            self.sampling_rows.tells_runs = jump_forward and grammars is not None
-            if capture is not None:
-                masks = MaskColumn(min(max_padded, MAX_DECODES), device)
-                self.sampling_rows.mask_column = None if grammars is None else masks
-                driver = Graphs(self.program, inputs, sizes, capture, masks)
-                self.graphs = driver.steps
-                self._drivers.append(driver)
+            masks = self._make_device_inputs(num_rows, max_num_tokens, capture, grammars, jump_forward)
         else:
+            masks = None
             self.inputs = InputPreparation(self.input_batch, max_num_tokens, num_rows, device)
         if record:
             from ratoon.execution.passes.recorded_passes import RecordedPasses
@@ -152,19 +137,9 @@ class ModelRunner:
         self._has_results = model.stage.is_last
         self._sources: list[ReaderSource] = [CaptureReaders(model.config.num_layers)]
         if self._has_results:
-            jumps = jump_forward and grammars is not None
-            self._sources[:0] = [
-                SampledReaders(
-                    self.input_batch,
-                    Sampler(self.sampling_rows, by_rejection),
-                    self._resident,
-                    jumps,
-                    waits_for_drafts=draft is not None,
-                ),
-                BeamReaders(self.beam_rows, device, model.config.vocab_size),
-                PromptLogprobsReaders(self.input_batch, self.program),
-                self.pooling,
-            ]
+            self._sources[:0] = self._result_sources(
+                jump_forward and grammars is not None, by_rejection, waits_for_drafts=draft is not None
+            )
         self.drafting: Drafting | None = None
         self._draft_settings = kv_config.attached[0].table if kv_config.attached else 0, record
         if draft is not None:
@@ -174,6 +149,43 @@ class ModelRunner:
         self._output = ModelRunnerOutput()  # what the first phase leaves for the second:
         self._executed: list[ExecutedPass] = []
         self._awaits_adapters = False
+
+    def _make_device_inputs(
+        self,
+        num_rows: int,
+        max_num_tokens: int,
+        capture: Capture | None,
+        grammars: GrammarCompiler | None,
+        jump_forward: bool,
+    ) -> MaskColumn | None:
+        """Makes the inputs that kernels prepare, and the driver of graphs. Returns the masks that graphs read."""
+        from ratoon.execution.inputs.device_inputs import DeviceInputs
+        from ratoon.execution.passes.graphs import MAX_DECODES, Graphs, graph_sizes
+
+        sizes = [] if capture is None else graph_sizes(max_num_tokens)
+        max_padded = max(sizes, default=0)
+        max_decodes = min(max_padded, MAX_DECODES)
+        inputs = DeviceInputs(self.input_batch, max_num_tokens, num_rows, max_padded, max_decodes, self.device)
+        self.inputs, self._resident = inputs, inputs.resident
+        self.sampling_rows.tells_runs = jump_forward and grammars is not None
+        if capture is None:
+            return None
+        masks = MaskColumn(max_decodes, self.device)
+        self.sampling_rows.mask_column = None if grammars is None else masks
+        driver = Graphs(self.program, inputs, sizes, capture, masks)
+        self.graphs = driver.steps
+        self._drivers.append(driver)
+        return masks
+
+    def _result_sources(self, jumps: bool, by_rejection: bool, waits_for_drafts: bool) -> list[ReaderSource]:
+        """The readers of everything but hidden states, in the order in which they look at a plan."""
+        sampler = Sampler(self.sampling_rows, by_rejection)
+        return [
+            SampledReaders(self.input_batch, sampler, self._resident, jumps, waits_for_drafts=waits_for_drafts),
+            BeamReaders(self.beam_rows, self.device, self.model.config.vocab_size),
+            PromptLogprobsReaders(self.input_batch, self.program),
+            self.pooling,
+        ]
 
     @property
     def model(self) -> LanguageModel:
