@@ -4,9 +4,9 @@ model that it names; only the server's address is another one.
 A page is run from top to bottom, in a folder of its own: its Python in this process, as one program, its commands in a
 shell. All pages share a server. What is not run is listed with the reason (NOT_RUN), and nothing else is left out.
 
-Sums are rounded in another order on other processors, so the quantised model's numbers differ a little there, and where
-two tokens are almost equally probable its texts do too. Pages show those of aarch64; what x86-64 prints otherwise is
-run there and not compared (DIFFERENT_ON_X86).
+The quantised model's numbers differ between architectures, log-probabilities by up to 0.15 in these pages, and so do
+some of its texts. Pages show those of aarch64; what x86-64 prints otherwise is run there and not compared
+(DIFFERENT_ON_X86).
 """
 
 from __future__ import annotations
