@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -84,10 +84,13 @@ class AsyncMPClient:
         self._closed = False
         self._paused = False  # requested states of the engines; repeated to an engine that is restarted
         self._dead: EngineDeadError | None = None
+        self.state_changed: Callable[[], None] = lambda: None  # is called when an engine can serve, or no longer can
 
     def _make_replica(self, index: int, num_engines: int) -> Replica:
         run_engine = EngineProcess if self._elsewhere is None else self._elsewhere.run_engine
-        return Replica(self._config, index, num_engines, self._context, self._directory, run_engine=run_engine)
+        replica = Replica(self._config, index, num_engines, self._context, self._directory, run_engine=run_engine)
+        replica.state_changed = lambda: self.state_changed()
+        return replica
 
     # ---- life ----
 

@@ -154,6 +154,8 @@ class EngineHub:
 
     def start(self) -> None:
         """Begin to route; the engines have started."""
+        # A front end whose request a restarted engine answers has been told before that the engine is back.
+        self.client.state_changed = self._tell_health
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:

@@ -48,6 +48,7 @@ class Replica:
         self.is_leaving = False  # it is given no further request, and not started again
         self._run_engine = run_engine
         self.state = EngineState.STARTING
+        self.state_changed: Callable[[], None] = lambda: None  # is called in the loop of the client
         self.num_restarts = 0
         self.ready: EngineReady | None = None  # what it said when it was last ready
         self.start_error: RatoonError | None = None  # why its last start failed, if it could say so
@@ -135,9 +136,9 @@ class Replica:
         """An engine that is ready can serve once it can be reached, which it has long been as a rule. Never waits."""
         self.process.read_input_socket()
         if self.awaits_connection and self.process.connected and not self.is_leaving:
-            self.state = EngineState.OK
             self._num_failed_starts = 0
             self._detail = ""
+            self._enter(EngineState.OK)
         elif self.awaits_connection and self._clock() - (self._ready_since or 0.0) > SECONDS_TO_CONNECT:
             self.start_error = EngineError("it is ready, but its socket can't be reached")
             self.process.kill()
@@ -145,12 +146,16 @@ class Replica:
     def begin_to_leave(self) -> None:
         """Gives it no further request. Those that it has go on."""
         self.is_leaving = True
-        self.state = EngineState.DRAINING
+        self._enter(EngineState.DRAINING)
 
     def on_exit(self) -> None:
         """The process is gone: nothing can be handed to it any more."""
         self._was_ready = self.can_serve
-        self.state = EngineState.DRAINED if self.is_leaving else EngineState.RESTARTING
+        self._enter(EngineState.DRAINED if self.is_leaving else EngineState.RESTARTING)
+
+    def _enter(self, state: EngineState) -> None:
+        self.state = state
+        self.state_changed()
 
     def cleanup(self) -> float | None:
         """Release the resources of the lost process, which may be slow. Seconds to wait before another start;

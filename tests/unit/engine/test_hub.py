@@ -28,9 +28,11 @@ class FakeClient:
         self.forgotten: list[str] = []
         self.num_taken = 0
         self.num_engines = 2
+        self.state = EngineState.OK
+        self.state_changed = lambda: None
 
     def health(self) -> Health:
-        return Health([EngineHealth(index, EngineState.OK) for index in range(self.num_engines)])
+        return Health([EngineHealth(index, self.state) for index in range(self.num_engines)])
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.added.append(request.request_id)
@@ -103,6 +105,19 @@ async def test_outputs_go_to_the_front_end_of_their_request():
     await made.step(tokens("a", 5), tokens("b", 6), EngineCoreOutput("b-12345678.states", []), tokens("gone", 1))
     assert [output.request_id for output in made.links[0].outputs] == ["a-12345678"]
     assert [output.request_id for output in made.links[1].outputs] == ["b-12345678", "b-12345678.states"]
+    await made.hub.stop()
+
+
+@on_event_loop
+async def test_front_ends_know_that_an_engine_is_back_before_they_get_its_outputs():
+    made = Hub()
+    for state in (EngineState.RESTARTING, EngineState.OK):
+        made.client.state = state
+        made.client.state_changed()
+    made.calls[0]["add_request"](request("a"))
+    await made.step(tokens("a", 5))
+    told = [value.state if name == "health" else name for name, value in made.links[0].told]
+    assert told[-3:] == [EngineState.RESTARTING, EngineState.OK, "outputs"]
     await made.hub.stop()
 
 
