@@ -99,6 +99,7 @@ class LLM(BaseLLM):
             self._ended = self.engine.ended = True
             self.engine.input_processor.close()
             self._client.shutdown()
+            self.engine.output_processor.roots.close()
             if self.tracer is not None:
                 self.tracer.shutdown()
 

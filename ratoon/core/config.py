@@ -213,7 +213,30 @@ class CacheConfig:
         "swap_memory, through which its blocks pass",
     )
     kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
+    kv_files: str | None = setting(
+        None,
+        "a folder in which the blocks of ended texts are kept as files, for later runs of the engine and for others of "
+        "this host; with it, roots outlive the process (docs/tiers.md)",
+        metavar="FOLDER",
+    )
+    kv_files_bytes: int = setting(
+        16 * 2**30, "that the files of kv_files take at most, such as 100GiB", name="kv_files_size", size=True
+    )
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for blocks. Those of files pass through it, so there is some where nothing was said of it."""
+        return self.swap_bytes or (0 if self.kv_files is None else HOST_BYTES_FOR_FILES)
+
+    @property
+    def connector(self) -> tuple[str, dict[str, Any]] | None:
+        """The name of the connector and what it is given. None: blocks go to host memory at most."""
+        if self.kv_files is not None:
+            return "files", {"folder": self.kv_files, "max_bytes": self.kv_files_bytes}
+        return None if self.kv_connector is None else (self.kv_connector, self.kv_connector_options)
+
+
+HOST_BYTES_FOR_FILES = 2**30  # of memory through which blocks of files pass, where swap_memory is not given
 
 MAX_LORA_RANK = 256  # that kernels are made for
 
@@ -531,9 +554,10 @@ def verify_engine_config(config: EngineConfig) -> None:
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
     _verify_connector(config.cache)
-    if config.cache.kv_connector is not None and config.num_ranks > 1:
-        problem = f"{config.cache.kv_connector!r} keeps blocks of whole models, and {config.num_ranks} ranks have parts"
-        raise ConfigError("kv_connector", problem, "one rank, or no connector")
+    if config.cache.connector is not None and config.num_ranks > 1:
+        name = "kv_connector" if config.cache.kv_files is None else "kv_files"
+        problem = f"keeps blocks of whole models, and {config.num_ranks} ranks have parts"
+        raise ConfigError(name, problem, f"one rank, or no {name}")
     _verify_nodes(config)
 
 
@@ -550,13 +574,16 @@ def _verify_nodes(config: EngineConfig) -> None:
 
 
 def _verify_connector(cache: CacheConfig) -> None:
-    if cache.kv_connector is None:
-        if cache.kv_connector_options:
-            raise ConfigError("kv_connector_options", "are given to no connector", "set kv_connector too")
+    if cache.kv_connector is None and cache.kv_connector_options:
+        raise ConfigError("kv_connector_options", "are given to no connector", "set kv_connector too")
+    if cache.connector is None:
         return
-    if not cache.swap_bytes or cache.preemption_mode == "recompute":
-        problem = f"the blocks of {cache.kv_connector!r} pass through host memory, and there is none for them"
-        raise ConfigError("kv_connector", problem, "swap_memory above 0, and no preemption_mode recompute")
+    name = "kv_connector" if cache.kv_files is None else "kv_files"
+    if cache.kv_files is not None and cache.kv_connector is not None:
+        raise ConfigError("kv_files", "and kv_connector both name what is behind host memory", "one of the two")
+    if not cache.host_bytes or cache.preemption_mode == "recompute":
+        problem = f"the blocks of {cache.connector[0]!r} pass through host memory, and there is none for them"
+        raise ConfigError(name, problem, "swap_memory above 0, and no preemption_mode recompute")
     if not cache.enable_prefix_caching:
-        problem = f"{cache.kv_connector!r} finds blocks by the hashes of prefixes, which are not computed"
-        raise ConfigError("kv_connector", problem, "leave enable_prefix_caching on")
+        problem = f"{cache.connector[0]!r} finds blocks by the hashes of prefixes, which are not computed"
+        raise ConfigError(name, problem, "leave enable_prefix_caching on")

@@ -8,6 +8,8 @@ engine whose fingerprint is equal. What a connector can't give back is computed:
 
 from __future__ import annotations
 
+import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +18,17 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.plugins import KV_CONNECTORS, PluginError, find_plugin, plugin_names
 
+logger = logging.getLogger(__name__)
+
+BUILT_IN = {"files": "ratoon.distributed.kv_files:FilesConnector"}  # imported when it is asked for
+
 
 class BlockIndex(ABC):
     """The scheduler's half. It is asked while a step is planned, and answers at once: from memory, not from a disk that
     may be busy."""
+
+    # Whether full blocks are offered as soon as a text ends, and not only when they leave the device
+    keeps_ended_texts: bool = False
 
     @abstractmethod
     def find(self, key: bytes) -> bool:
@@ -28,6 +37,10 @@ class BlockIndex(ABC):
     @abstractmethod
     def offer(self, key: bytes) -> bool:
         """A full block leaves the device. True: it is to be saved."""
+
+    def lose(self, key: bytes) -> None:
+        """The block of this key could not be loaded: it is not there any more."""
+        return
 
     def close(self) -> None:
         """The engine ends."""
@@ -46,6 +59,19 @@ class BlockMover(ABC):
     def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Write the bytes of this block into `parts`. False, or an exception, which is logged: it is not there, or is
         damaged. What was written until then is not read."""
+
+    def load_all(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
+        """Loads several blocks, in any order and by any threads. Returns for each what `load` does; nothing is raised,
+        so that a block that fails is the only one that does."""
+        return [self.load_or_log(key, parts) for key, parts in wanted]
+
+    def load_or_log(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Calls `load`. An exception is logged, and is False."""
+        try:
+            return self.load(key, parts)
+        except Exception:
+            logger.warning("block %s can't be loaded from the connector", key.hex(), exc_info=True)
+            return False
 
     def close(self) -> None:
         """The engine ends."""
@@ -69,14 +95,14 @@ def block_key(group: int, block_hash: bytes) -> bytes:
 
 
 def open_connector(name: str, options: Mapping[str, Any]) -> KVConnector:
-    """The connector that a package registers under this name. Raises ConfigError."""
+    """The connector of this name: one that is built in, or that a package registers. Raises ConfigError."""
     try:
-        make: Callable[..., Any] | None = find_plugin(KV_CONNECTORS, name, callable, "class or function")
+        make = _built_in(name) or find_plugin(KV_CONNECTORS, name, callable, "class or function")
     except PluginError as error:
         raise ConfigError("kv_connector", f"{name!r} {error.problem}", "another version of it") from error
     if make is None:
-        known = ", ".join(plugin_names(KV_CONNECTORS)) or "none"
-        raise ConfigError("kv_connector", f"no package registers {name!r}", f"one that is registered: {known}")
+        known = ", ".join([*BUILT_IN, *plugin_names(KV_CONNECTORS)])
+        raise ConfigError("kv_connector", f"no package registers {name!r}", f"one of these: {known}")
     try:
         made = make(dict(options))
     except ValueError as error:
@@ -84,3 +110,12 @@ def open_connector(name: str, options: Mapping[str, Any]) -> KVConnector:
     if not isinstance(made, KVConnector):
         raise ConfigError("kv_connector", f"{name!r} makes a {type(made).__name__}, not a KVConnector", "another one")
     return made
+
+
+def _built_in(name: str) -> Callable[..., Any] | None:
+    """A part of a room above this one, found by its name when the program runs."""
+    if name not in BUILT_IN:
+        return None
+    module, _, attribute = BUILT_IN[name].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found

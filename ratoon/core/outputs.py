@@ -56,6 +56,8 @@ class TransferReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     failed_loads: list[int] = []
     stored: list[int] = []  # slots
     failed_stores: list[int] = []
+    num_fetched: int = 0  # blocks that a connector was asked for, with the time that this took
+    fetch_seconds: float = 0.0
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

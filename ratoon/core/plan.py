@@ -241,6 +241,6 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     @property
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
-        told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores
+        told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores or self.saves
         loads = self.loads or self.adapter_loads or self.awaits_adapters
         return self.is_empty and not told and not loads and not self.free_encoder_mm_hashes

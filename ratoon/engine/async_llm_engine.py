@@ -76,6 +76,7 @@ class AsyncLLMEngine(FrontEnd):
         self._media_threads.close()
         await asyncio.to_thread(self.input_processor.close)
         await self.client.shutdown()
+        self.output_processor.roots.close()
         self.stopped = True
 
     def verify_running(self) -> None:

@@ -21,7 +21,8 @@ from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.prompts import Prompt
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.output.output_processor import OutputProcessor
-from ratoon.engine.output.roots import Root
+from ratoon.engine.output.record_log import open_record_log
+from ratoon.engine.output.roots import Root, RootLog
 from ratoon.engine.processes.garbage import no_garbage_collection
 from ratoon.engine.processes.torch_parts import start_loading_torch_library
 from ratoon.models.media_parts import placeholder_texts
@@ -125,6 +126,8 @@ class BaseLLM:
             pooling=source.pooling,
             media=self.config.media,
         )
+        shared_roots = getattr(client, "shared_roots", None)
+        records = None if shared_roots is not None else open_record_log(self.config, "roots")
         output_processor = OutputProcessor(
             self._tokenizer,
             metrics=self.metrics,
@@ -133,8 +136,9 @@ class BaseLLM:
             budget=self.hidden_states_budget,
             tracer=self.tracer,
             throughput=self._throughput,
-            shared_roots=getattr(client, "shared_roots", None),
+            shared_roots=shared_roots,
             notes_dropped_roots=self.config.speculation.keeps_texts,
+            root_log=None if records is None else RootLog(records),
         )
         if self.tracer is not None:
             self.tracer.model_name = source.name

@@ -77,8 +77,8 @@ class EngineCore:
             facts.draft_cost,
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
-        if config.cache.kv_connector is not None:
-            connector = open_connector(config.cache.kv_connector, config.cache.kv_connector_options)
+        if config.cache.connector is not None:
+            connector = open_connector(*config.cache.connector)
             self._index = connector.open_index(facts.kv_config.fingerprint)
             self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
@@ -312,13 +312,17 @@ class EngineCore:
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
         while self._in_flight:
             self._pending += self._finish_oldest()
-        if self.scheduler.has_requests():  # rows of ended requests that the runner should still drop
-            self._in_flight.append((plan := self.scheduler.schedule(), self.executor.submit(plan)))
-            self._pending += self._finish_oldest()
+        self._tell_of_ended()
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
         self.executor.collective_rpc("sleep", level).result()
         self.asleep = True
+
+    def _tell_of_ended(self) -> None:
+        """Runs the step after the last request: the runner drops its rows, and its blocks go where they are kept."""
+        if self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests():
+            self._in_flight.append((plan := self.scheduler.schedule(), self.executor.submit(plan)))
+            self._pending += self._finish_oldest()
 
     def wake_up(self) -> None:
         """Allocate the memory again; requests that arrived in the meantime are answered."""
@@ -327,6 +331,9 @@ class EngineCore:
             self.asleep = False
 
     def shutdown(self) -> None:
+        if self._index is not None and not self._in_flight and self._may_plan:
+            with suppress(Exception):  # of a device that is gone: what it held is lost
+                self._tell_of_ended()
         self.executor.close()
         if self._index is not None:
             self._index.close()

@@ -98,8 +98,8 @@ class Worker:
         """Choose device, dtype, kernels and attention backends, and begin to compile the kernels of the first steps.
         What can't work is refused here, before memory is allocated."""
         cache = self._config.cache
-        if cache.kv_connector is not None:
-            self._connector = open_connector(cache.kv_connector, cache.kv_connector_options)
+        if cache.connector is not None:
+            self._connector = open_connector(*cache.connector)
         self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
         self._device = choices.device
         self._kernels = compile_ahead(choices)
@@ -433,7 +433,7 @@ def measure(
             num_rows = min(choices.config.scheduler.max_num_encoder_tokens, cache.encoder_cache_size)
             run = partial(encode_most, model, num_rows)
             step_bytes = max(step_bytes, measure_encoder(run, num_rows, choices.device))  # it runs before the decoder
-    if choices.can_run_without_weights and cache.swap_bytes and cache.preemption_mode == "auto":
+    if choices.can_run_without_weights and cache.host_bytes and cache.preemption_mode == "auto":
         with timer.phase("measure a prompt"):
             plan = choices.one_prompt()
             make = partial(choices.make_runner, model, choices.probe_for(plan), capture, draft=draft)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ratoon.core.kv import KVFingerprint
+from ratoon.core.kv import KVFingerprint, SwapCosts
 from ratoon.core.kv_connector import BlockIndex, block_key
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockTransfer, ConnectorTransfer
@@ -22,6 +22,8 @@ from ratoon.memory.block_pool import Block, BlockPool
 
 Lookup = Callable[[bytes], Block | None]
 OUTSIDE = -1  # the number of a block that is in a connector alone
+WEIGHT_OF_FETCH = 1 / 4  # of the newest observation in how long a fetch takes
+FORGOTTEN = 0.98  # of that time, where a load was not made because of it: the estimate may be outdated
 
 
 class HostTier(BlockPool):
@@ -51,6 +53,7 @@ class BlockStore:
         self.tier: HostTier | None = None
         self.index: BlockIndex | None = None  # the tier behind it
         self.fingerprint = fingerprint
+        self.fetch_seconds = 0.0  # that the connector takes for a block, as observed
         self._stats = StoreStats()
         self._pool = pool
         self._copies = copies
@@ -58,6 +61,7 @@ class BlockStore:
         self._loads: list[BlockTransfer] = []  # of the next plan
         self._saves: dict[int, bytes] = {}  # slot → key, of stores of the next plan
         self._fetches: dict[int, bytes] = {}  # slot → key, of loads of the next plan
+        self._fetching: dict[int, bytes] = {}  # the same, of loads under way
         self._arriving: dict[int, Arrival] = {}  # by device block
         self._arriving_hashes: dict[tuple[int, bytes], Block] = {}  # group and hash → device block
 
@@ -83,6 +87,23 @@ class BlockStore:
         slots = self.keep([(block, block_hash, block.group)])
         if slots is not None:
             self.release(slots)  # it is the most recently used one now
+
+    @property
+    def keeps_ended_texts(self) -> bool:
+        return self.index is not None and self.index.keeps_ended_texts
+
+    def offer_kept(self, blocks: Iterable[tuple[Block, bytes | None, int]]) -> None:
+        """Full blocks of a text that has ended, each with its hash and the number of its group: those that the
+        connector does not have are offered to it now, because the engine may end before they leave the device."""
+        assert self.index is not None
+        for block, block_hash, group in blocks:
+            if block_hash is not None and not self.index.find(block_key(group, block_hash)):
+                slots = self.keep([(block, block_hash, group)])
+                if slots is None:
+                    return
+                if slots[0].block_id not in self._saves and self.index.offer(block_key(group, block_hash)):
+                    self._saves[slots[0].block_id] = block_key(group, block_hash)  # it was in host memory already
+                self.release(slots)
 
     def keep(self, blocks: Sequence[tuple[Block, bytes | None, int]]) -> list[Block] | None:
         """Slots with the content of these device blocks, each with a reference for the caller. A full block comes with
@@ -185,6 +206,20 @@ class BlockStore:
 
     # ---- load ----
 
+    def is_worth_loading(self, found: Sequence[Block], num_tokens: int, costs: SwapCosts | None) -> bool:
+        """Whether what `lookup` found is on the device sooner than `num_tokens` of it are computed. None: it is not
+        known how long either takes."""
+        num_slots = sum(map(self.is_slot, found))
+        if not num_slots or costs is None:
+            return True
+        num_outside = sum(block.block_id == OUTSIDE for block in found)
+        seconds = num_slots * costs.block + num_outside * self.fetch_seconds
+        if seconds <= num_tokens * costs.token:
+            return True
+        if num_outside:
+            self.fetch_seconds *= FORGOTTEN
+        return False
+
     def load(self, slots: Sequence[Block]) -> list[Block]:
         """Device blocks that get the content of these slots, each with a reference for the caller. They arrive with the
         result of a step. There must be as many free blocks."""
@@ -210,7 +245,8 @@ class BlockStore:
         self._stores.pop(slot.block_id, None)  # of the content before, in the same plan
         self._saves.pop(slot.block_id, None)
         self.tier.cache_full_block(slot, wanted.block_hash, wanted.group)
-        self._fetches[slot.block_id] = block_key(wanted.group, wanted.block_hash)
+        key = block_key(wanted.group, wanted.block_hash)
+        self._fetches[slot.block_id] = self._fetching[slot.block_id] = key
         return slot
 
     def bring(self, found: Sequence[Block]) -> list[Block]:
@@ -253,6 +289,10 @@ class BlockStore:
 
     def take_report(self, report: TransferReport) -> set[int]:
         """Blocks arrived, or not. Returns those of the device whose content is not there."""
+        if report.num_fetched:
+            seconds = report.fetch_seconds / report.num_fetched
+            weight = WEIGHT_OF_FETCH if self.fetch_seconds else 1.0
+            self.fetch_seconds += (seconds - self.fetch_seconds) * weight
         self._stats.stored += len(report.stored)
         self.lose_slots(report.failed_stores)
         return self._end_loads(report.loaded) | self._end_loads(report.failed_loads, failed=True)
@@ -273,6 +313,8 @@ class BlockStore:
         self._stats.failed += len(lost)
         for slot in lost:
             self.tier.uncache(self.tier.blocks[slot])
+            if slot in self._fetching and self.index is not None:
+                self.index.lose(self._fetching[slot])
             self._stores.pop(slot, None)
             self._saves.pop(slot, None)
         for arrival in self._arriving.values():
@@ -284,6 +326,7 @@ class BlockStore:
             arrival = self._arriving.pop(block_id)
             block, slot, block_hash = arrival.block, arrival.slot, arrival.block_hash
             assert self.tier is not None
+            self._fetching.pop(slot.block_id, None)
             if block_hash is not None:
                 self._arriving_hashes.pop((slot.group, block_hash), None)
             if failed or not arrival.is_valid:

@@ -319,6 +319,18 @@ class KVCacheManager:
         self.cross_tables.release(branch, trusted)
         self._free_tables(branch, trusted)
 
+    def offer_text(self, ended: TokenSequence) -> None:
+        """A text has ended: what outlives the engine is offered its full blocks. It still has its memory."""
+        if not self.store.keeps_ended_texts:
+            return
+        self.register_blocks()
+        self._register_full_blocks(ended, ended.num_computed_tokens)
+        for table, size in zip(ended.block_tables, self._sizes):
+            full = table[: ended.num_computed_tokens // size]
+            self.store.offer_kept((one, one.block_hash, one.group) for one in full if one.block_hash is not None)
+        if ended.cross is not None and ended.cross.is_settled:
+            self.store.offer_kept(self.cross_tables.named_blocks(ended.cross))
+
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         self.register_blocks()
         num_valid = branch.num_computed_tokens if trusted else 0
@@ -525,7 +537,7 @@ class KVCacheManager:
         if not num_slots and not self.store.is_arriving(found):
             return False
         num_more = num_tokens - self.get_computed_blocks(branch)[1]
-        if num_more <= 0 or (costs is not None and num_slots * costs.block > num_more * costs.token):
+        if num_more <= 0 or not self.store.is_worth_loading(found, num_more, costs):
             return False
         last = min(branch.num_tokens, num_tokens + num_new_tokens)
         num_wanted = sum(rule.num_blocks(last) - rule.num_blocks(num_tokens) for rule in self.rules)

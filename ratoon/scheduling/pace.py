@@ -66,6 +66,10 @@ class StepPace:
         share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
 
+    def seconds_of_token(self, num_tokens: int) -> float | None:
+        """The estimated time of each token in a step of so many. None: no step was observed."""
+        return self.seconds(num_tokens) / num_tokens if self._seconds else None
+
     def seconds_of_rows(self, num_tokens: int) -> float | None:
         """The same of a step of about that size. None: none was observed."""
         index = bisect_right(self._tokens, num_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 
+from ratoon.core.kv import SwapCosts
 from ratoon.core.request import InheritedFrom
 from ratoon.memory.kv_cache_manager import GroupBlocks
 from ratoon.observe.logging import get_logger
@@ -79,12 +80,20 @@ class SharedPrefills:
             if not kv_cache.load(branch, max_new_tokens, num_to_come):
                 return Admission.NO_MEMORY
         elif (branch.choice == 0 and task.needs_every_prompt_row) or not kv_cache.load_prefix(
-            branch, max_new_tokens, self._state.swap_costs
+            branch, max_new_tokens, self._load_costs(branch)
         ):
             return None
         if branch.request.encoder_input is not None:
             kv_cache.load_cross(branch, branch.request.encoder_input)
         return Admission.LOADING if self._state.loads.wait(branch) else None
+
+    def _load_costs(self, branch: Branch) -> SwapCosts | None:
+        """Where nothing was measured at start-up, a block of host memory costs nothing, and a token what tokens took in
+        steps so far."""
+        if self._state.swap_costs is not None:
+            return self._state.swap_costs
+        seconds = self._state.pace.seconds_of_token(min(branch.num_tokens, self._state.config.token_budget))
+        return None if seconds is None else SwapCosts(0.0, seconds)
 
     def attach_cross(self, step: StepDraft, branch: Branch, may_load: bool = True) -> Admission:
         """Give the branch its cross table: an existing one, which is loaded from the block store if the branch may wait

@@ -386,6 +386,7 @@ class SchedulerState:
                 self.kv_cache.free(branch, trusted)
             if is_text:
                 self.readings.text_ended(branch, request, branch.choice, num_tokens)
+                self.kv_cache.offer_text(branch)
             if not (is_text and is_there and self.lease(branch, request)):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED

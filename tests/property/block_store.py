@@ -71,6 +71,8 @@ class BlockStore:
 class OutsideIndex(BlockIndex):
     """The scheduler's half of a connector that keeps every block that it is offered, as far as saving succeeds."""
 
+    keeps_ended_texts = True
+
     def __init__(self, store: BlockStore) -> None:
         self._store = store
 

@@ -130,6 +130,8 @@ class MemoryLoad:
     def end(self, which: int, other: int, most: int) -> None:
         sequence = self.choose(which, [one for one in self.sequences if self.may_leave(one)])
         if sequence is not None:
+            if other % 2 and sequence not in self.draft and sequence not in self.loaded:
+                self.manager.offer_text(sequence)
             self.manager.free(sequence)
             self.remove(sequence)
 
@@ -138,6 +140,7 @@ class MemoryLoad:
         sequence = None if self.draft else self.choose(which, ready)
         if sequence is None:
             return
+        self.manager.offer_text(sequence)
         if self.leases.grant(sequence, self.time + other % 20):
             kept = self.leases.find(sequence.branch_id)
             if kept is not None:  # it may have gone at once
@@ -286,7 +289,12 @@ class MemoryLoad:
         assert len(set(targets)) == len(targets), "a block is the target of two transfers"
         stored, fetched = {store.slot for store in plan.stores}, {fetch.slot for fetch in plan.fetches}
         assert len(stored) == len(plan.stores) and len(fetched) == len(plan.fetches) and stored.isdisjoint(fetched)
-        assert fetched <= {load.slot for load in plan.loads} and stored.issuperset(save.slot for save in plan.saves)
+        assert fetched <= {load.slot for load in plan.loads}
+        saved = {save.slot for save in plan.saves}
+        if not stored.issuperset(saved):
+            event("blocks of host memory saved to a connector")
+        tier = self.manager.store.tier
+        assert tier is None or all(tier.blocks[slot].block_hash is not None for slot in saved - stored)
         if plan.fetches:
             event("blocks of a connector loaded")
         if plan.saves:

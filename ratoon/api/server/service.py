@@ -48,6 +48,8 @@ from ratoon.core.processes import start_process
 from ratoon.core.request import EngineCoreOutputs
 from ratoon.core.settings import configure
 from ratoon.engine.adapters import AdapterRegistry
+from ratoon.engine.output.record_log import open_record_log
+from ratoon.engine.output.roots import RootLog
 from ratoon.engine.processes.async_client import make_async_client
 from ratoon.engine.processes.hub import EngineHub
 from ratoon.engine.processes.link import Link
@@ -131,14 +133,21 @@ class Service:
         self._client = make_async_client(
             self._config, own.num_replicas, self.startup_timer, not own.data_parallel_external_lb, own.ray
         )
+        records = open_record_log(self._config, "roots")
         self._hub = EngineHub(
-            self._client, self._config.max_roots, self._kill, self._survives, self._config.speculation.keeps_texts
+            self._client,
+            self._config.max_roots,
+            self._kill,
+            self._survives,
+            self._config.speculation.keeps_texts,
+            None if records is None else RootLog(records),
         )
         self._hub.observe = self._observe
         self._queue = Queue(settings.max_queue)
         self._adapters = AdapterRegistry(self._config.adapters, _inspected_elsewhere)
         self._have_joined = False  # a front end, with the adapters of the settings
-        self._names = RequestNames(num_names(self._config.max_roots, settings.max_queue))
+        most = num_names(self._config.max_roots, settings.max_queue)
+        self._names = RequestNames(most, open_record_log(self._config, "names"))
         store = ResponseStore(settings.max_responses, settings.max_response_bytes)
         self._responses = ServiceResponses(store, self._forget_root)
         self._responses.hub = self._hub

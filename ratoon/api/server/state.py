@@ -11,12 +11,15 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from ratoon.api.server.response_directory import OwnResponses, ResponseDirectory
 from ratoon.api.server.response_store import ResponseStore, StoredResponse
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineError, UnknownParentError
 from ratoon.core.shares import SharedLimit
+from ratoon.engine.output.record_log import RecordLog, open_record_log
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
@@ -27,11 +30,24 @@ if TYPE_CHECKING:
 class RequestNames:
     """The clients' names of requests that run or can be continued."""
 
-    def __init__(self, max_names: int) -> None:
+    def __init__(self, max_names: int, log: RecordLog | None = None) -> None:
+        """`log`: where names of an earlier process are found, and those of this one are written."""
         self._max_names = max_names  # of each owner: one owner's requests do not evict another's
         self._ids: dict[str | None, OrderedDict[str, str]] = {}  # by owner: names and the ids of answers
+        self._log = log
+        if log is not None:
+            for record in log.read():
+                with suppress(msgspec.MsgspecError, IndexError):
+                    self._note(*msgspec.msgpack.decode(record[0], type=tuple[str | None, str, str]))
+            every = [(owner, *pair) for owner, ids in self._ids.items() for pair in ids.items()]
+            log.replace([msgspec.msgpack.encode(one)] for one in every)
 
     def note(self, owner: str | None, name: str, request_id: str) -> None:
+        self._note(owner, name, request_id)
+        if self._log is not None:
+            self._log.append([msgspec.msgpack.encode((owner, name, request_id))])
+
+    def _note(self, owner: str | None, name: str, request_id: str) -> None:
         ids = self._ids.setdefault(owner, OrderedDict())
         ids[name] = request_id
         ids.move_to_end(name)
@@ -123,7 +139,8 @@ class OwnState:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         self._llm = llm
         self.queue = Queue(settings.max_queue)
-        self.names = RequestNames(num_names(llm.config.max_roots, settings.max_queue))
+        most = num_names(llm.config.max_roots, settings.max_queue)
+        self.names = RequestNames(most, open_record_log(llm.config, "names"))
         store = ResponseStore(settings.max_responses, settings.max_response_bytes)
         self.responses = OwnResponses(store, self._forget_root)
 

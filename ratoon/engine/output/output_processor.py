@@ -22,7 +22,7 @@ from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
 from ratoon.engine.output.request_measures import count_tokens, measure_end, measure_tokens, trace_of
 from ratoon.engine.output.request_state import Output, Reading, RequestState, make_request_state
-from ratoon.engine.output.roots import Root, RootTable
+from ratoon.engine.output.roots import Root, RootLog, RootTable
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class OutputProcessor:
         throughput: ThroughputLog | None = None,
         shared_roots: EndedRequests | None = None,  # of several front ends, in the place of this one's own
         notes_dropped_roots: bool = False,  # see RootTable
+        root_log: RootLog | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
@@ -87,7 +88,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}  # by internal id
         self._internal_ids: dict[tuple[str | None, str], str] = {}  # by owner and the caller's id
         # What has ended and can be continued
-        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots and shared_roots is None)
+        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots and shared_roots is None, log=root_log)
         self.shared_roots = shared_roots
 
     def add_request(

@@ -2,7 +2,7 @@
 
 Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted.
 Kept in the front end, so that a root outlives the engine process; whether its keys and values are
-still in memory is the engine's state.
+still in memory is the engine's state. With a log, roots outlive the front end as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ratoon.core.adapters import Adapter
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
@@ -19,8 +21,12 @@ from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.media import MediaFeature, RopePositions, cut_features, feature_around
 from ratoon.core.request import branch_id_of
 from ratoon.core.structured import StructuredOutput
+from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.engine.output.record_log import RecordLog
 
 MAX_FEATURE_BYTES = 256 * 2**20  # of audio features and media of all roots together; tokens are few beside them
+MAX_LOGGED_FEATURE_BYTES = 8 * 2**20  # of a root that is written: the event loop waits for it
+SPARE_RECORDS = 1000  # of roots that are gone, and as many as there are roots: with more, the log is written anew
 
 
 @dataclass(slots=True)
@@ -102,11 +108,71 @@ class _OwnersRoots:
     feature_bytes: int = 0
 
 
+class RootRecord(msgspec.Struct):
+    """What a log says of a root: that it is there, or that it is gone."""
+
+    owner: str | None
+    request_id: str
+    root: Root | None
+
+
+class RootLog:
+    """The roots of one table, in a file."""
+
+    def __init__(self, records: RecordLog) -> None:
+        self._records = records
+        self._decoder: Decoder[RootRecord] = Decoder(RootRecord)
+        self._num_records = 0
+
+    def read(self) -> list[Root]:
+        """Returns the roots that are there, in the order in which they ended."""
+        found: dict[tuple[str | None, str], Root] = {}
+        for frames in self._records.read():
+            try:
+                record = self._decoder.decode(frames)
+            except WireError:  # of another version
+                continue
+            found.pop((record.owner, record.request_id), None)
+            if record.root is not None:
+                record.root.engine = None  # engines are others now
+                found[record.owner, record.request_id] = record.root
+        self.write_anew(found.values())
+        return list(found.values())
+
+    def add(self, root: Root) -> None:
+        if root.feature_bytes <= MAX_LOGGED_FEATURE_BYTES and not root.searching:
+            self._append(RootRecord(root.owner, root.request_id, root))
+
+    def drop(self, root: Root) -> None:
+        self._append(RootRecord(root.owner, root.request_id, None))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def has_many_outdated(self, num_roots: int) -> bool:
+        return self._num_records > 2 * num_roots + SPARE_RECORDS
+
+    def write_anew(self, roots: Iterable[Root]) -> None:
+        kept = [RootRecord(root.owner, root.request_id, root) for root in roots]
+        self._records.replace(map(encode, kept))
+        self._num_records = len(kept)
+
+    def _append(self, record: RootRecord) -> None:
+        self._num_records += 1
+        self._records.append(encode(record))
+
+
 class RootTable:
     def __init__(
-        self, max_roots: int = MAX_ROOTS, max_feature_bytes: int = MAX_FEATURE_BYTES, *, notes_dropped: bool = False
+        self,
+        max_roots: int = MAX_ROOTS,
+        max_feature_bytes: int = MAX_FEATURE_BYTES,
+        *,
+        notes_dropped: bool = False,
+        log: RootLog | None = None,
     ) -> None:
-        """`notes_dropped`: engines keep texts of roots, and are told which roots are gone (`take_dropped`)."""
+        """`notes_dropped`: engines keep texts of roots, and are told which roots are gone (`take_dropped`). `log` has
+        the roots of an earlier process, and gets those of this one."""
         self._max_roots = max_roots
         self._notes_dropped = notes_dropped
         self._dropped: list[str] = []  # branches of roots that are gone, since they were last taken
@@ -115,6 +181,11 @@ class RootTable:
         self._num_roots = 0
         # Ids are separate per owner.
         self._by_owner: dict[str | None, _OwnersRoots] = {}
+        self._log: RootLog | None = None  # while roots are read from it, nothing is written to it
+        if log is not None:
+            for root in log.read():
+                self.add(root)
+            self._log = log
 
     def __len__(self) -> int:
         return self._num_roots
@@ -128,10 +199,18 @@ class RootTable:
         self._by_owner[root.owner] = own
         self._num_roots += 1
         self._feature_bytes += root.feature_bytes
+        if self._log is not None:
+            self._log.add(root)
         while self._num_roots > self._max_roots:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: len(held.roots)))
         while self._feature_bytes > self._max_feature_bytes:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: held.feature_bytes))
+
+    def close(self) -> None:
+        """Another process may have the log now."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def note_end(self, owner: str | None, external_id: str, request_id: str, root: Root | None) -> None:
         """A request has ended. `root`: what can be continued of it, if anything."""
@@ -175,6 +254,10 @@ class RootTable:
         if not own.roots:
             del self._by_owner[root.owner]
         self.note_dropped(root.branch_ids)
+        if self._log is not None:
+            self._log.drop(root)
+            if self._log.has_many_outdated(self._num_roots):
+                self._log.write_anew(one for held in self._by_owner.values() for one in held.roots.values())
         return root
 
     def list(self, owner: str | None = None) -> list[Root]:

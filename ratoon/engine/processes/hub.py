@@ -29,7 +29,7 @@ from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import BeamSearchParams, SamplingParams
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, branch_id_of
-from ratoon.engine.output.roots import Root, RootTable
+from ratoon.engine.output.roots import Root, RootLog, RootTable
 from ratoon.engine.processes.async_client import AsyncMPClient
 from ratoon.engine.processes.link import Link
 from ratoon.observe.logging import get_logger
@@ -134,12 +134,13 @@ class EngineHub:
         kill: Callable[[int], None],
         survives: Callable[[str | None, str], bool] = lambda owner, external_id: False,
         notes_dropped_roots: bool = False,  # see RootTable
+        root_log: RootLog | None = None,
     ) -> None:
         """`kill` ends the front end with this index, which takes nothing any more. `survives` tells whether the request
         with this owner and id goes on when its front end is gone, because another one will take it over."""
         self._survives = survives
         self.client = client
-        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots)
+        self.roots = RootTable(max_roots, notes_dropped=notes_dropped_roots, log=root_log)
         self._kill = kill
         self._readers: dict[int, Reader] = {}
         self._running: dict[str, Running] = {}  # by internal id

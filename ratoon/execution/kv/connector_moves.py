@@ -1,4 +1,4 @@
-"""Moves blocks between the host tier and a KV connector, one by one: a block that fails is the only one that does."""
+"""Moves blocks between the host tier and a KV connector. A block that fails is the only one that does."""
 
 from __future__ import annotations
 
@@ -25,16 +25,8 @@ class ConnectorMoves:
 
     def fetch(self, fetches: Sequence[ConnectorTransfer]) -> list[int]:
         """Write blocks of the connector to their slots. Returns the slots whose content is not there."""
-        lost = []
-        for fetch in fetches:
-            try:
-                is_there = self._mover.load(fetch.key, self._slots.host_parts(fetch.slot))
-            except Exception:
-                logger.warning("block %s can't be loaded from the connector", fetch.key.hex(), exc_info=True)
-                is_there = False
-            if not is_there:
-                lost.append(fetch.slot)
-        return lost
+        found = self._mover.load_all([(fetch.key, self._slots.host_parts(fetch.slot)) for fetch in fetches])
+        return [fetch.slot for fetch, is_there in zip(fetches, found, strict=True) if not is_there]
 
     def save(self, saves: Sequence[ConnectorTransfer]) -> None:
         """Hand blocks of slots, which are stored, to the connector."""

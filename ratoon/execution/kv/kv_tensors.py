@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -124,7 +125,9 @@ class KVTensors(LayerCaches):
         """Store, copy on write and load, in all layers and in the plan's order. All sources of copies are read before a
         target is written: a block that was freed and reallocated within the step may be both. Copies between the device
         and host memory do not fail one by one: for the steps that follow, all of them are done."""
+        began = time.perf_counter()
         lost = self._connector.fetch(plan.fetches) if self._connector is not None and plan.fetches else []
+        seconds = time.perf_counter() - began if plan.fetches else 0.0
         if plan.block_copies or plan.stores or plan.loads:
             if self._pages is not None:
                 self._move_by_kernel(plan, self._pages)
@@ -135,7 +138,10 @@ class KVTensors(LayerCaches):
         if not plan.stores and not plan.loads:
             return None
         stored = [store.slot for store in plan.stores]
-        return TransferReport([load.block for load in plan.loads], stored=stored, failed_stores=lost)
+        loaded = [load.block for load in plan.loads]
+        return TransferReport(
+            loaded, stored=stored, failed_stores=lost, num_fetched=len(plan.fetches), fetch_seconds=seconds
+        )
 
     def connect(self, mover: BlockMover) -> None:
         """Blocks of the host tier are moved from and to a connector by this from now on."""

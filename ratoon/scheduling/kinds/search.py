@@ -210,6 +210,7 @@ class SearchKind(RequestKind):
         if request.retain_kv is not None or request.original is not None:
             for choice, sequence in group.final_sequences(request.branch_ids):
                 self._state.readings.text_ended(sequence, request, choice)
+                self._state.kv_cache.offer_text(sequence)
                 if not sequence.block_tables or not self._state.lease(sequence, request):
                     self._state.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))

@@ -1,0 +1,349 @@
+"""The connector `files`: blocks of the KV cache as files of a folder, which outlive the engine and are shared by all
+engines of a host that use the folder.
+
+A file is a block. Its name is the block's key, and its first bytes are a header with a checksum over the key and the
+content, so that a torn or damaged file is found when it is read: it is removed, and the block is computed. A file gets
+its name when it is complete. Files are written behind the steps by one thread, and read by several. Together they take
+no more than the given number of bytes: those that were not used for the longest time are removed. Only the user that
+runs the engine may read them. What is not here: which blocks are offered, and whether a load is worth its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVFingerprint
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
+from ratoon.core.sizes import parse_size
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".kv"
+UNFINISHED = ".new"  # the suffix of a file that is being written
+MAGIC = b"ratoonKV"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQ16s")  # magic, version, bytes of the key, bytes of the content, checksum; the key follows
+DEFAULT_BYTES = 16 * 2**30
+MAX_QUEUED_BYTES = 256 * 2**20  # that wait to be written; what comes beyond is not kept
+NUM_READERS = 8  # threads that load blocks: a disk is fastest with several requests
+SECONDS_BETWEEN_LOOKS = 2.0  # at what other engines wrote and removed
+SECONDS_AFTER_FAILURE = 10.0  # in which nothing is written, for example because the disk is full
+SHARE_KEPT = 0.9  # of the bytes, when files are removed because there are too many
+SECONDS_UNFINISHED = 600.0  # after which an unfinished file belongs to an engine that is gone
+
+
+class FilesConnector(KVConnector):
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        unknown = sorted(set(options) - {"folder", "max_bytes"})
+        folder, size = options.get("folder"), options.get("max_bytes", DEFAULT_BYTES)
+        if unknown or not isinstance(folder, str) or not folder:
+            raise ValueError('{"folder": PATH} is needed, and "max_bytes" may be given')
+        try:
+            self._max_bytes = parse_size("max_bytes", size)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        self._root = Path(folder).expanduser()
+
+    def open_index(self, fingerprint: KVFingerprint) -> FilesIndex:
+        return FilesIndex(self._folder_for(fingerprint))
+
+    def open_mover(self, fingerprint: KVFingerprint) -> FilesMover:
+        return FilesMover(self._root, self._folder_for(fingerprint), self._max_bytes)
+
+    def _folder_for(self, fingerprint: KVFingerprint) -> Path:
+        """Blocks of other models, or of the same one in another layout, lie in another folder."""
+        folder = self._root / fingerprint.digest
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("kv_files", f"{folder} can't be made: {error.strerror}", "another folder") from error
+        return folder
+
+
+def _path_of(folder: Path, key: bytes) -> str:
+    """Files are divided among 256 folders by a byte of the hash: the first two bytes of a key are its group."""
+    name = key.hex()
+    return f"{folder}/{name[4:6]}/{name}{SUFFIX}"
+
+
+class FilesIndex(BlockIndex):
+    """The keys that have a file, in memory. A thread looks from time to time at what other engines changed."""
+
+    keeps_ended_texts = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._keys: set[bytes] = set()
+        self._own: dict[bytes, float] = {}  # keys that were offered here, and may not have a file yet; with the time
+        self._seen: dict[str, int] = {}  # folders, and when they had last changed as they were read
+        self._of_folder: dict[str, set[bytes]] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.look()
+        self._thread = threading.Thread(target=self._keep_looking, name="kv-files-index", daemon=True)
+        self._thread.start()
+
+    def find(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def offer(self, key: bytes) -> bool:
+        """A block counts as there from now on: it is in the queue of the mover before any later plan could load it."""
+        if key in self._keys:
+            return False
+        with self._lock:
+            self._own[key] = time.monotonic()
+            self._keys.add(key)
+        return True
+
+    def lose(self, key: bytes) -> None:
+        with self._lock:
+            self._own.pop(key, None)
+            self._keys.discard(key)
+            for keys in self._of_folder.values():
+                keys.discard(key)
+
+    def look(self) -> None:
+        """Reads the folders that have changed since the last time."""
+        changed = False
+        with suppress(OSError), os.scandir(self._folder) as folders:
+            for entry in folders:
+                with suppress(OSError):
+                    when = entry.stat().st_mtime_ns
+                    if self._seen.get(entry.path) != when and entry.is_dir():
+                        self._of_folder[entry.path] = _keys_in(entry.path)
+                        self._seen[entry.path] = when
+                        changed = True
+        oldest = time.monotonic() - 10 * SECONDS_BETWEEN_LOOKS
+        with self._lock:
+            written = [key for key, when in self._own.items() if when < oldest]
+            for key in written:  # by now it has a file, or was not kept
+                del self._own[key]
+            if changed or written:
+                self._keys = set(self._own).union(*self._of_folder.values())
+
+    def _keep_looking(self) -> None:
+        while not self._closed.wait(SECONDS_BETWEEN_LOOKS):
+            self.look()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+
+def _keys_in(folder: str) -> set[bytes]:
+    found = set()
+    with os.scandir(folder) as files:
+        for file in files:
+            name, dot, suffix = file.name.partition(".")
+            if dot + suffix == SUFFIX:
+                with suppress(ValueError):
+                    found.add(bytes.fromhex(name))
+    return found
+
+
+class FilesMover(BlockMover):
+    def __init__(self, root: Path, folder: Path, max_bytes: int) -> None:
+        self._root = root
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._queue: deque[bytes] = deque()
+        self._queued: dict[bytes, bytearray] = {}  # content of blocks that are not written yet
+        self._queued_bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._silent_until = 0.0
+        self._num_bytes = sum(file.size for file in _files_of(root))
+        self._num_written = 0
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-files-read")
+        self._writer = threading.Thread(target=self._write_all, name="kv-files-write", daemon=True)
+        self._writer.start()
+
+    # ---- save ----
+
+    def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        """Takes a copy, which is written later."""
+        size = sum(part.nbytes for part in parts)
+        if self._queued_bytes + size > MAX_QUEUED_BYTES or time.monotonic() < self._silent_until:
+            return
+        content = bytearray(b"".join(parts))
+        with self._changed:
+            if key not in self._queued:
+                self._queue.append(key)
+                self._queued_bytes += size
+            self._queued[key] = content
+            self._changed.notify()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                key = self._queue.popleft()
+                content = self._queued[key]
+            try:
+                if time.monotonic() >= self._silent_until:
+                    self._write(key, content)
+            except OSError as error:
+                self._silent_until = time.monotonic() + SECONDS_AFTER_FAILURE
+                logger.warning("blocks are not written to %s for a while: %s", self._folder, error)
+            with self._changed:
+                self._queued_bytes -= len(content)
+                del self._queued[key]
+                self._changed.notify_all()
+
+    def _write(self, key: bytes, content: bytearray) -> None:
+        path = _path_of(self._folder, key)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        self._num_written += 1
+        unfinished = f"{path}.{os.getpid()}-{self._num_written}{UNFINISHED}"
+        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, [content])) + key
+                _write_whole(handle, [head, content])
+            finally:
+                os.close(handle)
+            os.rename(unfinished, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        self._num_bytes += len(head) + len(content)
+        if self._num_bytes > self._max_bytes:
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        """Another engine may do the same at the same time: a file that is gone is none that has to be removed."""
+        files = sorted(_files_of(self._root))
+        num_bytes, most = sum(file.size for file in files), int(self._max_bytes * SHARE_KEPT)
+        for file in files:
+            if num_bytes <= most:
+                break
+            with suppress(OSError):
+                os.unlink(file.path)
+            num_bytes -= file.size
+        self._num_bytes = num_bytes
+
+    # ---- load ----
+
+    def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        waiting = self._queued.get(key)
+        if waiting is not None:
+            return _fill(waiting, parts)
+        path = _path_of(self._folder, key)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            is_good = _read_block(handle, key, parts)
+            if is_good:
+                with suppress(OSError):
+                    os.utime(handle)  # it was used
+        finally:
+            os.close(handle)
+        if not is_good:
+            logger.warning("%s is damaged, and is removed", path)
+            with suppress(OSError):
+                os.unlink(path)
+        return is_good
+
+    def load_all(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
+        return list(self._readers.map(lambda one: self.load_or_log(*one), wanted))
+
+    def flush(self) -> None:
+        """Waits until all that was saved is written."""
+        with self._changed:
+            while self._queued:
+                self._changed.wait()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._writer.join()
+        self._readers.shutdown()
+
+
+class _File(NamedTuple):
+    used_at: int  # the first field: files are sorted by it
+    size: int
+    path: str
+
+
+def _files_of(root: Path) -> Iterator[_File]:
+    """The files of all kinds of blocks in the folder. What an engine that is gone left unfinished is removed."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = f"{folder}/{name}"
+            with suppress(OSError):
+                facts = os.stat(path)
+                if name.endswith(SUFFIX):
+                    yield _File(facts.st_mtime_ns, facts.st_size, path)
+                elif name.endswith(UNFINISHED) and time.time() - facts.st_mtime > SECONDS_UNFINISHED:
+                    os.unlink(path)
+
+
+def _checksum(key: bytes, parts: Sequence[bytearray | memoryview]) -> bytes:
+    digest = xxhash.xxh3_128(key)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _write_whole(handle: int, parts: Sequence[bytes | bytearray]) -> None:
+    """A write may be cut short, for example where the disk is full: the next one then says why."""
+    left = [memoryview(part) for part in parts]
+    while left:
+        num_written = os.writev(handle, left)
+        while left and num_written >= left[0].nbytes:
+            num_written -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][num_written:]
+
+
+def _read_block(handle: int, key: bytes, parts: Sequence[memoryview]) -> bool:
+    """Reads the content into `parts`. False: the file is not what it should be."""
+    head = bytearray(HEADER.size + len(key))
+    size = sum(part.nbytes for part in parts)
+    if os.readv(handle, [head]) != len(head):
+        return False
+    magic, version, key_bytes, num_bytes, checksum = HEADER.unpack_from(head)
+    expected = (MAGIC, VERSION, len(key), size, key)
+    if (magic, version, key_bytes, num_bytes, bytes(head[HEADER.size :])) != expected:
+        return False
+    left = [part for part in parts if part.nbytes]
+    while left:
+        num_read = os.readv(handle, left)
+        if not num_read:
+            return False
+        while left and num_read >= left[0].nbytes:
+            num_read -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][num_read:]
+    return not os.read(handle, 1) and _checksum(key, parts) == checksum
+
+
+def _fill(content: bytearray, parts: Sequence[memoryview]) -> bool:
+    if len(content) != sum(part.nbytes for part in parts):
+        return False
+    start = 0
+    for part in parts:
+        part[:] = memoryview(content)[start : start + part.nbytes]
+        start += part.nbytes
+    return True

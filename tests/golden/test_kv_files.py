@@ -1,0 +1,123 @@
+"""Blocks and roots in files: an engine that starts again goes on where another one ended, with the same tokens, and
+computes what can't be read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon.api.llm import LLM
+from ratoon.core.errors import ConfigError
+from ratoon.core.params import BeamSearchParams
+from tests.depths import both_depths
+from tests.golden.engines import engine, greedy, run, scheduler_of, tokens_of
+from tests.golden.tiny_models import random_token_ids
+
+FAMILY = "llama with grouped heads"
+PROMPTS = [random_token_ids(length, seed=length) for length in (70, 33, 90)]
+SHARE = {"swap_memory": "1MiB"}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def answers(llm: LLM) -> tuple[list[list[int]], list[int | None]]:
+    outputs = run(llm, PROMPTS, greedy(20))
+    return tokens_of(outputs), [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[list[int]]]:
+    with engine(FAMILY) as llm:
+        yield answers(llm)[0]
+
+
+@both_depths
+def test_a_restarted_engine_finds_what_the_last_one_wrote(tmp_path, expected):
+    settings = SHARE | {"kv_files": str(tmp_path)}
+    with engine(FAMILY, **settings) as llm:
+        assert answers(llm) == (expected, [0, 0, 0])
+    with engine(FAMILY, **settings) as llm:
+        assert answers(llm) == (expected, [64, 32, 80])
+        assert scheduler_of(llm).kv_cache.store.snapshot().loaded == 4 + 2 + 5
+
+
+@both_depths
+def test_roots_of_an_earlier_process_are_continued_and_searched(tmp_path, expected):
+    settings = SHARE | {"kv_files": str(tmp_path)}
+    suffix, beams = random_token_ids(5, seed=1), BeamSearchParams(beam_width=3, n=2, max_tokens=6)
+
+    def go_on(llm: LLM, parent: str) -> list[Any]:
+        return [
+            llm.generate_continuation(parent, suffix, greedy(8)),
+            llm.generate_continuation(parent, [], greedy(8), at=75),
+            llm.generate_continuation(parent, suffix, beams),
+        ]
+
+    with engine(FAMILY, **settings) as llm:
+        (parent,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(20), "named", use_tqdm=False)
+        wanted = [[list(one.token_ids) for one in output.outputs] for output in go_on(llm, parent.request_id)]
+    with engine(FAMILY, **settings) as llm:
+        found = go_on(llm, parent.request_id)
+        assert [[list(one.token_ids) for one in output.outputs] for output in found] == wanted
+        assert found[0].num_cached_tokens == 80  # 90 tokens of the parent: its full blocks
+
+
+def test_damaged_files_are_computed_and_written_again(tmp_path, expected):
+    settings = SHARE | {"kv_files": str(tmp_path)}
+    with engine(FAMILY, **settings) as llm:
+        answers(llm)
+    draws, written = random.Random(3), files_of(tmp_path)
+    for file in written:
+        data = bytearray(file.read_bytes())
+        data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+        file.write_bytes(data)
+    with engine(FAMILY, **settings) as llm:
+        assert answers(llm) == (expected, [0, 0, 0])
+    assert files_of(tmp_path) == written
+    with engine(FAMILY, **settings) as llm:
+        assert answers(llm) == (expected, [64, 32, 80])
+
+
+def test_engines_of_other_models_and_salts_do_not_read_them(tmp_path):
+    settings = SHARE | {"kv_files": str(tmp_path)}
+    with engine(FAMILY, **settings) as llm:
+        run(llm, PROMPTS[:1], greedy(4))
+    with engine(FAMILY, **settings, kv_cache_dtype="float16") as llm:
+        assert run(llm, PROMPTS[:1], greedy(4))[0].num_cached_tokens == 0
+    with engine(FAMILY, **settings) as llm:
+        (other,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(4), cache_salt="other", use_tqdm=False)
+        (same,) = run(llm, PROMPTS[:1], greedy(4))
+        assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 64)
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_made_and_tried_again_later(tmp_path, expected):
+    settings = SHARE | {"kv_files": str(tmp_path)}
+    with engine(FAMILY, **settings) as llm:
+        answers(llm)
+    with engine(FAMILY, **settings) as llm:
+        run(llm, [random_token_ids(length, seed=500 + length) for length in (70, 33, 90)], greedy(4))  # a pace is known
+        store = scheduler_of(llm).kv_cache.store
+        store.fetch_seconds = 1e6
+        assert answers(llm) == (expected, [0, 0, 0])
+        assert store.fetch_seconds < 1e6
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_connector": "memory"}, "kv_files: and kv_connector both"),
+        ({"preemption_mode": "recompute"}, "kv_files: .*pass through host memory"),
+        ({"enable_prefix_caching": False}, "leave enable_prefix_caching on"),
+        ({"kv_files_size": 0}, "kv_files_size"),
+        ({"tensor_parallel_size": 2}, "kv_files: keeps blocks of whole models"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, settings, problem):
+    with pytest.raises(ConfigError, match=problem), engine(FAMILY, kv_files=str(tmp_path), **settings):
+        pass

@@ -1,0 +1,188 @@
+"""Blocks as files: what is read is what was written, or nothing, whatever happens to the files in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+from pathlib import Path
+
+import pytest
+
+from ratoon.core.errors import ConfigError
+from ratoon.core.kv import KVFingerprint
+from ratoon.core.kv_connector import block_key, open_connector
+from ratoon.distributed import kv_files
+from ratoon.distributed.kv_files import FilesConnector, FilesIndex, FilesMover
+from tests.waiting import wait_until
+
+KIND = KVFingerprint(weights="w")
+SIZES = (48, 100)  # of the parts of a block
+
+
+def key(number: int) -> bytes:
+    return block_key(0, number.to_bytes(32, "big")[::-1])
+
+
+def content(number: int) -> list[memoryview]:
+    return [memoryview(random.Random(number).randbytes(size)) for size in SIZES]
+
+
+def connector(folder: Path, **options: object) -> FilesConnector:
+    return FilesConnector({"folder": str(folder), **options})
+
+
+class Opened:
+    """Both halves over one folder."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        made = connector(folder, **options)
+        self.mover: FilesMover = made.open_mover(KIND)
+        self.index: FilesIndex = made.open_index(KIND)
+
+    def save(self, *numbers: int) -> None:
+        for number in numbers:
+            if self.index.offer(key(number)):
+                self.mover.save(key(number), content(number))
+
+    def read(self, number: int) -> list[bytes] | None:
+        parts = [memoryview(bytearray(size)) for size in SIZES]
+        (is_there,) = self.mover.load_all([(key(number), parts)])
+        return [bytes(part) for part in parts] if is_there else None
+
+    def close(self) -> None:
+        self.index.close()
+        self.mover.close()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    made = Opened(tmp_path / "kv")
+    yield made
+    made.close()
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def whole(number: int) -> list[bytes]:
+    return [bytes(part) for part in content(number)]
+
+
+def test_a_block_is_read_as_it_was_saved_before_and_after_it_is_written_and_by_a_later_engine(opened, tmp_path):
+    opened.save(1, 2)
+    assert opened.read(1) == whole(1)  # perhaps from the queue
+    opened.mover.flush()
+    assert len(files_in(tmp_path)) == 2 and opened.read(2) == whole(2)
+    later = Opened(tmp_path / "kv")
+    assert later.index.find(key(1)) and not later.index.find(key(3))
+    assert (later.read(1), later.read(2), later.read(3)) == (whole(1), whole(2), None)
+    later.close()
+
+
+def test_only_the_user_may_read_them(opened, tmp_path):
+    opened.save(1)
+    opened.mover.flush()
+    (file,) = files_in(tmp_path)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(one.stat().st_mode) for one in (file.parent, file.parent.parent)} == {0o700}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "empty", "of another block"])
+def test_a_wrong_byte_is_never_read_and_its_file_is_removed(opened, tmp_path, damage):
+    opened.save(1, 2)
+    opened.mover.flush()
+    first, second = (Path(kv_files._path_of(tmp_path / "kv" / KIND.digest, key(number))) for number in (1, 2))
+    data = bytearray(first.read_bytes())
+    random.seed(7)
+    for place in random.sample(range(len(data)), 40) if damage == "flipped" else [0]:
+        damaged = bytearray(data)
+        if damage == "flipped":
+            damaged[place] ^= 1 << random.randrange(8)
+        elif damage == "cut":
+            del damaged[-1:]
+        elif damage == "longer":
+            damaged += b"x"
+        elif damage == "empty":
+            damaged.clear()
+        else:
+            damaged[:] = second.read_bytes()
+        first.write_bytes(damaged)
+        assert opened.read(1) is None
+        assert not first.exists()
+    assert opened.read(2) == whole(2)
+    opened.index.lose(key(1))
+    opened.save(1)
+    assert opened.read(1) == whole(1)
+
+
+def test_a_full_disk_loses_blocks_and_nothing_else(opened, monkeypatch, tmp_path):
+    now = [100.0]
+    monkeypatch.setattr(kv_files.time, "monotonic", lambda: now[0])
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "writev", refuse)
+        opened.save(1)
+        opened.mover.flush()
+        opened.save(2)  # in the pause after a failure
+        opened.mover.flush()
+    assert opened.read(1) is None and not list(tmp_path.rglob("*.*"))
+    now[0] += kv_files.SECONDS_AFTER_FAILURE
+    opened.save(3)
+    opened.mover.flush()
+    assert opened.read(3) == whole(3)
+
+
+def test_files_are_bounded_and_those_not_used_for_longest_go_first(tmp_path):
+    size = kv_files.HEADER.size + len(key(0)) + sum(SIZES)
+    opened = Opened(tmp_path / "kv", max_bytes=10 * size)
+    opened.save(*range(10))
+    opened.mover.flush()
+    for number, file in enumerate(Path(kv_files._path_of(tmp_path / "kv" / KIND.digest, key(n))) for n in range(10)):
+        os.utime(file, ns=(number, number))
+    assert opened.read(0) == whole(0)  # it is used
+    opened.save(10)
+    opened.mover.flush()
+    kept = [number for number in range(11) if opened.read(number) is not None]
+    assert kept == [0, 3, 4, 5, 6, 7, 8, 9, 10]
+    opened.close()
+
+
+def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_files, "SECONDS_BETWEEN_LOOKS", 0.01)
+    other = Opened(tmp_path / "kv")
+    opened.save(1)
+    opened.mover.flush()
+    wait_until("the other engine knows the block", lambda: other.index.find(key(1)))
+    files_in(tmp_path)[0].unlink()
+    wait_until("the other engine knows that it is gone", lambda: not other.index.find(key(1)))
+    other.close()
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_files, "MAX_QUEUED_BYTES", 3 * sum(SIZES))
+    opened = Opened(tmp_path / "kv")
+    with opened.mover._changed:  # the writer can't take any
+        opened.mover._queued_bytes = 5 * sum(SIZES)
+    opened.save(1)
+    assert opened.read(1) is None
+    with opened.mover._changed:
+        opened.mover._queued_bytes = 0
+    opened.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"folder": 3}, {"folder": "a", "size": 1}, {"folder": "a", "max_bytes": "x"}])
+def test_options_that_it_does_not_have_are_refused(options):
+    with pytest.raises(ConfigError, match="kv_connector_options"):
+        open_connector("files", options)
+
+
+def test_a_folder_that_can_not_be_made_is_an_error_of_the_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="kv_files"):
+        connector(tmp_path / "file").open_index(KIND)
