@@ -175,7 +175,8 @@ class LLM(BaseLLM):
         request_id: str | None = None,
         **options: Unpack[ContinuationOptions],
     ) -> RequestOutput:
-        """Continue a request that has ended: after its tokens, then `suffix` (text or token ids), a new answer.
+        """Continue a request that has ended: after its tokens, then `suffix` (text or token ids), a new answer. With
+        {"prompt": text, "multi_modal_data": …} as `suffix` it has images of its own; those of the parent stay.
 
         Cached keys and values of the parent are not computed again. With `retain_kv` on the parent that is all of it;
         the output's `continuation` says how it was. `choice` names one of several, `at` a place in the parent: so many

@@ -9,6 +9,7 @@ placeholder tokens of the prompt.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class MediaFeature(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     length: int
     content_hash: str  # of the input with all options of its preprocessing: equal inputs have equal hashes
     data: MediaInput
+    is_first: bool = True  # of its image or video; False for further tiles of an image that is cut into several
 
 
 class RopePositions(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -75,6 +77,16 @@ def end_of_image(features: Sequence[MediaFeature], num_tokens: int) -> int:
     return num_tokens if feature is None else feature.offset + feature.length
 
 
+def moved_features(features: Sequence[MediaFeature], num_tokens: int) -> list[MediaFeature]:
+    """The features of a text that stands behind `num_tokens` others."""
+    return [msgspec.structs.replace(feature, offset=feature.offset + num_tokens) for feature in features]
+
+
+def count_media(features: Sequence[MediaFeature]) -> Counter[str]:
+    """The number of images and videos by modality. Embeddings that a caller brought are neither."""
+    return Counter(one.data.modality for one in features if one.is_first and one.data.modality != EMBEDS)
+
+
 def cut_rope(rope: RopePositions | None, num_axes: int, num_tokens: int) -> RopePositions | None:
     """The positions of the first `num_tokens` of a prompt. Those of tokens behind them begin after the greatest."""
     if rope is None or not rope.packed:
@@ -87,6 +99,26 @@ def cut_rope(rope: RopePositions | None, num_axes: int, num_tokens: int) -> Rope
     for axis in range(num_axes):
         kept += listed[axis * count : axis * count + num_tokens]
     return RopePositions(kept.tobytes(), max(kept, default=-1) + 1 - num_tokens)
+
+
+def joined_rope(
+    rope: RopePositions | None, num_axes: int, num_tokens: int, behind: RopePositions | None
+) -> RopePositions | None:
+    """The positions of `num_tokens` tokens and of a text behind them. `rope` is that of the first ones, of which it may
+    list fewer; `behind` lists the positions of the text as if it stood alone. None: the text has no media, so that its
+    tokens count on."""
+    if behind is None:
+        return rope
+    delta = 0 if rope is None else rope.delta
+    listed, added = array("i", b"" if rope is None else rope.packed), array("i", behind.packed)
+    num_listed, num_added = len(listed) // num_axes, len(added) // num_axes
+    begin = num_tokens + delta  # where the text begins
+    joined = array("i")
+    for axis in range(num_axes):
+        joined += listed[axis * num_listed : (axis + 1) * num_listed]
+        joined.extend(range(num_listed + delta, begin))
+        joined.extend(begin + position for position in added[axis * num_added : (axis + 1) * num_added])
+    return RopePositions(joined.tobytes(), max(joined) + 1 - num_tokens - num_added)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class AsyncLLMEngine(FrontEnd):
         """Run what takes long in a thread: prompts with images or videos when it is the owner's turn."""
         if not takes_long(**read):
             return ready()
-        if has_media(read.get("prompt")):
+        if has_media(**read):
             return await self._media_threads.run(ready, owner)
         return await asyncio.to_thread(ready)
 

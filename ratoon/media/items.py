@@ -53,13 +53,19 @@ def parse_media(field: str, given: Any) -> list[MediaItem]:
     return items
 
 
-def verify_number(items: Sequence[MediaItem], settings: MediaSettings) -> None:
-    """RequestError for the first item above the limit of its modality."""
+def verify_number(items: Sequence[MediaItem], settings: MediaSettings, earlier: Mapping[str, int]) -> None:
+    """RequestError for the first item above the limit of its modality. `earlier`: how many of each modality are in the
+    text that the items' text continues."""
     for modality in (IMAGE, VIDEO):
         limit, found = settings.limit_of(modality), [item for item in items if item.modality == modality]
-        if len(found) > limit:
-            problem = f"the prompt has {len(found)} of the kind {modality}, and at most {limit} are allowed"
-            raise RequestError(found[limit].field, problem, "fewer, or a greater limit_mm_per_prompt")
+        num_earlier = earlier.get(modality, 0)
+        number = num_earlier + len(found)
+        if found and number > limit:
+            problem = f"the prompt has {number} of the kind {modality}, and at most {limit} are allowed"
+            if num_earlier:
+                problem += f"; {num_earlier} of them are in the text that is continued"
+            first = found[max(0, limit - num_earlier)]
+            raise RequestError(first.field, problem, "fewer, or a greater limit_mm_per_prompt")
 
 
 def is_array(value: Any) -> bool:

@@ -84,15 +84,21 @@ class Placeholders:
     def _with_rows(self, token_ids: list[int], media: Sequence[Preprocessed]) -> tuple[list[int], list[MediaFeature]]:
         """Every token that stands for rows, as often as its input has rows."""
         markers = {self._rows_token(modality) for modality in self._modalities}
-        inputs = iter([pair for one in media for pair in zip(one.inputs, one.content_hashes, strict=True)])
+        inputs = iter(
+            [
+                (data, content_hash, place == 0)
+                for one in media
+                for place, (data, content_hash) in enumerate(zip(one.inputs, one.content_hashes, strict=True))
+            ]
+        )
         expanded: list[int] = []
         features: list[MediaFeature] = []
         for token_id in token_ids:
             if token_id not in markers:
                 expanded.append(token_id)
                 continue
-            data, content_hash = next(inputs)
-            features.append(MediaFeature(len(expanded), data.num_rows, content_hash, data))
+            data, content_hash, is_first = next(inputs)
+            features.append(MediaFeature(len(expanded), data.num_rows, content_hash, data, is_first))
             expanded += [token_id] * data.num_rows
         assert next(inputs, None) is None, "each input has a token that stands for its rows"
         return expanded, features

@@ -56,13 +56,16 @@ class MediaProcessor:
             raise ConfigError(error.field, error.problem, error.expected) from None
         self._kept = PreprocessedFiles(MAX_KEPT_BYTES)
 
-    def verify(self, items: Sequence[MediaItem], asked: Mapping[str, Any]) -> None:
-        """RequestError for what is wrong before any of it is read."""
+    def verify(
+        self, items: Sequence[MediaItem], asked: Mapping[str, Any], earlier: Mapping[str, int] | None = None
+    ) -> None:
+        """RequestError for what is wrong before any of it is read. `earlier`: the number of media by modality in the
+        text that is continued."""
         for item in items:
             if item.modality not in self._placeholders.modalities:
                 known = " and ".join(self._placeholders.modalities)
                 raise RequestError(item.field, f"is of the kind {item.modality}, which the model does not read", known)
-        verify_number(items, self._settings)
+        verify_number(items, self._settings, earlier or {})
         self._family.options(self._config, self._options(asked))
 
     def process(

@@ -22,6 +22,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from ratoon import LLM, SamplingParams
+from ratoon.api.commands.chat_answerers import RemoteAnswerer
 from ratoon.cli import main
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import write_tiny_model
@@ -29,6 +30,7 @@ from tests.unit.api.server.harness import write_tiny_model
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--load-format", "auto")
 NUM_TOKENS = 8
+LETTERS = {"structured_outputs": {"regex": "[a-z]{12}"}}
 TRAINED_STEPS = 400  # enough for colours
 
 
@@ -157,6 +159,23 @@ def test_the_next_turn_of_a_stored_response_sees_the_image(server: Server) -> No
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
+def test_a_later_turn_brings_an_image_without_the_conversation(server: Server) -> None:
+    client = client_of(server)
+    turns: Any = [{"role": "user", "content": content(data_url(picture(number)), "A?")} for number in (6, 7)]
+    # Letters, because bytes of a part of a character would be other tokens in a text that is sent again
+    options: Any = {"model": "reader", "temperature": 0, "extra_body": LETTERS}
+    first = client.chat.completions.create(messages=turns[:1], **options)
+    later = {**options, "extra_body": {**LETTERS, "continuation_of": first.id}}
+    second = client.chat.completions.create(messages=turns[1:], **later)
+    said = [turns[0], {"role": "assistant", "content": first.choices[0].message.content}, turns[1]]
+    whole = client.chat.completions.create(messages=said, **options)
+    assert second.choices[0].message.content == whole.choices[0].message.content
+    other = {"role": "user", "content": content(data_url(picture(8)), "A?")}
+    third: Any = client.chat.completions.create(messages=[other], **later)
+    assert third.choices[0].message.content != second.choices[0].message.content, "it depends on the picture"
+    assert third.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
 def refusal(server: Server, url: str) -> dict[str, Any]:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(server, url)
@@ -220,6 +239,30 @@ def test_chat_takes_the_path_of_an_image(
     options = ("--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--device", "cpu")
     assert main(["chat", str(reader.folder), *options]) == 0
     assert capsys.readouterr().out.strip() == reader.answer(example.QUESTIONS[1], shown).strip()
+
+
+def test_chat_with_a_server_sends_each_image_once(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{number}.png" for number in (22, 23)]
+    for number, path in zip((22, 23), paths):
+        path.write_bytes(png(picture(number)))
+    lines = "".join(f"{path} {question}\n" for path, question in zip(paths, example.QUESTIONS))
+    options = ("--url", server.url, "--temperature", "0", "--regex", "[a-z]{12}")
+    printed = []
+    for continues in (True, False):  # by continuations, and by the whole conversation
+        monkeypatch.setattr(RemoteAnswerer, "_server_continues", constant(continues))
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert main(["chat", *options]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+def constant(value: bool) -> Any:
+    async def answer(*_: Any) -> bool:
+        return value
+
+    return answer
 
 
 # ---- a model that has learned something ----

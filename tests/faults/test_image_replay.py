@@ -61,5 +61,17 @@ def test_an_answer_over_an_image_goes_on_with_the_same_tokens_in_a_new_engine(fa
             os.kill(pid, signal.SIGKILL)
             await until("it is back", lambda: llm.health().ok and llm.health().engines[0].num_restarts == 3)
             assert tokens_of(await last_of(llm.generate_continuation(answer, SUFFIX, PARAMS))) == child
+            # A continuation that brings an image of its own, in an engine that dies after it has encoded both
+            seen = tokens_of(await last_of(llm.generate_continuation(answer, other, PARAMS)))
+            assert seen != tokens_of(await last_of(llm.generate_continuation(answer, reader.prompt(2), PARAMS)))
+            assert await llm.reset_prefix_cache()
+            halt.after(6)
+            continuing = asyncio.create_task(last_of(llm.generate_continuation(answer, other, PARAMS)))
+            await until("it is under way", lambda: halt.is_reached)
+            pid = llm.health().engines[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            assert tokens_of(await continuing) == seen
+            assert llm.health().engines[0].num_restarts == 4
 
     asyncio.run(run())

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ratoon import LLM, BeamSearchParams, HiddenStatesParams, RequestOutput
-from ratoon.core.errors import ModelError
-from ratoon.core.media import MediaFeature
+from ratoon.core.errors import ModelError, RequestError
+from ratoon.core.media import MediaFeature, moved_features
 from ratoon.models.adapters import inspect
 from tests.adapter_folders import write_adapter
 from tests.depths import both_depths
@@ -103,6 +103,88 @@ def test_a_continuation_equals_the_whole_prompt_and_runs_no_encoder_again(family
         token_ids, features = read(llm, prompt)
         assert tokens_of(earlier) == reader.generate([*token_ids[:-2], 14, 15], features, COUNT)[0]
         assert num_encoder_runs(llm) == NUM_INPUTS[family]
+
+
+def whole_text(reader: ImageReader, llm: LLM, parent: RequestOutput, suffix: Any) -> tuple[list[int], list[Any]]:
+    """The tokens and the images of a request and of a suffix with a picture behind it, each read by itself."""
+    token_ids = [*parent.prompt_token_ids, *tokens_of(parent)]
+    new_ids, new_features = read(llm, suffix)
+    root = llm.find_parent(parent.request_id)
+    return [*token_ids, *new_ids], [*root.mm_features, *moved_features(new_features, len(token_ids))]
+
+
+@all_families
+def test_a_continuation_has_pictures_of_its_own(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        parent = ask(llm, reader.prompt(), retain_kv=60)
+        suffix = reader.prompt(1, "and", "here")
+        child = llm.generate_continuation(parent, suffix, greedy(COUNT), retain_kv=60)
+        assert child.continuation.source == "lease"
+        token_ids, features = whole_text(reader, llm, parent, suffix)
+        assert child.prompt_token_ids == token_ids
+        assert tokens_of(child) == reader.generate(token_ids, features, COUNT)[0]
+        assert num_encoder_runs(llm) == 2 * NUM_INPUTS[family], "the first picture is not encoded again"
+        # A grandchild, and a second child of the same root that finds the picture that the first one brought
+        further = reader.prompt(2, "", "there")
+        grandchild = llm.generate_continuation(child, further, greedy(COUNT))
+        token_ids, features = whole_text(reader, llm, child, further)
+        assert tokens_of(grandchild) == reader.generate(token_ids, features, COUNT)[0]
+        assert num_encoder_runs(llm) == 3 * NUM_INPUTS[family]
+        twin = llm.generate_continuation(parent, reader.prompt(1, "or", "that"), greedy(COUNT))
+        token_ids, features = whole_text(reader, llm, parent, reader.prompt(1, "or", "that"))
+        assert tokens_of(twin) == reader.generate(token_ids, features, COUNT)[0]
+        assert num_encoder_runs(llm) == 3 * NUM_INPUTS[family]
+        states = llm.extract_hidden_states(twin, HiddenStatesParams(positions=[len(token_ids) - 1]))
+        right = reader.last_state(token_ids, features)
+        torch.testing.assert_close(states.tensor.reshape(-1), right, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_families
+def test_choices_beams_and_structured_output_behind_a_picture_of_a_continuation(family: str) -> None:
+    with seeing(family) as (llm, reader):
+        parent = ask(llm, reader.prompt(2))
+        suffix = reader.prompt(1, "and", "here")
+        token_ids, features = whole_text(reader, llm, parent, suffix)
+        (right,) = reader.generate(token_ids, features, COUNT)
+        choices = llm.generate_continuation(parent, suffix, greedy(COUNT, n=2))
+        assert [list(one.token_ids) for one in choices.outputs] == [right] * 2
+        wide = BeamSearchParams(beam_width=3, n=3, max_tokens=COUNT, ignore_eos=True)
+        beams = llm.generate_continuation(parent, suffix, wide)
+        found = [list(one.token_ids) for one in beams.outputs]
+        assert found == reader.generate(token_ids, features, COUNT, num_beams=3)
+        of_beam = llm.generate_continuation(beams, reader.prompt(0, "", "a"), greedy(COUNT), choice=1)
+        new_ids, new_features = read(llm, reader.prompt(0, "", "a"))
+        behind = [*token_ids, *found[1]]
+        features = [*features, *moved_features(new_features, len(behind))]
+        assert tokens_of(of_beam) == reader.generate([*behind, *new_ids], features, COUNT)[0]
+        matching = greedy(40, structured_output={"regex": "(a cat|a dog), [0-9]{4}"})
+        matching.ignore_eos = False
+        text = llm.generate_continuation(parent, suffix, matching).outputs[0].text
+        assert re.fullmatch("(a cat|a dog), [0-9]{4}", text)
+        assert num_encoder_runs(llm) == 3 * NUM_INPUTS[family]
+
+
+def test_pictures_of_a_continuation_and_of_its_parent_count_together() -> None:
+    with seeing("idefics3", limit_mm_per_prompt={"image": 2}) as (llm, reader):
+        parent = ask(llm, reader.prompt())
+        assert len(llm.find_parent(parent.request_id).mm_features) == 3  # tiles of one picture
+        child = llm.generate_continuation(parent, reader.prompt(1), greedy(2))
+        problem = "has 3 of the kind image, and at most 2 are allowed; 2 of them are in the text"
+        with pytest.raises(RequestError, match=problem) as caught:
+            llm.generate_continuation(child, reader.prompt(0), greedy(2))
+        assert caught.value.field == "continuation_suffix.multi_modal_data.image"
+        # Behind the first token of the parent there is none of its pictures.
+        llm.generate_continuation(parent, reader.prompt(0), greedy(2), at=1)
+        llm.generate_continuation(child, "more", greedy(2))
+        with pytest.raises(RequestError, match="has 1 placeholders of the kind image, and 0 are given") as caught:
+            llm.generate_continuation(parent, "a<image>", greedy(2))
+        assert caught.value.field == "continuation_suffix"
+        with pytest.raises(RequestError, match="has 0 placeholders of the kind image, and 1 are given"):
+            llm.generate_continuation(parent, {**reader.prompt(), "prompt": "no"}, greedy(2))
+        with pytest.raises(RequestError, match="is neither text nor token ids"):
+            llm.generate_continuation(parent, {"prompt_embeds": np.zeros((1, 8), np.float32)}, greedy(2))
+        with pytest.raises(RequestError, match="int is not a prompt"):
+            llm.generate_continuation(parent, 5, greedy(2))
 
 
 @all_families

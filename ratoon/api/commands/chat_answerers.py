@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from ratoon.api.answer_parts.parser import AUTO, choose_answer_format
 from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta
@@ -19,7 +21,7 @@ from ratoon.api.terminal import DIM, PLAIN, WordWriter, is_coloured
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
-    from ratoon.api.remote.client import Chunk, RemoteClient
+    from ratoon.api.remote.client import RemoteClient
     from ratoon.core.params import GenerationParams
 
 Message = dict[str, Any]  # its content may be a list of parts
@@ -148,7 +150,11 @@ class LocalAnswerer:
 
 
 class RemoteAnswerer:
-    """Opens a connection for each answer: Ctrl-C closes it, and the server stops."""
+    """Opens a connection for each answer: Ctrl-C closes it, and the server stops.
+
+    A Ratoon server continues its own answers, so it gets the new messages alone, with their images. It gets the whole
+    conversation if it has forgotten the answer, and after an answer whose text is not all that was generated.
+    """
 
     def __init__(self, client: RemoteClient, model: str | None, fields: dict[str, Any]) -> None:
         from ratoon.api.remote.options import choose_model
@@ -160,6 +166,8 @@ class RemoteAnswerer:
         self._client = client
         self._model = asyncio.run(find_model())
         self._fields = fields
+        self._continues: bool | None = None  # whether the server continues answers; None: it was not asked yet
+        self._answered: tuple[str, list[Message]] | None = None  # the last answer's id, and the conversation with it
 
     @property
     def name(self) -> str:
@@ -169,20 +177,34 @@ class RemoteAnswerer:
         asyncio.run(self._answer(messages, answer))
 
     async def _answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
-        from ratoon.api.remote.client import CHAT, CONTINUE
+        from ratoon.api.remote.client import CONTINUE, RefusedError
 
-        body = {
-            "model": self._model,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self._fields,
-            **(CONTINUE if goes_on(messages) else {}),
-        }
+        async with self._client as client:
+            answered, self._answered = self._answered, None
+            if answered is not None and messages[:-1] == answered[1] and await self._server_continues(client):
+                body = {"messages": messages[-1:], "continuation_of": answered[0]}
+                with suppress(RefusedError):  # what is wrong with the conversation is said of all of it
+                    await self._stream(client, body, messages, answer)
+                    return
+            whole = {"messages": messages, **(CONTINUE if goes_on(messages) else {})}
+            await self._stream(client, whole, messages, answer)
+
+    async def _stream(
+        self, client: RemoteClient, asked: dict[str, Any], messages: Sequence[Message], answer: PrintedAnswer
+    ) -> None:
+        from ratoon.api.remote.client import CHAT, Chunk
+
+        class NamedChunk(Chunk):
+            id: str | None = None
+
+        answer_id, is_plain = None, not goes_on(messages) and "stop" not in self._fields
 
         def receive(chunks: list[Chunk]) -> None:
+            nonlocal answer_id, is_plain
             for chunk in chunks:
+                answer_id = chunk.id if isinstance(chunk, NamedChunk) else None
                 for choice in chunk.choices:
+                    is_plain = is_plain and not choice.new_reasoning
                     answer.add_reasoning(choice.new_reasoning)
                     answer.add(choice.new_text)
                     answer.num_tokens += choice.has_text  # an estimate, until the server sends the count
@@ -191,8 +213,21 @@ class RemoteAnswerer:
                     answer.num_prompt_tokens = chunk.usage.prompt_tokens
                     answer.num_cached_tokens = chunk.usage.cached_tokens
 
-        async with self._client as client:
-            await client.stream(CHAT, body, receive)
+        options = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **self._fields}
+        await client.stream(CHAT, {**options, **asked}, receive, msgspec.json.Decoder(NamedChunk).decode)
+        if answer_id is not None and is_plain:
+            self._answered = answer_id, [*messages, {"role": "assistant", "content": answer.text}]
+
+    async def _server_continues(self, client: RemoteClient) -> bool:
+        """Other servers ignore the field that names an earlier answer, or refuse it."""
+        from ratoon.api.remote.client import RemoteError
+
+        if self._continues is None:
+            self._continues = False
+            with suppress(RemoteError, AttributeError):  # the latter: its answer is no object
+                listed = (await client.get("/v1/models")).get("data") or []
+                self._continues = any(model.get("owned_by") == "ratoon" for model in listed)
+        return self._continues
 
     def describe_state(self) -> str:
         return f"server         {self.name}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ratoon.api.answer_parts.tool_use import ToolUse
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import context_length_exceeded, refused
-from ratoon.api.server.media import chat_media
-from ratoon.api.server.prompts import encode_within_context, render_chat, template_options
+from ratoon.api.server.media import Media, chat_media, listed_media, load_media
+from ratoon.api.server.prompts import EncodedPrompt, encode_within_context, render_chat, template_options
 from ratoon.api.server.protocol.chat import ChatCompletionRequest
 from ratoon.api.server.protocol.completions import CompletionRequest
 from ratoon.api.server.protocol.sampling import SamplingFields
@@ -44,6 +44,8 @@ class Origin:
     new_turn: bool = False  # the suffix begins with the end of the parent's turn
     text: str | None = None  # of the suffix, if it was made from text
     notes: tuple[str, ...] = ()  # features of the new messages that the chat template does not support
+    media: Media | None = None  # images and videos of the suffix, each of which has one placeholder in it
+    processor_options: dict[str, Any] | None = None  # for the preprocessing of media
 
 
 class Place(NamedTuple):
@@ -51,7 +53,7 @@ class Place(NamedTuple):
 
     parent_id: str
     at: int | None  # number of the parent's tokens to keep; None: all
-    suffix: list[int]  # after them
+    suffix: dict[str, Any]  # after them, as the engine takes it
 
 
 async def completion_origin(context: ServerContext, asked: CompletionRequest) -> Origin | None:
@@ -71,6 +73,10 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
     if isinstance(suffix, str):
         # One that is too long for any parent is refused before the parent is looked up.
         suffix = await encode_within_context(context, "continuation_suffix", suffix)
+    if asked.multi_modal_data and any(asked.prompt or ()):
+        problem = "is of continuation_suffix; a prompt for the case that the answer is unknown would have more media"
+        raise refused("multi_modal_data", problem, "leave the prompt out")
+    media = await load_media(context, listed_media(context, asked.multi_modal_data))
     return Origin(
         parent=asked.continuation_of,
         suffix=suffix,
@@ -79,6 +85,8 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
         at=asked.continuation_at,
         wait=asked.continuation_wait is not False,
         cache_salt=asked.cache_salt,
+        media=media,
+        processor_options=asked.mm_processor_kwargs,
     )
 
 
@@ -91,9 +99,7 @@ async def chat_origin(
         return None
     if asked.add_special_tokens and asked.fallback_messages is None:
         raise refused("add_special_tokens", "has no meaning in a continuation", "leave it out")
-    for part in chat_media(context, [{"content": message.content} for message in asked.messages], "messages"):
-        problem = f"a continuation's new messages can't have media, and this is of the kind {part.kind}"
-        raise refused(part.field, problem, "send the whole conversation without continuation_of")
+    parts = chat_media(context, [{"content": message.content} for message in asked.messages], "messages")
     # The template renders a conversation with a marker as the answer; the text after the marker is the suffix.
     marker = f"answer-{secrets.token_hex(16)}"
     rendered = await render_chat(
@@ -110,6 +116,8 @@ async def chat_origin(
     return Origin(
         parent=asked.continuation_of,
         suffix=await encode_within_context(context, "messages", suffix),
+        media=await load_media(context, parts),
+        processor_options=asked.mm_processor_kwargs,
         param="messages",
         choice=asked.continuation_choice or 0,
         wait=asked.continuation_wait is not False,
@@ -136,7 +144,8 @@ async def find_place(context: ServerContext, origin: Origin, owner: str | None) 
     num_tokens = len(root.tokens(origin.choice, at)) + len(suffix)
     if num_tokens + 1 > context.max_model_len:
         raise context_length_exceeded(origin.param, num_tokens, context.max_model_len)
-    return Place(parent_id, at, suffix)
+    whole = EncodedPrompt(None, suffix, media=origin.media, processor_options=origin.processor_options)
+    return Place(parent_id, at, whole.as_prompt())
 
 
 def _join(context: ServerContext, origin: Origin, root: Root) -> tuple[int | None, list[int]]:

@@ -24,6 +24,7 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.default_params import sets_length
+from ratoon.engine.input.prompts import SUFFIX
 from ratoon.engine.input.request_options import ContinuationOptions, GenerationOptions
 from ratoon.engine.output.output_collector import Take
 
@@ -57,6 +58,7 @@ class Batch:
     origin: Origin | None = None  # set: a continuation; its one prompt is built in the engine
     fallback: Callable[[], Awaitable[EncodedPrompt]] | None = None  # its prompt if the parent is unknown
     names: tuple[str, ...] = ()  # the client's names for the request, beside the id
+    has_media_field: bool = False  # the body has the field multi_modal_data, and not parts of messages
     only_prompt: bool = False  # score the prompt: the engine still generates one token, which is not sent
     begun: Begun | None = None  # set: the engine has the one prompt already
     take: Take | None = None  # takes outputs of a single prompt in place of the stream's reader
@@ -260,6 +262,9 @@ def _drop_answer(output: RequestOutput) -> None:
 def _as_in_body(error: RequestError, batch: Batch, index: int) -> RequestError:
     """Errors about the prompt or the parent use the body's field names."""
     name = CONTINUATION_FIELDS.get(error.field) if batch.origin is not None else None
-    if error.field.partition("[")[0].partition(".")[0] in PROMPT_FIELDS:
+    if batch.origin is not None and error.field.startswith(SUFFIX):
+        name = error.field.replace(SUFFIX, batch.origin.param, 1)
+    field = error.field.partition("[")[0].partition(".")[0]
+    if field in PROMPT_FIELDS and not (field == "multi_modal_data" and batch.has_media_field):
         name = batch.param if len(batch.prompts) == 1 else f"{batch.param}[{index}]"
     return error if name is None else type(error)(name, error.problem, error.expected)

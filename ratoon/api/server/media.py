@@ -37,6 +37,19 @@ def chat_media(context: ServerContext, messages: Sequence[Mapping[str, Any]], pa
     return parts
 
 
+def listed_media(context: ServerContext, given: Mapping[str, Sequence[str]] | None) -> list[MediaPart]:
+    """Returns the images and videos of the field multi_modal_data, which may be loaded: data URLs and addresses by
+    kind."""
+    parts: list[MediaPart] = []
+    for kind, urls in (given or {}).items():
+        field = f"multi_modal_data.{kind}"
+        if kind not in URL_PARTS.values():
+            raise refused(field, "is not a kind of media here", " or ".join(URL_PARTS.values()))
+        parts += [MediaPart(kind, url, f"{field}[{index}]") for index, url in enumerate(urls)]
+    check_media(context, parts)
+    return parts
+
+
 def kinds_of(context: ServerContext) -> Mapping[str, str]:
     """The kinds of media that the model reads."""
     return context.llm.get_tokenizer().media_placeholders

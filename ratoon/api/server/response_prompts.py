@@ -174,21 +174,35 @@ async def _place(
     if root.adapter != adapter and (root.adapter is None or adapter is None or root.adapter.digest != adapter.digest):
         return await _afresh(context, rendered, images)  # what another adapter computed is not valid for this one
     shared = shared_segments(await _transcript(context, parent, root), text)
-    if images and _has_placeholder(context, text[shared.num_chars :]):
-        return await _afresh(context, rendered, images)  # what is appended to an earlier answer is tokens alone
     tail = await _encode(context, text[shared.num_chars :], shared.num_tokens)
+    new_images = _last_images(context, images, text[shared.num_chars :])
     known = root.tokens(0)
-    num_inherited = shared.num_tokens + num_equal(known[shared.num_tokens :], tail)
+    # A placeholder of the tail is not expanded yet, so its tokens are equal to none of the earlier ones.
+    num_comparable = _first_placeholder(context, tail) if new_images else len(tail)
+    num_inherited = shared.num_tokens + num_equal(known[shared.num_tokens :], tail[:num_comparable])
     if num_inherited == 0:
         return await _afresh(context, rendered, images)
     suffix = tail[num_inherited - shared.num_tokens :]
     at = None if num_inherited == len(known) else num_inherited
-    origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt)
+    media = await load_media(context, new_images)
+    origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt, media=media)
     return PlacedPrompt(text, num_inherited + len(suffix), UNKNOWN_PROMPT, origin, shared.segments, notes, images)
 
 
-def _has_placeholder(context: ServerContext, text: str) -> bool:
-    return any(placeholder in text for placeholder in kinds_of(context).values())
+def _last_images(context: ServerContext, images: Sequence[MediaPart], text: str) -> list[MediaPart]:
+    """Returns the images of a text that a conversation ends with: as many as there are placeholders."""
+    found: list[MediaPart] = []
+    for kind, placeholder in kinds_of(context).items():
+        of_kind = [image for image in images if image.kind == kind]
+        found += of_kind[max(0, len(of_kind) - text.count(placeholder)) :]
+    return found
+
+
+def _first_placeholder(context: ServerContext, token_ids: Sequence[int]) -> int:
+    """Returns the number of tokens before the first that is part of a placeholder."""
+    tokenizer = context.llm.get_tokenizer()
+    marks = {token_id for text in kinds_of(context).values() for token_id in tokenizer.encode(text, False)}
+    return next((index for index, token_id in enumerate(token_ids) if token_id in marks), len(token_ids))
 
 
 async def _transcript(context: ServerContext, parent: StoredResponse, root: Root) -> Transcript:

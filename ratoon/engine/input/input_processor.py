@@ -15,7 +15,7 @@ from typing import Any
 
 from ratoon.core.config import CacheConfig, MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.media import EMBEDS, cut_rope
+from ratoon.core.media import EMBEDS, count_media, cut_rope, joined_rope, moved_features
 from ratoon.core.params import (
     MAX_HIDDEN_STATES_BYTES,
     MAX_LOGPROBS,
@@ -27,7 +27,7 @@ from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.extraction_requests import extract_from_prompt, extract_from_root
 from ratoon.engine.input.hidden_states import HiddenStatesSelector, Selection
 from ratoon.engine.input.params_processor import ParamsProcessor
-from ratoon.engine.input.prompt_media import num_skipped
+from ratoon.engine.input.prompt_media import num_skipped, verify_rope
 from ratoon.engine.input.prompt_processor import ModelInput, PromptProcessor
 from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.output.roots import Root
@@ -160,14 +160,21 @@ class InputProcessor:
         arrival_time: float | None = None,
         retain_kv: float | None = None,
     ) -> EngineCoreRequest:
-        """A request that goes on after a parent's tokens. Only the suffix is tokenised; an empty one is fine."""
+        """A request that goes on after a parent's tokens. Only the suffix is tokenised, and only its media are read; an
+        empty one is fine."""
         envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
         self.verify_params(params, parent.owner)
-        inherited, suffix_ids = parent.tokens(choice, at), self._prompts.process_suffix(suffix)
+        inherited = parent.tokens(choice, at)
+        mm_features = parent.media_at(len(inherited), self._has_whole_images)
+        suffix_ids, new_features, new_rope = self._prompts.process_suffix(suffix, count_media(mm_features))
+        mm_features += moved_features(new_features, len(inherited))
         if params.structured_output is not None and params.structured_output.continue_grammar:
             params = params.clone()
             params.structured_output = parent.structured_output_at(len(inherited))
-        rope = cut_rope(parent.rope, self._model_config.rope_axes, len(inherited))
+        num_axes = self._model_config.rope_axes
+        rope = joined_rope(cut_rope(parent.rope, num_axes, len(inherited)), num_axes, len(inherited), new_rope)
+        if new_rope is not None:
+            verify_rope("continuation_suffix", rope, self._max_model_len - 1)
         num_prompt_tokens, longest = len(inherited) + len(suffix_ids), self._max_model_len - 1 - num_skipped(rope)
         if num_prompt_tokens > longest:
             raise RequestError(
@@ -179,7 +186,7 @@ class InputProcessor:
         return EngineCoreRequest(
             prompt_token_ids=inherited + suffix_ids,
             encoder_input=parent.encoder_input,
-            mm_features=parent.media_at(len(inherited), self._has_whole_images),
+            mm_features=mm_features,
             rope=rope,
             params=self._params.complete(
                 params, num_prompt_tokens, parent.encoder_input, num_skipped=num_skipped(rope)

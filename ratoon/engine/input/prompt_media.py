@@ -7,6 +7,7 @@ with them if it does not.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -28,8 +29,9 @@ class PromptMedia:
         media = model_config.media
         self._processor = None if media is None else MediaProcessor(media, tokenizer, settings, model_config.rope_axes)
 
-    def verify(self, part: PromptPart) -> list[MediaItem]:
-        """The images and videos of a part, none of which is read yet. RequestError: the model does not take them."""
+    def verify(self, part: PromptPart, earlier: Mapping[str, int] | None = None) -> list[MediaItem]:
+        """The images and videos of a part, none of which is read yet. RequestError: the model does not take them.
+        `earlier`: the number of media by modality in the text that is continued."""
         if part.media is None:
             if part.processor_kwargs and self._processor is None:
                 raise RequestError("mm_processor_kwargs", "the model reads text alone", "leave them out")
@@ -38,7 +40,7 @@ class PromptMedia:
         if items and self._processor is None:
             raise RequestError(items[0].field, f"is of the kind {items[0].modality}, and the model reads text alone")
         if self._processor is not None:
-            self._processor.verify(items, part.processor_kwargs or {})
+            self._processor.verify(items, part.processor_kwargs or {}, earlier)
         return items
 
     def expand(self, part: PromptPart, token_ids: list[int], items: list[MediaItem]) -> ExpandedPrompt:

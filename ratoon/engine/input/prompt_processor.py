@@ -27,9 +27,10 @@ from ratoon.engine.input.prompts import (
     PromptPair,
     PromptPart,
     Suffix,
-    is_list,
     parse_prompt,
+    parse_suffix,
 )
+from ratoon.media.processor import ExpandedPrompt
 
 if TYPE_CHECKING:
     import numpy
@@ -70,15 +71,16 @@ class PromptProcessor:
         num_forced = 0 if pair.decoder is not None else len(decoder_ids) - 1
         return ModelInput(decoder_ids, self._encoder_input(encoder, pair.encoder), num_forced)
 
-    def process_suffix(self, suffix: Suffix) -> list[int]:
-        """What comes after the tokens of another request. It may be empty."""
-        field = "continuation_suffix"
-        if isinstance(suffix, str):
-            self._verify_text(PromptPart(field, suffix), self._max_model_len - 1, partial(self._too_long, num_places=1))
-            return self._encode(suffix, field, add_special_tokens=False) if suffix else []
-        if not is_list(suffix):
-            raise RequestError(field, f"{type(suffix).__name__} is not a suffix", "text or a list of token ids")
-        return self._verify_token_ids(suffix, field)
+    def process_suffix(self, suffix: Suffix, earlier: Mapping[str, int]) -> ExpandedPrompt:
+        """What comes after the tokens of another request, as if it stood alone. It may be empty. `earlier`: the number
+        of media by modality in that request."""
+        part = parse_suffix(suffix)
+        if self._model_config.encoder is not None:
+            refuse_media(part, "the decoder of this model reads text")
+        items = self._media.verify(part, earlier)
+        self._verify_text(part, self._max_model_len - 1, partial(self._too_long, num_places=1))
+        token_ids = self._tokens(part, add_special_tokens=False) if part.token_ids is not None or part.text else []
+        return self._media.expand(part, token_ids, items)
 
     # ---- the parts ----
 

@@ -64,13 +64,15 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
 
 
 Prompt: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt
-Suffix: TypeAlias = str | Sequence[int]
+# What stands behind the tokens of an earlier request: as a prompt of text, and like it with media
+Suffix: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 TEXT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 AUDIO_FORMS = '{"audio": floats, "sampling_rate": 16000} or {"features": floats}'
 EMBEDS_FORM = '{"prompt_embeds": floats}: [tokens, hidden size], alone'
 MEDIA_FORM = '{"image": …, "video": …}'
 MEDIA_AUDIO_FORM = '{"audio": (floats, 16000)}'
+SUFFIX = "continuation_suffix"  # the name of such a part
 PAIR_FORM = '{"encoder_prompt": …, "decoder_prompt": …}'
 _MEDIA_KEYS = {"multi_modal_data", "mm_processor_kwargs"}
 _TEXT_KEYS = {"prompt", "prompt_token_ids", *_MEDIA_KEYS}
@@ -82,7 +84,7 @@ _PAIR_KEYS = {"encoder_prompt", "decoder_prompt"}
 class PromptPart:
     """What one half of a model reads. With both text and ids (a rendered chat, say) the ids count."""
 
-    name: str  # as the caller knows it: prompt, encoder_prompt or decoder_prompt
+    name: str  # as the caller knows it: prompt, encoder_prompt, decoder_prompt or continuation_suffix
     text: str | None = None
     token_ids: Sequence[int] | None = None
     audio: Mapping[str, Any] | None = None  # set: there are neither; the keys are AudioPrompt's or FeaturesPrompt's
@@ -93,7 +95,7 @@ class PromptPart:
     @property
     def field(self) -> str:
         """The field that an error about the tokens names."""
-        return self.name if self.token_ids is None else f"{self.name}_token_ids"
+        return self.name if self.token_ids is None or self.name == SUFFIX else f"{self.name}_token_ids"
 
     @property
     def media_field(self) -> str:
@@ -122,6 +124,14 @@ def parse_prompt(prompt: Any) -> PromptPart | PromptPair:
     if parsed.decoder is not None:
         raise RequestError("encoder_prompt", "has text or token ids beside its audio", 'an empty "prompt", or none')
     return PromptPair(parsed.encoder, _parse_decoder(decoder))
+
+
+def parse_suffix(suffix: Any) -> PromptPart:
+    """RequestError for what has none of the forms of text and token ids."""
+    part = _parse_part(SUFFIX, suffix)
+    if part.audio is not None or part.embeds is not None:
+        raise RequestError(SUFFIX, "is neither text nor token ids", TEXT_FORMS)
+    return part
 
 
 def _parse_single(prompt: Any) -> PromptPart | PromptPair:
@@ -230,28 +240,25 @@ MANY_WORDS = 100  # that may not appear in an answer: tokenising more of them ta
 
 def takes_long(prompt: Prompt | None = None, suffix: Suffix = "", params: Any = None) -> bool:
     """RequestError: the prompt has an unknown form."""
-    return _is_long(suffix) or _has_many_entries(params) or (prompt is not None and _takes_long_to_read(prompt))
+    return _has_many_entries(params) or any(map(_takes_long_to_read, _parts_of(prompt, suffix)))
 
 
-def has_media(prompt: Prompt | None) -> bool:
+def has_media(prompt: Prompt | None = None, suffix: Suffix = "", params: Any = None) -> bool:
     """Whether images or videos are to be decoded. RequestError: the prompt has an unknown form."""
-    return prompt is not None and any(part.media is not None for part in _parts_of(prompt))
+    return any(part.media is not None for part in _parts_of(prompt, suffix))
 
 
-def _parts_of(prompt: Prompt) -> list[PromptPart]:
-    parsed = parse_prompt(prompt)
-    parts = [parsed.encoder, parsed.decoder] if isinstance(parsed, PromptPair) else [parsed]
+def _parts_of(prompt: Prompt | None, suffix: Suffix) -> list[PromptPart]:
+    parts: list[PromptPart | None] = [parse_suffix(suffix)]
+    if prompt is not None:
+        parsed = parse_prompt(prompt)
+        parts += [parsed.encoder, parsed.decoder] if isinstance(parsed, PromptPair) else [parsed]
     return [part for part in parts if part is not None]
 
 
-def _takes_long_to_read(prompt: Prompt) -> bool:
-    return any(
-        part.audio is not None
-        or part.media is not None
-        or part.embeds is not None
-        or (part.token_ids is None and _is_long(part.text))
-        for part in _parts_of(prompt)
-    )
+def _takes_long_to_read(part: PromptPart) -> bool:
+    is_large = part.audio is not None or part.media is not None or part.embeds is not None
+    return is_large or (part.token_ids is None and _is_long(part.text))
 
 
 def _has_many_entries(params: Any) -> bool:

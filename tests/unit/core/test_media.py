@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,15 +13,19 @@ from ratoon.core.config import EngineConfig, ModelConfig, fit_to_model
 from ratoon.core.media import (
     EMBEDS,
     IMAGE,
+    VIDEO,
     MediaConfig,
     MediaFeature,
     MediaInput,
     RopePositions,
     VisionConfig,
+    count_media,
     cut_features,
     cut_rope,
     end_of_image,
     feature_around,
+    joined_rope,
+    moved_features,
 )
 from ratoon.core.wire import WireTensor
 
@@ -57,6 +62,28 @@ def test_positions_of_a_cut_prompt_go_on_behind_the_greatest_of_those_that_are_l
     assert cut_rope(rope, 3, 4) == rope_of([axis[:4] for axis in axes], 4 - 4)
     assert cut_rope(rope, 3, 2) == rope_of([[0, 1]] * 3, 0)
     assert cut_rope(None, 3, 2) is None
+
+
+def test_positions_of_a_text_with_an_image_go_on_behind_those_of_the_text_before() -> None:
+    # Two tokens of text, an image of 2 x 3, then text from 5 on, of which the first token is listed; three follow
+    axes = [[0, 1, *[2] * 6, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
+    rope = rope_of(axes, -3)
+    # One token of text, then an image of 1 x 2
+    behind = rope_of([[0, 1, 1], [0, 1, 1], [0, 1, 2]], 0)
+    text = [6, 7, 8]
+    joined = [[*axes[0], *text, 9, 10, 10], [*axes[1], *text, 9, 10, 10], [*axes[2], *text, 9, 10, 11]]
+    assert joined_rope(rope, 3, 12, behind) == rope_of(joined, 12 - 15)
+    assert joined_rope(rope, 3, 12, None) == rope
+    assert joined_rope(None, 3, 2, behind) == rope_of([[0, 1, 2, 3, 3]] * 2 + [[0, 1, 2, 3, 4]], 0)
+    assert joined_rope(None, 3, 0, behind) == behind
+
+
+def test_an_image_of_several_tiles_is_counted_once() -> None:
+    tile = msgspec.structs.replace(feature(3, 2), is_first=False)
+    counted = count_media([feature(0, 3), tile, feature(6, 1), feature(7, 2, VIDEO), feature(9, 1, EMBEDS)])
+    assert counted == {IMAGE: 2, VIDEO: 1}
+    moved = moved_features([feature(0, 3), tile], 10)
+    assert [(one.offset, one.length, one.is_first) for one in moved] == [(10, 3, True), (13, 2, False)]
 
 
 @given(st.integers(1, 3), st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 14))

@@ -285,7 +285,7 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised(prompt, f
 
 def test_a_suffix_that_is_far_too_long_is_refused_before_it_is_tokenised():
     with pytest.raises(RequestError, match=r"has at least [0-9]+ tokens") as caught:
-        processor(tokenizer=NeverTokenises())._prompts.process_suffix("x" * 5000)
+        processor(tokenizer=NeverTokenises())._prompts.process_suffix("x" * 5000, {})
     assert caught.value.field == "continuation_suffix"
 
 

@@ -206,6 +206,7 @@ Suffix = Annotated[
     PlainValidator(_suffix),
     WithJsonSchema({"anyOf": [_TEXT, {**_TOKEN_IDS, "minItems": 0}]}),
 ]
+MediaUrls = dict[str, Texts]  # data URLs or addresses by kind
 LogitBias = Annotated[dict[str, float], AfterValidator(_token_keys), at_most(MAX_LOGIT_BIAS)]
 Metadata = Annotated[dict[str, str], at_most(MAX_METADATA)]
 FunctionType = Annotated[Literal["function"], _tool_of_type("function")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from ratoon.api.server.protocol.base import (
     ContinuationAnswer,
     FoundChunkChoice,
     Int,
+    MediaUrls,
     Prompt,
     PromptLogprobs,
     Prompts,
@@ -45,6 +46,14 @@ class CompletionRequest(SamplingFields):
     continuation_suffix: Suffix | None = Field(None, description="Text or token ids after the earlier answer")
     continuation_at: Int | None = Field(
         None, description="Continue after this many of its tokens, prompt and answer together; default: all"
+    )
+    multi_modal_data: MediaUrls | None = Field(
+        None,
+        description='{"image": [url, …], "video": [url, …]}: data URLs or addresses, of a prompt that is alone or of '
+        "continuation_suffix, which has one placeholder for each",
+    )
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Options for the preprocessing of images and videos, such as max_pixels"
     )
     logprobs: Int | None = Field(None, description="Alternatives for each token of the answer")
     echo: bool | None = Field(None, description="Begin the answer with the prompt, the decoder's where there are two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import Renderer, answer_stream, answer_whole, figures
 from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit, engine_options, make_id, names_of
 from ratoon.api.server.logprobs import CompletionLogprobsBuilder, prompt_logprobs
+from ratoon.api.server.media import listed_media, load_media
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
@@ -92,6 +94,7 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         origin=origin,
         fallback=fallback,
         names=names_of(asked.request_id, exchange),
+        has_media_field=True,
         only_prompt=max_tokens == 0,
     )
 
@@ -99,8 +102,15 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
 async def encode_given(
     context: ServerContext, asked: CompletionRequest, param: str, given: list[str | list[int]]
 ) -> list[EncodedPrompt]:
+    parts = listed_media(context, asked.multi_modal_data)
+    if parts and len(given) != 1:
+        raise refused(parts[0].field, f"belongs to one prompt, and there are {len(given)}", "one prompt in a request")
     add_special_tokens = asked.add_special_tokens is not False
-    return await encode_prompts(context, param, given, add_special_tokens, 1, asked.decoder_prompt)
+    prompts = await encode_prompts(context, param, given, add_special_tokens, 1, asked.decoder_prompt)
+    media = await load_media(context, parts)
+    if media is None:
+        return prompts
+    return [replace(prompts[0], media=media, processor_options=asked.mm_processor_kwargs)]
 
 
 def has_text(asked: CompletionRequest) -> bool:

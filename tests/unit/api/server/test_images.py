@@ -189,14 +189,97 @@ async def test_options_of_preprocessing_are_passed_on():
 
 
 @on_event_loop
-async def test_new_messages_of_a_continuation_have_no_images():
+async def test_new_messages_of_a_continuation_have_images():
     async with seeing() as client:
-        first = (await ask(client, image(data_url()), text("What?"))).json()
-        answer = await ask(client, image(data_url()), continuation_of=first["id"])
+        first = (await ask(client, image(data_url("red")), text("What?"))).json()
+        answer = await ask(client, image(data_url("lime")), text("And?"), continuation_of=first["id"])
+        assert answer.status == 200, answer.body
+        request = client.engine.core.added[-1]
+        assert request.continuation_of is not None
+        expected = f"<user>{TEXT_OF_IMAGE}What?\n<assistant>Hi\n<user>{TEXT_OF_IMAGE}And?\n<assistant>"
+        assert prompt_of(client) == expected
+        assert colours_of(client) == [RED, LIME]
+        second = answer.json()
+        answer = await ask(client, text("More?"), continuation_of=second["id"])
+        assert answer.status == 200, answer.body
+        assert colours_of(client) == [RED, LIME]
+
+
+@on_event_loop
+async def test_images_of_a_continuation_that_are_wrong_are_named_in_the_body():
+    async with seeing() as client:
+        first = (await ask(client, *[image(data_url())] * 5)).json()
+        answer = await ask(client, *[image(data_url())] * 4, continuation_of=first["id"])
+        assert answer.status == 400
+        assert answer.error["param"] == "messages[0].content[3].image_url.url"
+        assert "5 of them are in the text that is continued" in answer.error["message"]
+        answer = await ask(client, image("data:image/png;base64,aGVsbG8="), continuation_of=first["id"])
         assert answer.status == 400
         assert answer.error["param"] == "messages[0].content[0].image_url.url"
-        answer = await ask(client, text("More?"), continuation_of=first["id"])
+        answer = await ask(client, text("<image>"), continuation_of=first["id"])
+        assert answer.status == 400
+        assert answer.error["param"] == "messages", answer.error
+        options = {"mm_processor_kwargs": {"whatever": 1}}
+        answer = await ask(client, image(data_url()), continuation_of=first["id"], **options)
+        assert (answer.status, answer.error["param"]) == (400, "mm_processor_kwargs.whatever")
+
+
+# ---- /v1/completions ----
+
+
+async def complete(client: Client, prompt: Any = None, **fields: Any) -> Any:
+    given = {} if prompt is None else {"prompt": prompt}
+    return await client.post("/v1/completions", {"model": MODEL, **given, **fields})
+
+
+@on_event_loop
+async def test_completions_have_images_beside_a_prompt_and_beside_a_suffix():
+    async with seeing() as client:
+        answer = await complete(client, "a<image>b", multi_modal_data={"image": data_url("red")})
         assert answer.status == 200, answer.body
+        assert colours_of(client) == [RED]
+        first = answer.json()["id"]
+        images = {"image": [data_url("lime"), data_url("blue")]}
+        suffix = {"continuation_of": first, "continuation_suffix": "c<image>d<image>"}
+        answer = await complete(client, multi_modal_data=images, **suffix)
+        assert answer.status == 200, answer.body
+        assert client.engine.core.added[-1].continuation_of is not None
+        assert colours_of(client) == [RED, LIME, BLUE]
+        assert prompt_of(client) == f"a{TEXT_OF_IMAGE}bHi<|end|>c{TEXT_OF_IMAGE}d{TEXT_OF_IMAGE}"
+        token_ids = client.context.llm.get_tokenizer().encode("c<image>", False)
+        suffix = {"continuation_of": first, "continuation_suffix": token_ids}
+        answer = await complete(client, multi_modal_data={"image": [data_url("blue")]}, **suffix)
+        assert answer.status == 200, answer.body
+        assert colours_of(client) == [RED, BLUE]
+
+
+@on_event_loop
+async def test_images_of_completions_that_are_wrong_are_named():
+    async with seeing() as client:
+        first = (await complete(client, "a<image>", multi_modal_data={"image": data_url()})).json()["id"]
+
+        async def refusal(prompt: Any = None, **fields: Any) -> tuple[str, str]:
+            answer = await complete(client, prompt, **fields)
+            assert answer.status == 400, answer.body
+            return answer.error["param"], answer.error["message"]
+
+        later = {"continuation_of": first, "continuation_suffix": "<image>"}
+        for fields in ({"prompt": "<image>"}, later):
+            field, _ = await refusal(**fields, multi_modal_data={"image": "file:///etc/passwd"})
+            assert field == "multi_modal_data.image[0]"
+            field, _ = await refusal(**fields, multi_modal_data={"image": ["data:image/png;base64,aGVsbG8="]})
+            assert field == "multi_modal_data.image[0]"
+            assert (await refusal(**fields, multi_modal_data={"sound": "a"}))[0] == "multi_modal_data.sound"
+            assert (await refusal(**fields, multi_modal_data={"video": "a"}))[0] == "multi_modal_data.video[0]"
+            field, problem = await refusal(**fields)
+            assert (field, "0 are given" in problem) == (list(fields)[-1], True)
+        eight = {"image": [data_url()] * 8}
+        field, problem = await refusal(**(later | {"continuation_suffix": "<image>" * 8}), multi_modal_data=eight)
+        assert field == "multi_modal_data.image[7]" and "1 of them" in problem
+        field, _ = await refusal(["<image>", "<image>"], multi_modal_data={"image": data_url()})
+        assert field == "multi_modal_data.image[0]"
+        field, problem = await refusal("whole", **later, multi_modal_data={"image": data_url()})
+        assert field == "multi_modal_data" and "leave the prompt out" in problem
 
 
 @on_event_loop
@@ -320,6 +403,7 @@ async def test_a_stored_image_is_in_the_prompt_of_the_next_turn():
         expected = f"<user>{TEXT_OF_IMAGE}What?\n<assistant>Hi\n<user>Why?\n<assistant>Hi\n<user>{TEXT_OF_IMAGE}And?\n"
         assert prompt_of(client) == f"{expected}<assistant>"
         assert colours_of(client) == [RED, LIME]
+        assert client.engine.core.added[-1].continuation_of is not None
         stored = (await client.get(f"/v1/responses/{first['id']}/input_items")).json()["data"][0]["content"]
         assert stored[0] == {"type": "input_image", "image_url": data_url("red"), "detail": "auto"}
 
@@ -329,11 +413,11 @@ async def test_a_shortened_conversation_begins_afresh():
     """Its text may be that of the previous one, with another image."""
     async with seeing() as client:
         first = await respond(client, said(input_image(data_url("red")), words("What?")))
-        long = said(words("x" * 300))
+        long = said(words("xyz " * 90))
         second = await respond(client, long, previous_response_id=first["id"])
-        more = [*said(words("y" * 100)), *said(input_image(data_url("lime")), words("What?"))]
+        more = [*said(words("zyx " * 90)), *said(input_image(data_url("lime")), words("What?"))]
         await respond(client, more, previous_response_id=second["id"], truncation="auto", max_output_tokens=4)
-        assert colours_of(client)[-1] == LIME
+        assert colours_of(client) == [LIME], "the first turn is left out"
         assert client.engine.core.added[-1].continuation_of is None
 
 
