@@ -177,6 +177,7 @@ class WorkerParts:
             max_num_reqs=scheduler.max_num_seqs,
             max_num_tokens=max(scheduler.token_budget, scheduler.max_num_seqs),
             encoder_backend=None if geometry.encoder_choice is None else geometry.encoder_choice.backend,
+            encoder_may_round=encoder_may_round(self.config),
             inputs_on_device=device.type != "cpu",
             capture=capture,
             record=self.ops.name == "native" and may_repeat(model, "can_be_recorded"),
@@ -257,6 +258,12 @@ def _has_few_bits(ops: NativeOps, tensors: TensorSource) -> bool:
     return any(ops.formats.find(tensors.read(name)) is not None for name in smallest)
 
 
+def encoder_may_round(config: EngineConfig) -> bool:
+    """Whether the attention of an encoder, of audio or of images, may round to bf16: where the weights of the model are
+    quantised on request, which loses far more."""
+    return config.quantization in BITS_OF_FLOATS
+
+
 def choose_geometry(
     config: EngineConfig,
     declaration: LanguageModel,
@@ -274,7 +281,7 @@ def choose_geometry(
         dtype,
         kv_dtype,
         config.batch_invariant,
-        encoder_may_round=config.quantization in BITS_OF_FLOATS,
+        encoder_may_round=encoder_may_round(config),
         whole=whole,
         draft_layers=() if draft is None else draft.layers,
     )

@@ -64,6 +64,7 @@ class ModelRunner:
         max_num_reqs: int,
         max_num_tokens: int,
         encoder_backend: AttentionBackend | None = None,
+        encoder_may_round: bool = False,
         inputs_on_device: bool | None = None,
         capture: Capture | None = None,
         record: bool = False,
@@ -76,7 +77,8 @@ class ModelRunner:
         draft_backends: Sequence[AttentionBackend] = (),
     ) -> None:
         """`backends`: one for each of the KV config's groups, the cross group's last; `encoder_backend`: for the
-        encoder's own attention, where the model has one. `inputs_on_device`: whether kernels prepare a step's inputs;
+        encoder's own attention, where the model has one. `encoder_may_round`: the attention of an encoder of images may
+        round to bf16. `inputs_on_device`: whether kernels prepare a step's inputs;
         by default on CUDA. `capture`: makes graphs of small steps whose inputs are on the device. `record`: small steps
         are recorded passes, where the backends allow it: the model's layers use no collective. `grammars`: of
         structured output. `jump_forward`: tokens without a choice are appended at once. `has_adapters`: whether
@@ -116,7 +118,7 @@ class ModelRunner:
         self.pooling = PoolingBranches()
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)
-        self.media = MediaRunner(self.embeddings, device, dtype)
+        self.media = MediaRunner(self.embeddings, device, dtype, encoder_may_round)
         self.program = StepProgram(model, self.kv)
         self.inputs: InputPreparation | DeviceInputs
         self._resident: DeviceRows | None = None  # the rows on the device

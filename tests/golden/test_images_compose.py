@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ratoon import LLM, BeamSearchParams, HiddenStatesParams, RequestOutput
+from ratoon.attention.segments import attend_in_runs, attend_rounded
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.core.media import MediaFeature, moved_features
 from ratoon.models.adapters import inspect
@@ -199,6 +200,13 @@ def test_a_picture_that_was_seen_is_found_in_the_prefix_cache(family: str) -> No
         assert num_encoder_runs(llm) == NUM_INPUTS[family]
         ask(llm, reader.prompt(1))
         assert num_encoder_runs(llm) == 2 * NUM_INPUTS[family]
+
+
+@pytest.mark.parametrize(("quantization", "attend"), [("int8", attend_rounded), ("none", attend_in_runs)])
+def test_encoders_of_pictures_round_only_beside_weights_that_are_quantised(quantization: str, attend: Any) -> None:
+    with seeing("idefics3", quantization=quantization) as (llm, reader):
+        ask(llm, reader.prompt())
+        assert llm._client.core.executor._worker.runner.media._attend is attend
 
 
 @all_families

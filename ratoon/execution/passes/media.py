@@ -21,11 +21,15 @@ SegmentAttention = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 
 class MediaRunner:
-    def __init__(self, embeddings: EmbeddingTable, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, embeddings: EmbeddingTable, device: torch.device, dtype: torch.dtype, may_round: bool = False
+    ) -> None:
+        """`may_round`: attention may round what it multiplies to bf16."""
         self.num_runs = 0  # inputs that the encoder has read, since the start
         self._embeddings = embeddings
         self._device = device
         self._dtype = dtype
+        self._may_round = may_round
         self._attend: SegmentAttention | None = None
 
     def run(self, model: LanguageModel, inputs: Mapping[str, MediaInput]) -> None:
@@ -51,7 +55,7 @@ class MediaRunner:
 
     def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self._attend is None:  # most engines never see an image
-            self._attend = build_segment_attention(self._device, self._dtype)
+            self._attend = build_segment_attention(self._device, self._dtype, self._may_round)
         return self._attend(q, k, v, lengths)
 
     def release(self) -> None:
