@@ -88,7 +88,8 @@ def count_media(features: Sequence[MediaFeature]) -> Counter[str]:
 
 
 def cut_rope(rope: RopePositions | None, num_axes: int, num_tokens: int) -> RopePositions | None:
-    """The positions of the first `num_tokens` of a prompt. Those of tokens behind them begin after the greatest."""
+    """The positions of the first `num_tokens` of a prompt. Tokens behind them count on from the last one or, where that
+    is a row of an image, begin after the greatest."""
     if rope is None or not rope.packed:
         return rope
     listed = array("i", rope.packed)
@@ -98,7 +99,15 @@ def cut_rope(rope: RopePositions | None, num_axes: int, num_tokens: int) -> Rope
     kept = array("i")
     for axis in range(num_axes):
         kept += listed[axis * count : axis * count + num_tokens]
-    return RopePositions(kept.tobytes(), max(kept, default=-1) + 1 - num_tokens)
+    return RopePositions(kept.tobytes(), _last_position(kept, num_axes) + 1 - num_tokens)
+
+
+def _last_position(listed: array[int], num_axes: int) -> int:
+    """The position that further tokens count on from; -1: there is none."""
+    if not listed:
+        return -1
+    last = listed[len(listed) // num_axes - 1 :: len(listed) // num_axes]
+    return last[0] if len(set(last)) == 1 else max(listed)
 
 
 def joined_rope(
@@ -118,7 +127,7 @@ def joined_rope(
         joined += listed[axis * num_listed : (axis + 1) * num_listed]
         joined.extend(range(num_listed + delta, begin))
         joined.extend(begin + position for position in added[axis * num_added : (axis + 1) * num_added])
-    return RopePositions(joined.tobytes(), max(joined) + 1 - num_tokens - num_added)
+    return RopePositions(joined.tobytes(), _last_position(joined, num_axes) + 1 - num_tokens - num_added)
 
 
 @dataclass(frozen=True, slots=True)

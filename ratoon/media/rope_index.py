@@ -2,7 +2,10 @@
 
 Text counts on, with one position on all axes. The rows of a picture share the position at which it begins, plus their
 place on each axis; what follows goes on behind its longer side. As in transformers' `get_rope_index`, the time of a
-video does not move what follows, and decoding goes on behind the greatest position of the prompt.
+video does not move what follows. Decoding counts on from the last position, as `generate` of transformers does, so that
+an answer has the positions that it will have as a part of the next prompt. (`rope_deltas` of transformers, by which
+models are driven that get no positions, goes on behind the greatest position: that is another one where the time of a
+video runs ahead of its rows.)
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def rope_index(num_tokens: int, spans: Sequence[Span], merge_size: int) -> tuple
         positions[:, span.offset : filled] = np.stack(axes).reshape(3, -1) + position
         position += max(high, wide)
     positions[:, filled:] = np.arange(position, position + num_tokens - filled)
-    return positions, int(positions.max()) + 1 - num_tokens
+    return positions, int(positions[:, -1].max()) + 1 - num_tokens
 
 
 def pack_positions(positions: np.ndarray, delta: int) -> RopePositions:

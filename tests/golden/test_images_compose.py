@@ -301,19 +301,28 @@ def test_a_video_whose_time_runs_ahead_of_its_tokens_gives_the_tokens_of_transfo
         media = {"video": (frames, {"fps": 0.1})}
         prompt = {"prompt": "a<video>what is it", "multi_modal_data": media, "mm_processor_kwargs": SMALL_FRAMES}
         request = llm.engine.input_processor.process("read", prompt, greedy(1))
-        assert request.rope is not None and request.rope.delta > 0
         ids = torch.tensor([request.prompt_token_ids])
+        listed = np.frombuffer(request.rope.packed, np.int32).reshape(3, -1)
+        assert listed.max() > listed[:, -1].max(), "the time of the video is ahead of the text behind it"
         (feature,) = request.mm_features
         inputs = {"pixel_values_videos": normalised(reader.tiny.config, feature.data)}
         inputs["video_grid_thw"] = torch.tensor([feature.data.grid])
-        # Each token from the whole sequence, by positions that are written out
-        listed = torch.tensor(np.frombuffer(request.rope.packed, np.int32).reshape(3, 1, -1).astype(np.int64))
-        expected_tokens: list[int] = []
-        for _ in range(COUNT):
-            behind = torch.arange(len(expected_tokens)) + ids.shape[1] + request.rope.delta
-            positions = torch.cat([listed, behind.expand(3, 1, -1)], dim=-1)
-            whole = torch.cat([ids, torch.tensor([expected_tokens], dtype=torch.long)], dim=-1)
-            with torch.inference_mode():
-                found = reader.tiny.oracle(whole, position_ids=positions, use_cache=False, **inputs)
-            expected_tokens.append(int(found.logits[0, -1].argmax()))
-        assert tokens_of(ask(llm, prompt)) == expected_tokens
+        inputs["second_per_grid_ts"] = torch.tensor([2 / 0.1])
+        inputs["mm_token_type_ids"] = 2 * (ids == 91).int()
+        reader.tiny.oracle.model.rope_deltas = None
+        with torch.inference_mode():
+            found = reader.tiny.oracle.generate(ids, max_new_tokens=COUNT, do_sample=False, **inputs)
+        assert tokens_of(ask(llm, prompt)) == found[0, ids.shape[1] :].tolist()
+        # The answer, of which no token stands for an image, has the same positions as a part of the next prompt.
+        answer = ask(llm, prompt, greedy(COUNT, logit_bias={90: -100.0, 91: -100.0}), retain_kv=60)
+        suffix = {**reader.prompt(1, "", "b"), "mm_processor_kwargs": SMALL_FRAMES}
+        child = llm.generate_continuation(answer, suffix, greedy(COUNT))
+        again: dict[str, Any] = {
+            "prompt_token_ids": [*llm.get_tokenizer().encode("a<video>what is it", False), *tokens_of(answer)],
+            "multi_modal_data": {**media, **reader.prompt(1)["multi_modal_data"]},
+            "mm_processor_kwargs": SMALL_FRAMES,
+        }
+        again["prompt_token_ids"] += llm.get_tokenizer().encode("<image>b", False)
+        whole = llm.engine.input_processor.process("whole", again, greedy(1))
+        root = llm.find_parent(child.request_id)
+        assert (root.prompt_token_ids, root.rope) == (whole.prompt_token_ids, whole.rope)
