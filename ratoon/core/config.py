@@ -411,7 +411,7 @@ class EngineConfig:
         options=("-pp",),
     )
     nnodes: int = setting(
-        1, "hosts of one engine, each with equally many stages; the others are started with --node-rank", at_least(1)
+        1, "hosts of one engine, each with equally many ranks; the others are started with --node-rank", at_least(1)
     )
     node_rank: int = setting(
         0, "this host among them; 0 has the engine, `ratoon serve` of another one runs its ranks alone", at_least(0)
@@ -565,9 +565,15 @@ def _verify_nodes(config: EngineConfig) -> None:
     if config.node_rank >= config.nnodes:
         problem = f"{config.node_rank} is none of {config.nnodes} nodes"
         raise ConfigError("node_rank", problem, f"0 to {config.nnodes - 1}, or a larger nnodes")
-    if config.node_rank == 0 and config.pipeline_parallel_size % config.nnodes:
-        problem = f"{config.nnodes} hosts can't have equally many of {config.pipeline_parallel_size} stages"
-        expected = f"pipeline_parallel_size as a multiple of {config.nnodes}: the ranks of a stage are on one host"
+    num_local_ranks, num_left = divmod(config.num_ranks, config.nnodes)
+    if config.node_rank == 0 and (
+        num_left
+        or math.lcm(config.tensor_parallel_size, num_local_ranks) > max(config.tensor_parallel_size, num_local_ranks)
+    ):
+        problem = f"{config.nnodes} hosts can't have equal parts of {config.pipeline_parallel_size} stages"
+        if config.tensor_parallel_size > 1:
+            problem += f" of {config.tensor_parallel_size} ranks each"
+        expected = f"pipeline_parallel_size or tensor_parallel_size as a multiple of {config.nnodes}"
         raise ConfigError("nnodes", problem, expected)
     if config.nnodes > 1 and config.executor not in ("auto", "mp"):
         raise ConfigError("executor", f"{config.executor!r} has no ranks on other hosts", "auto or mp")

@@ -122,10 +122,10 @@ class WorkerMethod(NamedTuple):
 
 
 WORKER_METHODS = {
-    # Before the phases, where ranks are on several hosts: where each is reached by ranks of the stage before it, or
-    # nothing, if that stage is on the same host; then the answers of all ranks
-    "listen": WorkerMethod((), str),
-    "connect": WorkerMethod((list[str],)),
+    # Before the phases, where ranks are on several hosts: where each is reached by a rank of the stage before it and by
+    # others of its own stage, or nothing, if those are on the same host; then the answers of all ranks
+    "listen": WorkerMethod((), list[str]),
+    "connect": WorkerMethod((list[list[str]],)),
     # The phases, each called once and in this order
     "choose": WorkerMethod((), WorkerChoices),
     "load": WorkerMethod((), WeightFacts),

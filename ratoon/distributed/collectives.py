@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from ratoon.core.ranks import WorkerLaunch
+from ratoon.distributed.host_collective import HostCollective
+from ratoon.distributed.host_links import HostLinks
 from ratoon.distributed.shared_memory import MemoryHandover, SharedMemoryCollective, identity_of_host, new_memory
 from ratoon.layers.native import library
 from ratoon.layers.shard import Collective, ModelPart, Shard, Stage, StageLink
@@ -81,15 +83,17 @@ class JoinedLink(StageLink):
         self._before.receive(rows)
 
 
-def join_group(launch: WorkerLaunch, rendezvous: str, links: StageLink | None) -> ModelPart:
+def join_group(launch: WorkerLaunch, rendezvous: str, links: HostLinks | None) -> ModelPart:
     """Meets the other ranks of this host, or of a cluster, at `rendezvous`. `links`: the ways to ranks of other
     hosts. Returns what this rank has of the model."""
     config, num_shards = launch.config, launch.config.tensor_parallel_size
-    index, number = divmod(launch.rank, num_shards)
-    shard, stage = Shard(), Stage(index, config.pipeline_parallel_size, links)
+    index = launch.rank // num_shards
+    has_stages = config.pipeline_parallel_size > 1
+    stage = Stage(index, config.pipeline_parallel_size, links if has_stages else None)
     world_size, own = launch.num_local_ranks, launch.rank - launch.first_rank
+    num_together = min(num_shards, world_size)  # ranks of a stage on this host
     if world_size == 1:
-        return ModelPart(shard, stage)
+        return ModelPart(make_shard(launch, None, links, num_together), stage)
     device = config.device
     on_cuda = device.startswith("cuda")
     if on_cuda:
@@ -104,15 +108,23 @@ def join_group(launch: WorkerLaunch, rendezvous: str, links: StageLink | None) -
         device_id=torch.device(device) if on_cuda else None,
     )
     # Every rank makes the groups of all stages, in the same order, as torch asks for.
-    groups = [dist.new_group(range(first, first + num_shards)) for first in range(0, world_size, num_shards)]
-    if num_shards > 1:
-        shard = Shard(number, num_shards, open_collective(groups[own // num_shards], on_cuda))
-    if config.pipeline_parallel_size > 1:
+    groups = [dist.new_group(range(first, first + num_together)) for first in range(0, world_size, num_together)]
+    collective = None if num_together == 1 else open_collective(groups[own // num_together], on_cuda)
+    if has_stages:
         here = GroupLink(own - num_shards, own + num_shards)
         before = here if own >= num_shards or links is None else links
         behind = here if own + num_shards < world_size or links is None else links
         stage = Stage(index, config.pipeline_parallel_size, JoinedLink(before, behind))
-    return ModelPart(shard, stage)
+    return ModelPart(make_shard(launch, collective, links, num_together), stage)
+
+
+def make_shard(launch: WorkerLaunch, own: Collective | None, links: HostLinks | None, num_together: int) -> Shard:
+    """A rank of a stage, of whose ranks `num_together` are on this host and have the collective `own`."""
+    num_shards = launch.config.tensor_parallel_size
+    if num_shards > num_together:
+        assert links is not None, "a stage is on several hosts"
+        own = HostCollective(links, own, num_shards, num_together)
+    return Shard(launch.rank % num_shards, num_shards, own)
 
 
 def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:

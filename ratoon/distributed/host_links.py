@@ -1,5 +1,5 @@
-"""The way of a rank's rows to and from stages on other hosts: an encrypted connection from each rank to its neighbour
-in the next stage, with keys of the engine run.
+"""The way of a rank's rows to and from other hosts: an encrypted connection from each rank to its neighbour in the next
+stage, and where a stage is on several hosts to the ranks in the same place on these, with keys of the engine run.
 
 torch.distributed has no encryption that its packages bring along, and rows of the residual stream tell the text of a
 request. Rows of a GPU pass through host memory here.
@@ -7,6 +7,7 @@ request. Rows of a GPU pass through host memory here.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -31,21 +32,33 @@ class HostLinks(StageLink):
         before, behind = self._rank - self._width, self._rank + self._width
         self._listens = before >= 0 and before not in local
         self._connects = behind < launch.config.num_ranks and behind not in local
+        # The ranks of the stage in the same place on each of its hosts, this one among them
+        first = self._rank // self._width * self._width
+        own_place = (self._rank - first) % len(local)
+        self._stage_ranks = [first + host + own_place for host in range(0, self._width, len(local))]
         self._context = EncryptedContext(keys)
         self._before: zmq.Socket[bytes] | None = None
         self._behind: zmq.Socket[bytes] | None = None
+        self._parts: zmq.Socket[bytes] | None = None  # of tensors, from other ranks of the stage
+        self._part_takers: list[zmq.Socket[bytes]] = []
+        self._early_parts: dict[int, deque[Any]] = {rank: deque() for rank in self._stage_ranks}
 
-    def listen(self) -> str:
-        """Returns the address where the neighbour in the stage before can connect; nothing, if that is on this host."""
-        if not self._listens:
-            return ""
-        self._before, endpoint = self._context.listen(zmq.PULL, self._address)
-        return endpoint
+    def listen(self) -> list[str]:
+        """Returns the addresses where the neighbour in the stage before and other ranks of the stage can connect; an
+        empty one, if all of those are on this host."""
+        endpoints = ["", ""]
+        if self._listens:
+            self._before, endpoints[0] = self._context.listen(zmq.PULL, self._address)
+        if len(self._stage_ranks) > 1:
+            self._parts, endpoints[1] = self._context.listen(zmq.PULL, self._address)
+        return endpoints
 
-    def connect(self, endpoints: list[str]) -> None:
+    def connect(self, endpoints: list[list[str]]) -> None:
         """Gets what `listen` has returned on every rank."""
         if self._connects:
-            self._behind = self._context.connect(zmq.PUSH, endpoints[self._rank + self._width])
+            self._behind = self._context.connect(zmq.PUSH, endpoints[self._rank + self._width][0])
+        others = [rank for rank in self._stage_ranks if rank != self._rank]
+        self._part_takers = [self._context.connect(zmq.PUSH, endpoints[rank][1]) for rank in others]
 
     def send(self, rows: Tensor) -> None:
         assert self._behind is not None, "the next stage is on this host"
@@ -63,6 +76,28 @@ class HostLinks(StageLink):
         as_bytes(on_host)[:] = found
         if rows.is_cuda:
             rows.copy_(on_host)
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """Returns the tensors of all hosts of the stage, in their order. They have the same shape and dtype."""
+        x = x.contiguous()
+        name, data = self._rank.to_bytes(4, "little"), as_bytes(x.cpu())
+        for taker in self._part_takers:
+            taker.send_multipart([name, data])
+        return [x if rank == self._rank else self._part_of(rank, x) for rank in self._stage_ranks]
+
+    def _part_of(self, rank: int, like: Tensor) -> Tensor:
+        assert self._parts is not None, "the stage is on this host"
+        while not self._early_parts[rank]:  # another host may be a sum ahead
+            if not self._parts.poll(int(1000 * SECONDS_OF_A_STEP)):
+                raise EngineError(f"rank {rank} has sent nothing to a sum for {SECONDS_OF_A_STEP:g} seconds")
+            name, frame = self._parts.recv_multipart(copy=False)
+            self._early_parts[int.from_bytes(name.bytes, "little")].append(frame)
+        found = np.frombuffer(self._early_parts[rank].popleft().buffer, np.uint8)
+        if found.nbytes != like.nbytes:
+            raise EngineError(f"{found.nbytes} bytes have come for {list(like.shape)} of {like.dtype}")
+        part = torch.empty_like(like, device="cpu")
+        as_bytes(part)[:] = found
+        return part.to(like.device)
 
     def close(self) -> None:
         self._context.close()

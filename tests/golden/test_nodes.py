@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,28 @@ def test_stages_on_two_hosts_answer_as_one_worker_run_after_run(family: str, set
     assert len(relay.seen) > 10_000
     for clear in (b"choose", b"allocate", b"sampled", SECRET.encode()):
         assert clear not in relay.seen, "what passes between hosts is encrypted"
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "settings"),
+    [
+        (2, {"tensor_parallel_size": 2}),
+        pytest.param(2, {"tensor_parallel_size": 4}, marks=pytest.mark.full),  # two ranks on each host
+        pytest.param(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_stage_on_several_hosts_answer_as_one_worker(nnodes: int, settings: dict[str, Any]) -> None:
+    folder, port = model_folder(LLAMA), free_port()
+    with open_engine(folder) as llm:
+        right, states = answers(llm, PROMPTS), llm.extract_hidden_states(PROMPTS[0], EVERYTHING).tensor
+    with ExitStack() as nodes:
+        for node_rank in range(1, nnodes):
+            nodes.enter_context(running_node(folder, port, nnodes=nnodes, node_rank=node_rank))
+        with open_engine(folder, master_port=port, nnodes=nnodes, **settings) as llm:
+            assert answers(llm, PROMPTS) == right
+            found = llm.extract_hidden_states(PROMPTS[0], EVERYTHING).tensor
+            assert found == pytest.approx(states, abs=1e-5)
 
 
 def test_a_network_that_is_cut_ends_the_run_on_both_sides_and_the_host_joins_again() -> None:
@@ -159,8 +182,8 @@ def test_other_files_on_another_host_are_refused() -> None:
 
 def test_settings_of_hosts_that_can_not_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, message in [
-        ({"nnodes": 2}, "nnodes: 2 hosts can't have equally many of 1 stages"),
-        ({"nnodes": 2, "pipeline_parallel_size": 3}, "nnodes: 2 hosts can't have equally many of 3 stages"),
+        ({"nnodes": 2}, "nnodes: 2 hosts can't have equal parts of 1 stages"),
+        ({"nnodes": 2, "pipeline_parallel_size": 3}, "nnodes: 2 hosts can't have equal parts of 3 stages"),
         ({"node_rank": 1}, "node_rank: 1 is none of 1 nodes"),
         ({**STAGES, "node_rank": 1}, "node_rank: node 1 has no engine"),
         ({**STAGES, "num_replicas": 2}, "num_replicas: 2 engines can't share the hosts of one"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ if sys.platform != "linux":
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError, EngineError
 from ratoon.core.ranks import WorkerLaunch
+from ratoon.core.settings import engine_config
 from ratoon.distributed.cluster import SECRET_VARIABLE, EncryptedContext, keys_of_secret, new_keys, read_secret
-from ratoon.distributed.host_links import HostLinks
+from ratoon.distributed.host_collective import HostCollective
+from ratoon.distributed.host_links import HostLinks, as_bytes
 
 LOCALHOST = "127.0.0.1"
 
@@ -61,7 +64,8 @@ def test_rows_arrive_as_they_were_sent_and_each_rank_has_its_neighbour(dtype: to
     links = [links_of(rank, keys, num_shards=2) for rank in range(4)]
     try:
         endpoints = [link.listen() for link in links]
-        assert endpoints[:2] == ["", ""] and all(endpoints[2:])
+        assert endpoints[:2] == [["", ""]] * 2
+        assert all(before and not stage for before, stage in endpoints[2:])
         for link in links:
             link.connect(endpoints)
         rows = torch.randn(5, 8).to(dtype)
@@ -77,6 +81,66 @@ def test_rows_arrive_as_they_were_sent_and_each_rank_has_its_neighbour(dtype: to
     finally:
         for link in links:
             link.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stage_on_three_hosts_has_the_same_sums_and_columns_on_all(dtype: torch.dtype) -> None:
+    config, keys = EngineConfig("m", tensor_parallel_size=3, nnodes=3), new_keys()
+    links = [HostLinks(WorkerLaunch(config, rank, rank, 1, 0, LOCALHOST), keys) for rank in range(3)]
+    parts = torch.randn(3, 5, 4).to(dtype)
+    try:
+        endpoints = [link.listen() for link in links]
+        assert all(stage and not before for before, stage in endpoints)
+        for link in links:
+            link.connect(endpoints)
+
+        def work(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            collective = HostCollective(links[rank], None, 3, 1)
+            # Ten columns: four of the first ranks, two of the last
+            columns = parts[rank][:, : 2 if rank == 2 else 4]
+            first = collective.all_reduce(parts[rank].clone())
+            return first, collective.all_gather(columns, 10), collective.all_reduce(parts[rank][:1] * 2)
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(work, range(3)))
+        total = (parts[0] + parts[1]) + parts[2]
+        doubled = (parts[0][:1] * 2 + parts[1][:1] * 2) + parts[2][:1] * 2
+        columns = torch.cat(list(parts), dim=1)[:, :10]
+        for one in found:
+            assert all(map(torch.equal, one, (total, columns, doubled)))
+        # What comes from a rank that is a sum ahead waits for its turn; a tensor of another size is refused.
+        for x in (parts[1], parts[1][:2]):
+            links[1]._part_takers[0].send_multipart([b"\1\0\0\0", as_bytes(x)])
+        links[2]._part_takers[0].send_multipart([b"\2\0\0\0", as_bytes(parts[2])])
+        assert all(map(torch.equal, links[0].exchange(parts[0]), parts))
+        with pytest.raises(EngineError, match=r"bytes have come for \[5, 4\]"):
+            links[0].exchange(parts[0])
+    finally:
+        for link in links:
+            link.close()
+
+
+def test_hosts_have_equal_parts_of_stages() -> None:
+    for settings in (
+        {"nnodes": 2, "tensor_parallel_size": 2},
+        {"nnodes": 2, "tensor_parallel_size": 4},
+        {"nnodes": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"nnodes": 2, "tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+        {"nnodes": 3, "tensor_parallel_size": 6},
+    ):
+        engine_config("m", **settings)
+    for settings in (
+        {"nnodes": 2},
+        {"nnodes": 2, "tensor_parallel_size": 3},
+        {"nnodes": 2, "pipeline_parallel_size": 3},
+        {
+            "nnodes": 2,
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 3,
+        },  # one and a half a host
+    ):
+        with pytest.raises(ConfigError, match="nnodes: 2 hosts can't have equal parts"):
+            engine_config("m", **settings)
 
 
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
