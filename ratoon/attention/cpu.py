@@ -52,6 +52,7 @@ class CpuMetadata:
 class CpuAttentionBackend(AttentionBackend):
     name = "cpu"
     sees_ahead = True
+    caps_scores = True
     supports_recording = True
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class CpuAttentionBackend(AttentionBackend):
             q.data_ptr(), q.stride(0), out.data_ptr(), width, *_memory(kv_cache),
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
-            layer.causal, metadata.visible_ends, bias_data, reach, layer.scale,
+            layer.causal, metadata.visible_ends, bias_data, reach, layer.scale, layer.soft_cap or 0.0,
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
@@ -160,7 +161,7 @@ class RoundedCpuBackend(CpuAttentionBackend):
 
     @staticmethod
     def can_serve(needs: AttentionNeeds) -> bool:
-        plain = not needs.causal and not needs.has_bias and needs.num_heads == needs.num_kv_heads
+        plain = not (needs.causal or needs.has_bias or needs.has_soft_cap) and needs.num_heads == needs.num_kv_heads
         return needs.may_round and plain and has_bf16_matrices(needs.head_dim)
 
     def forward(

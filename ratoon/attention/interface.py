@@ -35,6 +35,7 @@ class AttentionNeeds:
     window: int | None = None
     causal: bool = True
     has_bias: bool = False  # a bias by distance, added to scores
+    has_soft_cap: bool = False  # scores approach a bound by tanh
     content: str = AttentionSpec.content  # what is kept for a token
     kv_dtype: torch.dtype | None = None  # that it is kept in, where it is not `dtype`
     batch_invariant: bool = False  # a row's result has the same bits in any batch and any chunk
@@ -65,6 +66,7 @@ class AttentionNeeds:
             first.window,
             all(layer.causal for layer in layers),
             any(layer.bias is not None for layer in layers),
+            any(layer.soft_cap is not None for layer in layers),
             spec.content,
             None if kept == dtype else kept,
             batch_invariant,
@@ -124,6 +126,8 @@ class AttentionBackend(ABC):
     supports_recording: bool = False
     # Whether it reads `visible_ends`: queries that see keys behind their own position.
     sees_ahead: bool = False
+    # Whether it reads `soft_cap` of layers.
+    caps_scores: bool = False
 
     @classmethod
     @abstractmethod

@@ -50,6 +50,8 @@ def _reasons_against(backend: type[AttentionBackend], needs: AttentionNeeds) -> 
     reasons = list(backend.reasons_against(needs))
     if needs.sees_ahead and not backend.sees_ahead:
         reasons.append("the rows of an image can't see those behind them")
+    if needs.has_soft_cap and not backend.caps_scores:
+        reasons.append("scores can't have a soft cap")
     return reasons
 
 

@@ -39,6 +39,7 @@ class ReferenceMetadata:
 class TorchReferenceBackend(AttentionBackend):
     name = "torch"
     sees_ahead = True
+    caps_scores = True
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -121,6 +122,8 @@ def _attend(
     values = values.repeat_interleave(group, dim=1)
     # Scores and weights in float32, as in transformers.
     scores = torch.einsum("qhd,khd->hqk", q, keys).float() * layer.scale
+    if layer.soft_cap is not None:
+        scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
     if layer.bias is not None:
         scores += layer.bias[:, distances + layer.bias.shape[1] // 2]  # [heads, Q, S]
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(values.dtype)

@@ -66,6 +66,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     name = "triton"
     sees_ahead = True
+    caps_scores = True
     supports_graphs = True
 
     def __init__(

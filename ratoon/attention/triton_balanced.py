@@ -1,8 +1,8 @@
 """Attention of many requests of one token, with all programs equally busy: what the kernels of
 triton_balanced_kernels.py serve, and their launches.
 
-Steps with few requests run in triton_decode.py. Other GPUs, float32, biases, other sizes of heads, and results with the
-same bits in any batch are triton_kernels.py's.
+Steps with few requests run in triton_decode.py. Other GPUs, float32, biases, soft caps, other sizes of heads, and
+results with the same bits in any batch are triton_kernels.py's.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def serves(
     return (
         layer.causal
         and layer.bias is None
+        and layer.soft_cap is None
         and layer.num_heads // layer.num_kv_heads <= _HEADS
         and layer.head_dim in (_HEAD_DIMS[1:] if pages.dtype == _FP8 else _HEAD_DIMS)
         and dtype in _DTYPES

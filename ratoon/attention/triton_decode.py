@@ -15,6 +15,7 @@ from ratoon.attention.triton_kernels import (
     _store_whole,
     add_tile,
     attend_keys,
+    cap_scores,
     load_pages,
     load_tile,
     row_sums,
@@ -150,7 +151,8 @@ def decode_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
-    SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. A request's earlier keys are divided among as many splits as have `min_share`
     tiles of BLOCK_N keys; the first one adds the new key."""
@@ -215,7 +217,7 @@ def decode_kernel(
                 store_tokens(
                     key, value, slot, True, cache_ptr, kv_head, stride_block, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE
                 )
-            score = tl.sum(heads.to(tl.float32) * key.to(tl.float32), 1) * scale
+            score = cap_scores(tl.sum(heads.to(tl.float32) * key.to(tl.float32), 1) * scale, SOFT_CAP)
             peak = _repeat(tl.where(split == 0, score, float("-inf")), BLOCK_M)
             total += tl.where(split == 0, 1.0, 0.0)
             values = tl.where(split == 0, value.to(tl.float32), 0.0)
@@ -228,7 +230,7 @@ def decode_kernel(
             q = _repeat(heads, BLOCK_M)
         acc, acc_odd, peak, total = add_tile(
             acc, acc_odd, peak, total, k, v, q, q_odd, start, end, rows * 0 + end, rows, rows, out_ptr, scale, window,
-            0, BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
+            0, BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0, SOFT_CAP,
         )  # fmt: skip
         pages = next_pages
     if PAIRED:
@@ -256,7 +258,7 @@ def _load_new_tile(
 @triton.jit
 def _attend_tile(
     q, k, v, key, value, tile, end, scale, window, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """A tile by itself, with the new key and value in their places if they are in it: → weighted sums, maxima, sums."""
     rows = tl.arange(0, BLOCK_M)
@@ -265,7 +267,7 @@ def _attend_tile(
     acc, _, peak, total = add_tile(
         tl.zeros([BLOCK_M, DIM_PAD], tl.float32), rows, tl.full([BLOCK_M], float("-inf"), tl.float32),
         sums_of(BLOCK_M, q.dtype, BLOCK_N), k, v, q, q, tile * BLOCK_N, end, rows * 0 + (end - 1), rows, rows, rows,
-        scale, window, 0, BLOCK_N, False, HAS_WINDOW, False, False, True, BLOCK_N,
+        scale, window, 0, BLOCK_N, False, HAS_WINDOW, False, False, True, BLOCK_N, SOFT_CAP,
     )  # fmt: skip
     return acc, peak, row_sums(total)
 
@@ -279,7 +281,7 @@ def tiled_decode_kernel(
     GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
     HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, SPLIT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Does what decode_kernel does, with the bits that attention_kernel has where tiles are attended to by themselves:
     the new key takes its place in the last tile. Not for pages in fp8.
@@ -341,8 +343,9 @@ def tiled_decode_kernel(
                     BLOCK_SIZE, BLOCK_N,
                 )  # fmt: skip
             acc, peak, total = _attend_tile(
-                q, k, v, key, value, first + place, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW
-            )
+                q, k, v, key, value, first + place, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW,
+                SOFT_CAP,
+            )  # fmt: skip
             if num_tiles == 1:
                 _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)
             else:
@@ -362,13 +365,13 @@ def tiled_decode_kernel(
                 )  # fmt: skip
     else:
         acc_last, peak_last, total_last = _attend_tile(
-            q, k, v, key, value, last, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW
+            q, k, v, key, value, last, end, scale, window, HEAD_DIM, DIM_PAD, BLOCK_M, BLOCK_N, HAS_WINDOW, SOFT_CAP
         )
         high = last * BLOCK_N  # the tiles before it are whole
         acc, peak, total = attend_keys(
             q, first * BLOCK_N, high, begin, high, begin, high, rows * 0 + (end - 1), rows, rows, cache_ptr, table_ptr,
             out_ptr, kv_head, scale, stride_block, window, 0, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-            False, HAS_WINDOW, False, PAIRED, False, BLOCK_N,
+            False, HAS_WINDOW, False, PAIRED, False, BLOCK_N, SOFT_CAP,
         )  # fmt: skip
         peak, total, acc = _fold(peak, total, acc, peak_last, total_last, acc_last)
         _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)

@@ -22,7 +22,8 @@ def few_tokens_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NEW: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
-    SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. The rows of a tile are all query tokens of a request, BLOCK_M // GROUP at most,
     times the query heads of a KV head. Its earlier keys are divided among splits as decode_kernel does; the first one
@@ -87,13 +88,13 @@ def few_tokens_kernel(
                 )
         acc, _, peak, total = add_tile(
             acc, peak, peak, total, k, v, q, q, start, end, end + tokens, end + tokens, rows, out_ptr, scale, window, 0,
-            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0,
+            BLOCK_N, False, HAS_WINDOW, False, PAIRED, True, 0, SOFT_CAP,
         )  # fmt: skip
         pages = next_pages
     if split == 0:
         acc, _, peak, total = add_tile(
             acc, peak, peak, total, key, value, q, q, end, seq_len, end + tokens, end + tokens, rows, out_ptr, scale,
-            window, 0, NEW, True, HAS_WINDOW, False, PAIRED, True, 0,
+            window, 0, NEW, True, HAS_WINDOW, False, PAIRED, True, 0, SOFT_CAP,
         )  # fmt: skip
     store_result(
         acc, peak, total, token, 0, query_len * GROUP, kv_head, request, split, num_active, 0, num_splits, out_ptr,

@@ -163,17 +163,28 @@ def _unpack_pairs(pairs):
 
 
 @triton.jit
+def cap_scores(scores, SOFT_CAP: tl.constexpr):
+    """Scores in base 2 under a soft cap in the same unit: cap · tanh(score / cap). 0: there is none."""
+    if SOFT_CAP > 0.0:
+        scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
+    return scores
+
+
+@triton.jit
 def _weigh(
     scores, peak, total, keys, end, positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] → weights, the factor of earlier ones, and the running maximum and sum of each row. A
     sum by products (see sums_of) is left to the caller."""
+    IS_SCALED: tl.constexpr = HAS_BIAS or SOFT_CAP > 0.0
+    if IS_SCALED:
+        scores = cap_scores(scores * scale, SOFT_CAP)
     if HAS_BIAS:
         distances = keys[None, :] - positions[:, None]
         inside = (distances >= -reach) & (distances <= reach)
         bias_ptrs = bias_ptr + heads[:, None] * (2 * reach + 1) + distances + reach
-        scores = scores * scale + tl.load(bias_ptrs, mask=inside, other=0.0) * 1.4426950408889634
+        scores = scores + tl.load(bias_ptrs, mask=inside, other=0.0) * 1.4426950408889634
     if MASKED:
         visible = (keys < end)[None, :]
         if CAUSAL:
@@ -182,14 +193,14 @@ def _weigh(
             visible = visible & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1)
-    if not HAS_BIAS:
+    if not IS_SCALED:
         top = top * scale
     top = tl.maximum(peak, top)
     # A row that has seen no key yet: -inf less -inf would be NaN.
     safe = top
     if MASKED:
         safe = tl.where(top == float("-inf"), 0.0, top)
-    if HAS_BIAS:
+    if IS_SCALED:
         weights = tl.exp2(scores - safe[:, None])
     else:
         weights = tl.exp2(scores * scale - safe[:, None])
@@ -262,7 +273,7 @@ def load_tile(
 def add_tile(
     acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, last_keys, heads, bias_ptr, scale, window, reach,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr,
-    MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    MASKED: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """A tile into the running maximum peak, sum total and weighted sum acc of each row. PAIRED: q and acc have a part
     for each half of the pairs. CHUNK: the tile is attended to by itself, then folded."""
@@ -276,6 +287,7 @@ def add_tile(
         weights, _, peak_next, total_next = _weigh(
             scores, tl.full(peak.shape, float("-inf"), tl.float32), tl.zeros(total.shape, tl.float32), keys, end,
             positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL, HAS_WINDOW, HAS_BIAS, MASKED,
+            SOFT_CAP,
         )  # fmt: skip
         weights = weights.to(q.dtype)
         if len(total.shape) == 2:
@@ -292,7 +304,7 @@ def add_tile(
     else:
         weights, shrink, peak, total = _weigh(
             scores, peak, total, keys, end, positions, last_keys, heads, bias_ptr, scale, window, reach, CAUSAL,
-            HAS_WINDOW, HAS_BIAS, MASKED,
+            HAS_WINDOW, HAS_BIAS, MASKED, SOFT_CAP,
         )  # fmt: skip
         weights = weights.to(q.dtype)
         if PAIRED:
@@ -310,6 +322,7 @@ def _attend_tiles(
     table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """The tiles of keys low to high. `pages`: those of the first tile; → also those of the tile behind."""
     for start in range(low, high, BLOCK_N):
@@ -320,7 +333,7 @@ def _attend_tiles(
         )  # fmt: skip
         acc, acc_odd, peak, total = add_tile(
             acc, acc_odd, peak, total, k, v, q, q_odd, start, end, positions, last_keys, heads, bias_ptr, scale, window,
-            reach, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED, CHUNK,
+            reach, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, MASKED, CHUNK, SOFT_CAP,
         )  # fmt: skip
         pages = next_pages
     return acc, acc_odd, peak, total, pages
@@ -332,7 +345,7 @@ def attend_keys(
     kv_head, scale, stride_block, window, reach, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Keys low to high → weighted sums [BLOCK_M, DIM_PAD], maxima, sums. CLEAR_LOOP: tiles that all rows see whole,
     clear_begin to clear_end, have a loop without masks. PAIRED: products in float16, which holds all numbers of fp8.
@@ -355,18 +368,18 @@ def attend_keys(
             acc, acc_odd, peak, total, pages = _attend_tiles(
                 acc, acc_odd, peak, total, pages, q, q_odd, low, clear_low, begin, end, positions, last_keys, heads,
                 cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD,
-                KV_HEADS, BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
+                KV_HEADS, BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK, SOFT_CAP,
             )  # fmt: skip
         acc, acc_odd, peak, total, pages = _attend_tiles(
             acc, acc_odd, peak, total, pages, q, q_odd, clear_low, clear_high, begin, end, positions, last_keys, heads,
             cache_ptr, table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS,
-            BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False, CHUNK,
+            BLOCK_SIZE, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, False, CHUNK, SOFT_CAP,
         )  # fmt: skip
         low = clear_high
     acc, acc_odd, peak, total, pages = _attend_tiles(
         acc, acc_odd, peak, total, pages, q, q_odd, low, high, begin, end, positions, last_keys, heads, cache_ptr,
         table_ptr, bias_ptr, kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE,
-        BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK,
+        BLOCK_N, CAUSAL, HAS_WINDOW, HAS_BIAS, PAIRED, True, CHUNK, SOFT_CAP,
     )  # fmt: skip
     if PAIRED:
         acc = tl.interleave(acc, acc_odd)
@@ -537,7 +550,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     TILES: tl.constexpr, REQUESTS_PAD: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
     MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, PREFIX_TILE: tl.constexpr, KEEP_PARTS: tl.constexpr,
-    HAS_ENDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_ENDS: tl.constexpr, SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
@@ -608,7 +621,7 @@ def attention_kernel(
     acc, peak, total = attend_keys(
         q, low, high, begin, end, clear_begin, clear_end, positions, last_keys, heads, cache_ptr, table_ptr, bias_ptr,
         kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
-        HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK,
+        HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK, SOFT_CAP,
     )  # fmt: skip
     store_result(
         acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,

@@ -241,6 +241,7 @@ class Launches:
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "HAS_WINDOW": layer.window is not None,
+            "SOFT_CAP": (layer.soft_cap or 0.0) * LOG2_E,
             "PAIRED": is_paired(operands.pages, operands.q),
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,

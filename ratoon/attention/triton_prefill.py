@@ -1,6 +1,6 @@
 """Attention of long queries on Hopper GPUs: what the kernel of triton_prefill_kernels.py serves, and its launch.
 
-Other GPUs, float32, biases, other sizes of heads, and results with the same bits in any batch stay with
+Other GPUs, float32, biases, soft caps, other sizes of heads, and results with the same bits in any batch stay with
 attention_kernel of triton_kernels.py.
 """
 
@@ -64,6 +64,7 @@ def widen(pages: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor | None:
 def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, pages: Tensor, block_size: int) -> bool:
     return (
         layer.bias is None
+        and layer.soft_cap is None
         and layer.head_dim in _HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)

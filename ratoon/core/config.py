@@ -102,6 +102,8 @@ class ModelConfig:
     rotary_dim: int | None = None  # None: all of head_dim
     local_rope_theta: float | None = None  # the base in layers with the window, without scaling; None: the same in all
     attention_scale: float | None = None  # what scores are multiplied with; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # scores become cap · tanh(score / cap)
+    final_soft_cap: float | None = None  # the same of logits
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # on q, k, v
     attention_output_bias: bool = False
@@ -115,6 +117,12 @@ class ModelConfig:
     encoder: EncoderConfig | None = None  # set: an encoder-decoder model
     relative_positions: RelativePositions | None = None
     scale_embedding: bool = False  # token embeddings are multiplied by the root of the hidden size
+    embedding_multiplier: float | None = None  # by this number instead
+    residual_multiplier: float = 1.0  # of what a layer's halves add to the residual stream
+    logits_multiplier: float = 1.0
+    parallel_residual: bool = False  # both halves of a layer read the stream before either is added to it
+    rotary_layers: tuple[bool, ...] | None = None  # which layers rotate heads; None: all, where the family does
+    interleaved_rotary: bool = False  # the pairs that are rotated are neighbours in the checkpoint's heads, not halves
     num_token_types: int = 0  # BERT's segments; every text is segment 0
     gated_mlp: bool = False  # for a family that has both forms (T5)
     decoder_start_token_id: int | None = None  # the first token of every decoder prompt

@@ -68,12 +68,20 @@ class AdaptedProduct:
 class AdapterTarget:
     """One layer of the checkpoint, or this rank's part of it, as a target of adapters."""
 
-    __slots__ = ("_inputs", "_name", "_outputs", "_part", "_shape", "product")
+    __slots__ = ("_inputs", "_name", "_order", "_outputs", "_part", "_shape", "product")
 
     def __init__(
-        self, product: AdaptedProduct, name: str, shape: tuple[int, int], inputs: range, outputs: Sequence[range]
+        self,
+        product: AdaptedProduct,
+        name: str,
+        shape: tuple[int, int],
+        inputs: range,
+        outputs: Sequence[range],
+        order: Sequence[int] | None = None,
     ) -> None:
-        """A layer [out, in] of which this rank has `inputs` and `outputs`, the next columns of the product."""
+        """A layer [out, in] of which this rank has `inputs` and `outputs`, the next columns of the product, in this
+        order."""
+        self._order = None if order is None else list(order)
         self.product = product
         self._name = name
         self._shape = shape
@@ -115,7 +123,8 @@ class AdapterTarget:
 
     def _take_rows(self, whole: Tensor) -> Tensor:
         parts = [whole[part.start : part.stop] for part in self._outputs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        own = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return own if self._order is None else own[self._order]
 
     def clear(self, slot: int) -> None:
         """Makes the slot empty, for all layers of the product."""

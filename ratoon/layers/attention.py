@@ -89,6 +89,7 @@ class AttentionLayer:
     # [heads, 2 · reach + 1] float32: [distance + reach] is added to the score of a key `distance` positions after the
     # query (negative: before). No sequence is longer than reach + 1.
     bias: torch.Tensor | None = None
+    soft_cap: float | None = None  # scores become soft_cap · tanh(score / soft_cap), before bias and mask
 
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         if self.window is None:
@@ -119,6 +120,7 @@ class CrossAttentionLayer:
     window = None
     causal = False
     bias = None
+    soft_cap = None
 
     @property
     def num_kv_heads(self) -> int:

@@ -109,11 +109,20 @@ class LMHead:
     1.3 times as long then for one row of 49,152 or 128,256, and 0.9 to 1.0 times for 32 rows (bench/ranks.py).
     """
 
-    __slots__ = ("adapted", "multiply", "shard", "vocab_size")
+    __slots__ = ("adapted", "cap", "multiplier", "multiply", "scale", "shard", "soft_cap", "vocab_size")
 
     def __init__(
-        self, weights: Weights, embedding: VocabParallelEmbedding, tied: bool, bias: Tensor | None = None
+        self,
+        weights: Weights,
+        embedding: VocabParallelEmbedding,
+        tied: bool,
+        bias: Tensor | None = None,
+        multiplier: float = 1.0,
+        soft_cap: float | None = None,
     ) -> None:
+        """Logits are multiplied by `multiplier`; with a `soft_cap` they become soft_cap · tanh(logit / soft_cap)."""
+        self.multiplier, self.soft_cap = multiplier, soft_cap
+        self.scale, self.cap = weights.ops.scale, weights.ops.soft_cap
         self.shard, self.vocab_size, rows = weights.shard, embedding.vocab_size, embedding.rows
         size = embedding.weight.shape[1]
         if tied:
@@ -137,6 +146,10 @@ class LMHead:
         logits = self.multiply(hidden)
         if adapters is not None:
             self.adapted.add(logits, hidden, adapters)
+        if self.multiplier != 1.0:
+            self.scale(logits, self.multiplier)
+        if self.soft_cap is not None:
+            self.cap(logits, self.soft_cap)
         if self.shard.collective is not None:
             logits = self.shard.collective.all_gather(logits, self.vocab_size)
         return logits

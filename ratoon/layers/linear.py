@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     out_features: int
     has_bias: bool
     outputs: Sequence[range]
+    order: Sequence[int] | None = None  # in which the outputs, of one range then, are used; None: as they are
 
 
 class Linear:
@@ -50,7 +51,8 @@ class Linear:
         self.adapted = AdaptedProduct(weights.ops, len(inputs))
         for piece in pieces:
             parts += [_take_weight(piece, outputs, in_features, inputs, transposed) for outputs in piece.outputs]
-            piece.weights.add_target(self.adapted, (piece.out_features, in_features), inputs, piece.outputs)
+            shape = (piece.out_features, in_features)
+            piece.weights.add_target(self.adapted, shape, inputs, piece.outputs, piece.order)
         self.multiply = make_product(weights.ops, parts, _take_bias(pieces))
         self.fused = weights.ops.fuse(self.multiply)
         self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
@@ -137,10 +139,30 @@ class MergedLinear(Linear):
         )
 
 
+class SplitLinear(Linear):
+    """One layer of the checkpoint that holds several column-parallel ones. A rank has an equal part of each."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, weights: Weights, in_features: int, out_sizes: Sequence[int], bias: bool = False
+    ) -> None:  # fmt: skip
+        total, outputs, start = sum(out_sizes), [], 0
+        for size in out_sizes:
+            part = weights.shard.cut("outputs", size)
+            outputs.append(range(start + part.start, start + part.stop))
+            start += size
+        outputs = [range(total)] if weights.shard.world_size == 1 else outputs
+        super().__init__([Piece(weights, total, bias, outputs)], in_features)
+
+
 class QKVLinear:
     """Query, key and value as one product, returned as views of it. A rank has some of the heads.
 
-    `names` are the three layers of a checkpoint that keeps them apart, or the one of a checkpoint that has them fused.
+    `names` are the three layers of a checkpoint that keeps them apart, or the one of a checkpoint that has them fused:
+    all queries, all keys, all values; or, `by_kv_head`, for each KV head its queries, its key and its value.
+    `interleaved_dim`: in the checkpoint, apart, neighbours of so many numbers of a head are rotated together; here they
+    are put in two halves.
     """
 
     __slots__ = ("head_counts", "head_dim", "linear", "num_heads_in_all")
@@ -155,6 +177,8 @@ class QKVLinear:
         head_dim: int,
         bias: bool | Sequence[bool] = False,
         transposed: bool = False,
+        by_kv_head: bool = False,
+        interleaved_dim: int = 0,
     ) -> None:
         """The numbers of heads are those of the whole model."""
         heads, kv_heads = weights.shard.cut_heads(num_heads, num_kv_heads)
@@ -163,7 +187,10 @@ class QKVLinear:
         self.num_heads_in_all = sum(self.head_counts)
         sizes = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
         outputs = [range(part.start * head_dim, part.stop * head_dim) for part in (heads, kv_heads, kv_heads)]
-        if len(names) == 1:
+        if by_kv_head:
+            own = _ranges_by_kv_head(heads, kv_heads, num_heads // num_kv_heads, head_dim)
+            pieces = [Piece(weights / names[0], sum(sizes), bool(bias), own)]
+        elif len(names) == 1:
             starts = (0, sizes[0], sizes[0] + sizes[1])
             own = [range(start + part.start, start + part.stop) for start, part in zip(starts, outputs, strict=True)]
             own = [range(sum(sizes))] if weights.shard.world_size == 1 else own
@@ -172,6 +199,9 @@ class QKVLinear:
             biased = [bias] * 3 if isinstance(bias, bool) else bias
             parts = zip(names, sizes, biased, outputs, strict=True)
             pieces = [Piece(weights / name, size, has_bias, [own]) for name, size, has_bias, own in parts]
+            if interleaved_dim:
+                orders = [_halves_of_heads(len(part), head_dim, interleaved_dim) for part in (heads, kv_heads)]
+                pieces[:2] = [piece._replace(order=order) for piece, order in zip(pieces, orders)]
         self.linear = Linear(pieces, hidden_size, transposed)
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,6 +210,24 @@ class QKVLinear:
         heads = fused.view(-1, self.num_heads_in_all, self.head_dim)  # [T, heads + 2·kv_heads, head_dim]
         q, k, v = heads.split_with_sizes(self.head_counts, 1)
         return q, k, v
+
+
+def _ranges_by_kv_head(heads: range, kv_heads: range, group: int, head_dim: int) -> list[range]:
+    """Where the rows of these query heads, and then of these keys and values, are in a weight that has for each KV head
+    its queries, its key and its value. Neighbours are one range."""
+    places = [head // group * (group + 2) + head % group for head in heads]
+    places += [head * (group + 2) + group + part for part in (0, 1) for head in kv_heads]
+    ranges: list[range] = []
+    for place in places:
+        start = ranges.pop().start if ranges and ranges[-1].stop == place * head_dim else place * head_dim
+        ranges.append(range(start, (place + 1) * head_dim))
+    return ranges
+
+
+def _halves_of_heads(num_heads: int, head_dim: int, rotary_dim: int) -> list[int]:
+    """The order of rows that puts the even ones of the first `rotary_dim` of each head before the odd ones."""
+    within = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
+    return [head * head_dim + row for head in range(num_heads) for row in within]
 
 
 def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Product:
@@ -201,7 +249,8 @@ def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, 
     shape = (piece.out_features, in_features)
     part = TensorSlice.of_range(0, outputs, piece.out_features) or TensorSlice.of_range(1, inputs, in_features)
     if not transposed:
-        return piece.weights.take_stored("weight", *shape, part=part, use=WeightUse.LINEAR)
+        stored = piece.weights.take_stored("weight", *shape, part=part, use=WeightUse.LINEAR)
+        return stored if piece.order is None else stored.with_rows(piece.order)
     part = None if part is None else part._replace(dim=1 - part.dim)
     return piece.weights.take_stored("weight", *shape[::-1], part=part, transposed=True, use=WeightUse.LINEAR)
 
@@ -217,7 +266,8 @@ def _bias_part(piece: Piece, outputs: range) -> Tensor:
     if not piece.has_bias:
         return torch.zeros(len(outputs), dtype=weights.dtype, device=weights.device)
     part = TensorSlice.of_range(0, outputs, piece.out_features)
-    return weights.take("bias", piece.out_features, part=part)
+    bias = weights.take("bias", piece.out_features, part=part)
+    return bias if piece.order is None else bias[list(piece.order)]
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.linear import Linear, MergedLinear, RowParallelLinear
+from ratoon.layers.linear import Linear, MergedLinear, RowParallelLinear, SplitLinear
 from ratoon.layers.norm import LinearInput, Normed
 from ratoon.layers.ops import Ops, Product
 from ratoon.layers.weights import Weights
@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu")  # those of Ops.activation
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+FUSED_GATED_NAMES = ("gate_up_proj", "down_proj")  # of checkpoints that have gate and up as one layer
 
 
 class FeedForward(Protocol):
@@ -43,12 +44,17 @@ class GatedMLP:
         intermediate_size: int,
         bias: bool = False,
         activation: str = "silu",
-        names: tuple[str, str, str] = GATED_NAMES,
+        names: Sequence[str] = GATED_NAMES,
     ) -> None:
+        """`names`: of gate, up and down, or of gate and up as one layer, and down."""
         _check_activation(activation)
         sizes = (intermediate_size, intermediate_size)
-        self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
-        self.down = RowParallelLinear(weights / names[2], intermediate_size, hidden_size, bias)
+        self.gate_up: Linear
+        if len(names) == 2:
+            self.gate_up = SplitLinear(weights / names[0], hidden_size, sizes, bias)
+        else:
+            self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
+        self.down = RowParallelLinear(weights / names[-1], intermediate_size, hidden_size, bias)
         ops = weights.ops
         self.multiply: Product | None = None
         self.activate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=activation)

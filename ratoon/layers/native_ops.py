@@ -232,6 +232,14 @@ class NativeOps:
         self._kernels.ratoon_scale(x.data_ptr(), x.stride(0), *x.shape, factor)
         return x
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        self._kernels.ratoon_add(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), *x.shape)
+        return x
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self._kernels.ratoon_soft_cap(x.data_ptr(), x.stride(0), *x.shape, cap)
+        return x
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         y = new_floats(rows, width)

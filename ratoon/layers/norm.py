@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ratoon.layers.ops import RMSWeights
+from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
@@ -92,6 +93,29 @@ class HeadRMSNorm:
 
     def __call__(self, x: Tensor) -> None:
         self.norm(x, self.weight, self.eps)
+
+
+class WholeRMSNorm:
+    """RMS norm over all heads of a token together, in place, on a view of the fused query-key-value product. A rank has
+    some of the heads, and their squares are summed over the ranks."""
+
+    __slots__ = ("eps", "norm", "reduce", "size", "weight")
+
+    def __init__(self, weights: Weights, size: int, own: range, eps: float) -> None:
+        """`own`: which of the `size` numbers this rank has."""
+        self.weight = weights.take("weight", size, part=TensorSlice.of_range(0, own, size))
+        self.size, self.eps = size, eps
+        self.norm = weights.ops.head_rms_norm
+        self.reduce = weights.shard.all_reduce
+
+    def __call__(self, x: Tensor) -> None:
+        flat = x.flatten(1)  # [T, heads, head_dim] → [T, heads · head_dim], a view
+        if self.reduce is None:
+            self.norm(flat[:, None], self.weight, self.eps)
+            return
+        wide = flat.float()
+        squares = self.reduce(wide.square().sum(-1, keepdim=True))
+        flat.copy_((wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype) * self.weight)
 
 
 def _take_factors(weights: Weights, size: int, is_offset: bool) -> Tensor:

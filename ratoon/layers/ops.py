@@ -163,6 +163,14 @@ class Ops(Protocol):
         """x [T, H] times the factor, in place."""
         ...
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [T, H] += y, in place; returns x."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap · tanh(x / cap) of x [T, V], in place."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of 16-bit numbers is rounded before the weight is applied, unless that is in float32."""
         ...

@@ -6,7 +6,7 @@ does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,6 +63,15 @@ class StoredTensor:
         if self.decode is None:
             return replace(self, shape=self.shape[::-1], data=self.data.t())
         return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
+
+    def with_rows(self, order: Sequence[int]) -> StoredTensor:
+        """Returns the tensor with its rows in this order. Encoded rows are moved as they are where each is apart."""
+        rows, parts = list(order), (self.data, *self.extras.values())
+        if self.decode is None:
+            return StoredTensor.of_floats(self.data[rows])
+        if self.transposed or any(part.shape[:1] != self.shape[:1] for part in parts):
+            return StoredTensor.of_floats(self.floats()[rows])
+        return replace(self, data=self.data[rows], extras={name: part[rows] for name, part in self.extras.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> StoredTensor:
         """Moves the tensor to the device; floats get this dtype too."""

@@ -80,6 +80,12 @@ class TorchOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)  # each rounded to the dtype of x, as transformers does
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return torch.rms_norm(x, weight.shape, weight, eps)

@@ -217,12 +217,17 @@ class Weights:
             )
 
     def add_target(
-        self, product: AdaptedProduct, shape: tuple[int, int], inputs: range, outputs: Sequence[range]
+        self,
+        product: AdaptedProduct,
+        shape: tuple[int, int],
+        inputs: range,
+        outputs: Sequence[range],
+        order: Sequence[int] | None = None,
     ) -> AdapterTarget:
         """Registers the adapters' target for the linear layer whose weight is below this prefix, and whose columns are
-        the next ones of the product."""
+        the next ones of the product, in this order."""
         name = self.prefix.removesuffix(".")
-        self.adapter_targets[name] = target = AdapterTarget(product, name, shape, inputs, outputs)
+        self.adapter_targets[name] = target = AdapterTarget(product, name, shape, inputs, outputs, order)
         return target
 
     def add_table(self, shape: tuple[int, int], rows: range, own: Callable[[], torch.Tensor]) -> TableTarget:

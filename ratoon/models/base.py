@@ -98,6 +98,7 @@ class LanguageModel:
     cross_layers: Sequence[CrossAttentionLayer] = ()  # of a decoder with an encoder: one per layer
     encoder_attention_layers: Sequence[AttentionLayer] = ()  # of that encoder
     embed: VocabParallelEmbedding
+    token_scale: float | None = None  # of tokens' embeddings; those that a request brings are not scaled
     input: Callable[..., Tensor] | None = None  # of tokens and positions, where that is more than an embedding
     media_encoder: MediaEncoder | None = None  # of a model that reads images, on the first stage
     layers: Sequence[StreamLayer]
@@ -117,9 +118,13 @@ class LanguageModel:
         head_dim = config.head_dim
         scale = head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.attention_layers = [
-            AttentionLayer(place, heads, kv_heads, head_dim, scale, config.window_of_layer(index), config.causal)
+            AttentionLayer(
+                place, heads, kv_heads, head_dim, scale, config.window_of_layer(index), config.causal,
+                soft_cap=config.attention_soft_cap,
+            )
             for place, index in enumerate(self.layer_range)
-        ]
+        ]  # fmt: skip
+        self.scale_rows = weights.ops.scale
 
     @property
     def communicating_parts(self) -> frozenset[str]:
@@ -140,7 +145,10 @@ class LanguageModel:
         """[T], [T] → [T, H], in new memory. `embeddings`: of rows whose token ids are not read."""
         if self.input is not None:
             return self.input(input_ids, positions, embeddings, adapters)
-        return embed_rows(self.embed(input_ids, adapters), embeddings)
+        found = self.embed(input_ids, adapters)
+        if self.token_scale is not None:
+            self.scale_rows(found, self.token_scale)
+        return embed_rows(found, embeddings)
 
     def forward(
         self,

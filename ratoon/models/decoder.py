@@ -1,11 +1,12 @@
-"""The blocks that families share: self-attention, the pre-norm layer and the layer with norms on both sides, of
-decoders and of encoders alike.
+"""The blocks that families share, of decoders and of encoders alike: self-attention, and layers by where their norms
+are and whether their halves run side by side.
 
 They are assembled from parts that the family has built, so they use neither tensor names nor weights directly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
 from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import FeedForward
-from ratoon.layers.norm import HeadRMSNorm, LayerNorm, LinearInput, RMSNorm
+from ratoon.layers.norm import HeadRMSNorm, LayerNorm, LinearInput, RMSNorm, WholeRMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.models.base import StreamLayer
 
@@ -34,10 +35,14 @@ class SelfAttention:
     rotary: Rotary | None = None
     q_norm: HeadRMSNorm | None = None
     k_norm: HeadRMSNorm | None = None
+    whole_norms: tuple[WholeRMSNorm, WholeRMSNorm] | None = None  # of all query heads, and of all key heads
 
     def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
         # [T, H] → [T, heads, head_dim], twice [T, kv_heads, head_dim]: views of one product
         q, k, v = self.qkv(x, step.adapters)
+        if self.whole_norms is not None:
+            self.whole_norms[0](q)
+            self.whole_norms[1](k)
         transform = None
         if self.rotary is not None or self.q_norm is not None or self.k_norm is not None:
             transform = HeadTransform(positions, self.rotary, self.q_norm, self.k_norm)
@@ -66,14 +71,14 @@ class PreNormLayer(StreamLayer):
 @dataclass(slots=True, eq=False)
 class SandwichLayer(StreamLayer):
     """Attention and feed-forward, each between two norms, the second of which is before the addition to the residual
-    stream."""
+    stream. In its place there may be another function of the rows, such as a factor."""
 
     attention_norm: RMSNorm
     attention: SelfAttention
-    attended_norm: RMSNorm
+    attended_norm: Callable[[Tensor], Tensor]
     mlp_norm: RMSNorm
     mlp: FeedForward
-    fed_norm: RMSNorm
+    fed_norm: Callable[[Tensor], Tensor]
 
     def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
         """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
@@ -83,3 +88,46 @@ class SandwichLayer(StreamLayer):
         """The second half, in which rows are independent: → [T, H], for the norm behind it to add."""
         update = self.attended_norm(self.attention.output(attended, adapters))
         return self.fed_norm(self.mlp(self.mlp_norm.before_product(stream, update), adapters))
+
+
+@dataclass(slots=True, eq=False)
+class NormedUpdateLayer(StreamLayer):
+    """Attention and feed-forward, which read the residual stream as it is; what they give is normed before it is added
+    to the stream."""
+
+    attention: SelfAttention
+    attended_norm: RMSNorm
+    mlp: FeedForward
+    fed_norm: RMSNorm
+    add: Callable[[Tensor, Tensor], Tensor]  # Ops.add
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
+        return self.attention(stream if update is None else self.add(stream, update), positions, step)
+
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """The second half, in which rows are independent: → [T, H], for the next layer to add."""
+        self.add(stream, self.attended_norm(self.attention.output(attended, adapters)))
+        return self.fed_norm(self.mlp(stream, adapters))
+
+
+@dataclass(slots=True, eq=False)
+class ParallelLayer(StreamLayer):
+    """Attention and feed-forward side by side: each reads a norm of the same residual stream, and both are added to
+    it."""
+
+    attention_norm: LayerNorm
+    attention: SelfAttention
+    mlp_norm: LayerNorm  # it may be the other norm again
+    mlp: FeedForward
+    add: Callable[[Tensor, Tensor], Tensor]  # Ops.add
+
+    def attend(self, stream: Tensor, update: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """The first half, in which rows depend on each other: → [T, heads · head_dim]."""
+        return self.attention(self.attention_norm.before_product(stream, update), positions, step)
+
+    def finish(self, attended: Tensor, stream: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """The second half, in which rows are independent: → [T, H], for the next norm to add."""
+        fed = self.mlp(self.mlp_norm(stream), adapters)  # before attention is added to the stream
+        update = self.attention.output.add_to(stream, attended, adapters)
+        return fed if update is None else self.add(fed, update)

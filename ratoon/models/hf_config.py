@@ -1,8 +1,8 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
-Decoder-only families are read here, those with an encoder in hf_encoder_config.py, and what some add to read images
-in hf_media_config.py. Where a field may be absent, the default is the one that transformers has for the same family. A
-field that is wrong is named in the error.
+The first decoder-only families are read here, others in hf_decoder_config.py, those with an encoder in
+hf_encoder_config.py, and what some add to read images in hf_media_config.py. Where a field may be absent, the default
+is the one that transformers has for the same family. A field that is wrong is named in the error.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
+from ratoon.core.config import ModelConfig, PositionKind
 from ratoon.core.errors import ModelError
-from ratoon.models import hf_encoder_config, hf_media_config
+from ratoon.models import hf_decoder_config, hf_encoder_config, hf_media_config
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
 from ratoon.models.family import ModelFamily, find_family, known_architectures
+from ratoon.models.hf_rope import rope_fields, rope_kind, rope_scaling, rope_theta, rotary_dim, sliding_layers
 
 MOST = {
     "vocab_size": 2**24,
@@ -36,9 +37,8 @@ MOST = {
 }
 ROTARY = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
-    *hf_media_config.TEXT_MODELS,
+    *hf_decoder_config.PARSERS, *hf_media_config.TEXT_MODELS,
 )  # fmt: skip
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -46,6 +46,7 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gemma3_text": "Gemma3ForCausalLM",
+    **hf_decoder_config.MODEL_TYPES,
     **hf_encoder_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
 }
@@ -114,7 +115,7 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
     hidden_size = fields.count("hidden_size")
     max_position = fields.count("max_position_embeddings")
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
-    rope = _rope_fields(fields)
+    rope = rope_fields(fields)
     window, sliding_layers = _sliding_window(fields, architecture, num_layers)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     all_biased = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias", False)
@@ -130,11 +131,11 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
         max_position=max_position,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.text("hidden_act", "silu"),
-        rope_theta=_rope_theta(fields, rope),
-        rope_scaling=_rope_scaling(
+        rope_theta=rope_theta(fields, rope),
+        rope_scaling=rope_scaling(
             rope, max_position, fields.optional_count("original_max_position_embeddings"), head_dim // 2
         ),
-        rotary_dim=_rotary_dim(fields, rope),
+        rotary_dim=rotary_dim(fields, rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=is_qwen2 or all_biased,
         attention_output_bias=all_biased,
@@ -197,7 +198,7 @@ def _parse_gemma3(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
     window, sliding = fields.count("sliding_window", 4096), _gemma3_sliding_layers(fields, num_layers)
     whole, local = _gemma3_rope(fields)
-    if (kind := _rope_kind(local)) != "default":
+    if (kind := rope_kind(local)) != "default":
         raise local.wrong("rope_type", f"is {show(kind)}", "default: layers with a window have no rope scaling")
     return ModelConfig(
         architecture=architecture,
@@ -212,7 +213,7 @@ def _parse_gemma3(fields: ConfigFields, architecture: str) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
         rope_theta=whole.number("rope_theta", fields.number("rope_theta", 1_000_000.0)),
-        rope_scaling=_rope_scaling(whole, max_position, None, head_dim // 2),
+        rope_scaling=rope_scaling(whole, max_position, None, head_dim // 2),
         local_rope_theta=local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0)),
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
@@ -229,7 +230,7 @@ def _parse_gemma3(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _gemma3_sliding_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     if fields.raw.get("layer_types") is not None:
-        return _sliding_layers(fields, num_layers)
+        return sliding_layers(fields, num_layers)
     pattern = fields.count("sliding_window_pattern", fields.optional_count("_sliding_window_pattern") or 6)
     return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
 
@@ -253,6 +254,7 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "Qwen3ForCausalLM": _parse_llama_like,
     "GPT2LMHeadModel": _parse_gpt2,
     "Gemma3ForCausalLM": _parse_gemma3,
+    **hf_decoder_config.PARSERS,
     **hf_encoder_config.PARSERS,
     **dict.fromkeys(hf_media_config.TEXT_MODELS, _parse_with_media),
 }
@@ -292,87 +294,7 @@ def _sliding_window(
         first = 0 if fields.raw.get("max_window_layers", 28) == 0 else fields.count("max_window_layers", 28)
         sliding = tuple(layer >= first for layer in range(num_layers))
     else:
-        sliding = _sliding_layers(fields, num_layers)
+        sliding = sliding_layers(fields, num_layers)
     if not any(sliding):
         return None, None
     return window, (None if all(sliding) else sliding)
-
-
-def _sliding_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have the window, by `layer_types`."""
-    kinds = fields.raw.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise fields.wrong("layer_types", f"is {show(kinds)}", f"a list of {num_layers} layer types")
-    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-        raise fields.wrong("layer_types", f"holds {show(unknown)}", "sliding_attention or full_attention")
-    return tuple(kind == "sliding_attention" for kind in kinds)
-
-
-def _rope_fields(fields: ConfigFields) -> ConfigFields:
-    """`rope_scaling` is the older name of `rope_parameters`; where both are there, transformers takes the older."""
-    rope = fields.below("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
-    if any(isinstance(value, Mapping) for value in rope.raw.values()):
-        raise fields.wrong(rope.prefix.rstrip("."), "differs between kinds of layers", "one set of values for all")
-    return rope
-
-
-def _rope_theta(fields: ConfigFields, rope: ConfigFields) -> float:
-    return rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-
-
-def _rotary_dim(fields: ConfigFields, rope: ConfigFields) -> int | None:
-    """These families rotate whole heads. In transformers `partial_rotary_factor` then has no effect without rope
-    scaling, and fails with it. For GGUF files, as in llama.cpp, the first `rotary_dim` values of a head are rotated."""
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if share != 1.0 and _rope_kind(rope) != "default":
-        raise rope.wrong(
-            "partial_rotary_factor", f"is {share:g} beside a rope scaling", "1: this family has whole heads"
-        )
-    return rope.optional_count("rotary_dim")
-
-
-def _rope_kind(rope: ConfigFields) -> str:
-    return rope.text("rope_type", rope.text("type", "default"))
-
-
-def _rope_scaling(
-    rope: ConfigFields, max_position: int, original_outside: int | None, num_frequencies: int
-) -> RopeScaling:
-    kind = _rope_kind(rope)
-    if kind not in ROPE_KINDS:
-        raise rope.wrong("rope_type", f"is {show(kind)}", f"one of {', '.join(ROPE_KINDS)}")
-    if kind == "default":
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling(kind=kind, factor=rope.number("factor"))
-    if kind == "dynamic":  # transformers always starts stretching at the model's own length
-        return RopeScaling(kind=kind, factor=rope.number("factor"), original_max_position=max_position)
-    original = original_outside or rope.count("original_max_position_embeddings", max_position)
-    if kind == "llama3":
-        return RopeScaling(
-            kind=kind,
-            factor=rope.number("factor"),
-            original_max_position=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-        )
-    if kind == "longrope":
-        return RopeScaling(
-            kind=kind,
-            factor=rope.number("factor", max_position / original),
-            original_max_position=original,
-            attention_factor=rope.optional_number("attention_factor"),
-            short_factors=rope.numbers("short_factor", num_frequencies),
-            long_factors=rope.numbers("long_factor", num_frequencies),
-        )
-    return RopeScaling(
-        kind=kind,
-        factor=rope.number("factor", max_position / original if "factor" in rope.raw else None),
-        original_max_position=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from ratoon.core.config import ModelConfig
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.linear import QKVLinear, RowParallelLinear
-from ratoon.layers.mlp import GatedMLP
-from ratoon.layers.norm import RMSNorm
+from ratoon.layers.mlp import FeedForward, GatedMLP
+from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.layers.weights import Weights
-from ratoon.models.base import LanguageModel
+from ratoon.models.base import LanguageModel, StreamLayer
 from ratoon.models.decoder import PreNormLayer, SelfAttention
 
 
@@ -29,21 +29,30 @@ class LlamaForCausalLM(LanguageModel):
         )
         layers = model / "layers"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
-        self.final_norm = RMSNorm(model.on_stages(last=True) / "norm", config.hidden_size, config.norm_eps)
-        self.lm_head = LMHead(weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings)
+        self.final_norm = self.build_norm(model.on_stages(last=True) / "norm")
+        self.lm_head = LMHead(
+            weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings,
+            multiplier=config.logits_multiplier,
+        )  # fmt: skip
 
     def find_body(self, weights: Weights) -> Weights:
         """Everything but the head."""
         return weights / "model"
 
-    def build_layer(self, weights: Weights, index: int) -> PreNormLayer:
-        config = self.config
+    def build_norm(self, weights: Weights) -> RMSNorm | LayerNorm:
+        return RMSNorm(weights, self.config.hidden_size, self.config.norm_eps)
+
+    def build_layer(self, weights: Weights, index: int) -> StreamLayer:
         return PreNormLayer(
-            RMSNorm(weights / "input_layernorm", config.hidden_size, config.norm_eps),
+            self.build_norm(weights / "input_layernorm"),
             self.build_attention(weights / "self_attn", index),
-            RMSNorm(weights / "post_attention_layernorm", config.hidden_size, config.norm_eps),
-            GatedMLP(weights / "mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation),
+            self.build_norm(weights / "post_attention_layernorm"),
+            self.build_mlp(weights / "mlp"),
         )
+
+    def build_mlp(self, weights: Weights) -> FeedForward:
+        config = self.config
+        return GatedMLP(weights, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
     def build_attention(self, weights: Weights, index: int) -> SelfAttention:
         weights.ignore("rotary_emb.inv_freq")  # older files store it in every layer

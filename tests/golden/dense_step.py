@@ -36,6 +36,8 @@ class DenseStep:
         keys = keys.repeat_interleave(repeats, dim=1)  # [S, heads, head_dim]
         values = values.repeat_interleave(repeats, dim=1)
         scores = torch.einsum("thd,shd->hts", q, keys) * layer.scale
+        if layer.soft_cap is not None:
+            scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
         scores = scores.masked_fill(~visible, float("-inf"))
         return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), values).flatten(1)  # [T, heads · head_dim]
 

@@ -9,6 +9,17 @@ import torch
 
 from ratoon.models.hf_config import parse_hf_config
 from tests.golden.dense_step import dense_logits
+from tests.golden.tiny_decoder_models import (
+    tiny_falcon,
+    tiny_gemma2,
+    tiny_glm,
+    tiny_gpt_neox,
+    tiny_granite,
+    tiny_olmo2,
+    tiny_phi3,
+    tiny_smollm3,
+    tiny_starcoder2,
+)
 from tests.golden.tiny_models import (
     TinyModel,
     random_token_ids,
@@ -57,6 +68,23 @@ FAMILIES: dict[str, Callable[[], TinyModel]] = {
     "gpt2": tiny_gpt2,
     "gemma3": tiny_gemma3,
     "gemma3 with plain rope and heads of 256": lambda: tiny_gemma3(factor=None, head_dim=256),
+    "mistral with heads wider than hidden size / heads": lambda: tiny_mistral(window=None, head_dim=32),
+    "gemma2": tiny_gemma2,
+    "gemma2 without soft caps": lambda: tiny_gemma2(attention_cap=None, final_cap=None),
+    "phi3": lambda: tiny_phi3(share=1.0, window=6),
+    "phi3 with longrope over a part of each head": lambda: tiny_phi3(longrope=True),
+    "olmo2": tiny_olmo2,
+    "granite": tiny_granite,
+    "starcoder2": tiny_starcoder2,
+    "smollm3": tiny_smollm3,
+    "glm": lambda: tiny_glm(is_later=False),
+    "glm4": lambda: tiny_glm(is_later=True),
+    "gpt_neox": tiny_gpt_neox,
+    "gpt_neox with one half after the other": lambda: tiny_gpt_neox(parallel=False),
+    "falcon with one key head": lambda: tiny_falcon("multi-query"),
+    "falcon with grouped heads and two norms": lambda: tiny_falcon("new"),
+    "falcon with grouped heads and one norm": lambda: tiny_falcon("one norm"),
+    "falcon with one half after the other": lambda: tiny_falcon("one after the other"),
 }
 
 

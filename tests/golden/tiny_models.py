@@ -66,7 +66,7 @@ def tiny_llama(
     seed: int = 0,
 ) -> TinyModel:
     """`rope` is the rope_parameters of transformers, without theta."""
-    config = _config("LlamaForCausalLM", num_heads, num_kv_heads, max_position=max_position)
+    config = plain_config("LlamaForCausalLM", num_heads, num_kv_heads, max_position=max_position)
     config = replace(
         config,
         tie_word_embeddings=tied,
@@ -76,15 +76,15 @@ def tiny_llama(
         rope_scaling=_rope_scaling(rope),
     )
     oracle_config = transformers.LlamaConfig(
-        **_oracle_arguments(config, rope), head_dim=config.head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias
+        **shared_arguments(config, rope), head_dim=config.head_dim, attention_bias=attention_bias, mlp_bias=mlp_bias
     )
     return make_tiny(transformers.LlamaForCausalLM, oracle_config, config, seed)
 
 
-def tiny_mistral(window: int | None = 5, seed: int = 0) -> TinyModel:
-    config = replace(_config("MistralForCausalLM", 4, 2), sliding_window=window)
+def tiny_mistral(window: int | None = 5, head_dim: int = 16, seed: int = 0) -> TinyModel:
+    config = replace(plain_config("MistralForCausalLM", 4, 2, head_dim=head_dim), sliding_window=window)
     oracle_config = transformers.MistralConfig(
-        **_oracle_arguments(config), head_dim=config.head_dim, sliding_window=window
+        **shared_arguments(config), head_dim=config.head_dim, sliding_window=window
     )
     return make_tiny(transformers.MistralForCausalLM, oracle_config, config, seed)
 
@@ -97,9 +97,9 @@ def tiny_qwen2(
     seed: int = 0,
 ) -> TinyModel:
     """With a window, layers from `first_window_layer` on have it, or those that `layer_types` names."""
-    config = replace(_config("Qwen2ForCausalLM", 4, 2), tie_word_embeddings=tied, attention_bias=True)
+    config = replace(plain_config("Qwen2ForCausalLM", 4, 2), tie_word_embeddings=tied, attention_bias=True)
     oracle_config = transformers.Qwen2Config(
-        **_oracle_arguments(config),
+        **shared_arguments(config),
         use_sliding_window=window is not None,
         sliding_window=window,
         max_window_layers=first_window_layer,
@@ -113,12 +113,12 @@ def tiny_qwen2(
 
 def tiny_qwen3(tied: bool = True, attention_bias: bool = False, head_dim: int = 24, seed: int = 0) -> TinyModel:
     """Its heads are wider than hidden size / number of heads."""
-    config = _config("Qwen3ForCausalLM", 4, 2, head_dim=head_dim)
+    config = plain_config("Qwen3ForCausalLM", 4, 2, head_dim=head_dim)
     config = replace(
         config, tie_word_embeddings=tied, attention_bias=attention_bias, attention_output_bias=attention_bias
     )
     oracle_config = transformers.Qwen3Config(
-        **_oracle_arguments(config), head_dim=config.head_dim, attention_bias=attention_bias
+        **shared_arguments(config), head_dim=config.head_dim, attention_bias=attention_bias
     )
     return make_tiny(transformers.Qwen3ForCausalLM, oracle_config, config, seed)
 
@@ -133,7 +133,7 @@ def tiny_gemma3(
 ) -> TinyModel:
     """One layer of `pattern` sees everything, with a rotation that is stretched by `factor`; the others have a window.
     Scores are scaled by another number than the size of heads."""
-    config = _config("Gemma3ForCausalLM", 4, 2, head_dim=head_dim)
+    config = plain_config("Gemma3ForCausalLM", 4, 2, head_dim=head_dim)
     config = replace(
         config,
         num_layers=num_layers,
@@ -151,7 +151,7 @@ def tiny_gemma3(
 
 
 def gemma3_text_config(config: ModelConfig) -> transformers.Gemma3TextConfig:
-    arguments = _oracle_arguments(config)
+    arguments = shared_arguments(config)
     scaling = config.rope_scaling
     whole = {"rope_type": "default"} if scaling.kind == "default" else {"rope_type": "linear", "factor": scaling.factor}
     assert config.attention_scale is not None and config.sliding_layers is not None
@@ -170,7 +170,7 @@ def gemma3_text_config(config: ModelConfig) -> transformers.Gemma3TextConfig:
 
 def tiny_gpt2(seed: int = 0) -> TinyModel:
     config = replace(
-        _config("GPT2LMHeadModel", 4, 4),
+        plain_config("GPT2LMHeadModel", 4, 4),
         position_kind=PositionKind.TABLE,
         intermediate_size=256,
         norm_eps=1e-5,
@@ -197,7 +197,7 @@ def random_token_ids(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def _config(
+def plain_config(
     architecture: str, num_heads: int, num_kv_heads: int, head_dim: int = 16, max_position: int = MAX_POSITION
 ) -> ModelConfig:
     return ModelConfig(
@@ -215,8 +215,10 @@ def _config(
     )
 
 
-def _oracle_arguments(config: ModelConfig, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the config classes of Llama, Mistral and Qwen call alike."""
+def shared_arguments(
+    config: ModelConfig, rope: dict[str, Any] | None = None, eps_name: str = "rms_norm_eps"
+) -> dict[str, Any]:
+    """What most config classes of decoders call alike."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -225,7 +227,7 @@ def _oracle_arguments(config: ModelConfig, rope: dict[str, Any] | None = None) -
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.norm_eps,
+        eps_name: config.norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0],

@@ -121,6 +121,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_activation": (None, [_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int]),
     "ratoon_gated_activation": (None, [_POINTER, _INT, _POINTER, _INT, _INT, ctypes.c_int]),
     "ratoon_scale": (None, [_POINTER, _INT, _INT, _INT, _FLOAT]),
+    "ratoon_add": (None, [_POINTER, _INT, _POINTER, _INT, _INT, _INT]),
+    "ratoon_soft_cap": (None, [_POINTER, _INT, _INT, _INT, _FLOAT]),
     "ratoon_attention": (
         ctypes.c_int,
         [
@@ -131,6 +133,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             *[_INT] * 7,
             *[_POINTER] * 2,
             _INT,
+            _FLOAT,
             _FLOAT,
         ],
     ),

@@ -1,6 +1,6 @@
 // Attention over the paged cache (kv_cache.h), with an online softmax: causal, where a row sees earlier keys and its own (and,
-// in an image, those up to the image's end), or not, where it sees all keys of its request. A bias by distance may be added to the scores. Halves and bytes are widened;
-// the scales of keys multiply scores, those of values weights.
+// in an image, those up to the image's end), or not, where it sees all keys of its request. Scores may have a soft cap, and a bias
+// by distance may be added to them. Halves and bytes are widened; the scales of keys multiply scores, those of values weights.
 //
 // A part of the batch is a few tokens of one request, or the one token of each of a few requests whose block tables share a
 // prefix (beams, choices, one prompt). For a KV head it has the rows of all query heads that share the head, so that keys and
@@ -458,15 +458,15 @@ static int make_plan(plan *plan) {
 
 // `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
 // common with that of the request before it, all of them visible to both. `ends` [tokens]: the last key that a token sees,
-// never falling within a request, where that is behind its own position; or NULL. Returns 0, or -1 when memory ran out.
+// never falling within a request, where that is behind its own position; or NULL. `cap`: of scores, before the bias; 0: none. Returns 0, or -1 when memory ran out.
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
-                     const int32_t *ends, const float *bias, int64_t reach, float scale) {
+                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap) {
     plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
                           shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, ends,
-                          bias, reach, (float)(scale * LOG2_E)}};
+                          bias, reach, (float)(scale * LOG2_E), (float)(cap * LOG2_E)}};
     if (query_start[requests] == 0) return 0;
     if (make_plan(&plan)) return -1;
     parallel_units(attention_unit, &plan, plan.num_units * kv_heads);

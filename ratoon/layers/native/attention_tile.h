@@ -36,6 +36,7 @@ typedef struct {
     const float *bias;  // [heads][2 · reach + 1], or NULL: a key at distance d from the row has [d + reach]
     int64_t reach;
     float scale;  // of scores, whose weights are powers of two
+    float cap;    // that scores approach, in both directions, in the same unit; 0: they have none
 } attention_call;
 
 typedef struct {
@@ -266,6 +267,12 @@ INLINE int64_t last_key(const scratch *s, const row_run *run, int64_t row) {
     return run->ends && run->ends[token] > own ? run->ends[token] : own;
 }
 
+// Scores of one row under a soft cap: cap · tanh(score / cap).
+static void cap_row(float cap, float *p) {
+    const vec most = splat(cap), share = splat(1.0f / cap);
+    for (int i = 0; i < STRETCH; i += W) store(p + i, most * tanh_(load(p + i) * share));
+}
+
 // Scores of one row that are not all visible, or have a bias: those of other keys become NOTHING.
 static void mask_row(const attention_call *c, const scratch *s, const row_run *run, const stretch *t, int64_t row,
                      int64_t position, float *p) {
@@ -310,6 +317,7 @@ INLINE void weigh_rows(int rows, int masked, int scaled, const attention_call *c
         float *scores = p + i * STRETCH;
         if (scaled)
             UNROLLED for (int j = 0; j < STRETCH; j += W) store(scores + j, load(scores + j) * load(s->key_scales + j));
+        if (c->cap > 0) cap_row(c->cap, scores);
         const int64_t token = s->token_of_row[row + i] - s->token_of_row[run->first_row];
         if (masked) mask_row(c, s, run, t, row + i, run->first_position + token, scores);
         vec top = load(scores);

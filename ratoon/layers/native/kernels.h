@@ -65,12 +65,14 @@ void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, in
 void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind);
 void ratoon_gated_activation(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, int kind);
 void ratoon_scale(float *x, int64_t ldx, int64_t rows, int64_t width, float factor);
+void ratoon_add(float *x, int64_t ldx, const float *y, int64_t ldy, int64_t rows, int64_t width);  // x += y
+void ratoon_soft_cap(float *x, int64_t ldx, int64_t rows, int64_t width, float cap);  // cap · tanh(x / cap), in place
 
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
-                     const int32_t *ends, const float *bias, int64_t reach, float scale);
+                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap);
 void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);

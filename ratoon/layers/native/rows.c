@@ -285,7 +285,7 @@ void ratoon_activation(const float *x, int64_t ldx, float *y, int64_t rows, int6
 typedef struct {
     float *x;
     int64_t ldx, width;
-    float factor;
+    float factor;  // or the cap
 } scale_call;
 
 static void scale_row(const void *context, int64_t row) {
@@ -298,4 +298,39 @@ static void scale_row(const void *context, int64_t row) {
 void ratoon_scale(float *x, int64_t ldx, int64_t rows, int64_t width, float factor) {
     scale_call c = {x, ldx, width, factor};
     for_rows(scale_row, &c, rows, width);
+}
+
+static void soft_cap_row(const void *context, int64_t row) {
+    const scale_call *c = context;
+    float *x = c->x + row * c->ldx;
+    const vec cap = splat(c->factor), share = splat(1.0f / c->factor);
+    int64_t i = 0;
+    for (; i + W <= c->width; i += W) store(x + i, cap * tanh_(load(x + i) * share));
+    if (i < c->width) {
+        const vec v = cap * tanh_(load_some(x + i, c->width - i) * share);
+        for (int64_t j = 0; i + j < c->width; j++) x[i + j] = v[j];
+    }
+}
+
+void ratoon_soft_cap(float *x, int64_t ldx, int64_t rows, int64_t width, float cap) {
+    scale_call c = {x, ldx, width, cap};
+    for_rows(soft_cap_row, &c, rows, width * 8);
+}
+
+typedef struct {
+    float *x;
+    const float *y;
+    int64_t ldx, ldy, width;
+} add_call;
+
+static void add_row(const void *context, int64_t row) {
+    const add_call *c = context;
+    float *x = c->x + row * c->ldx;
+    const float *y = c->y + row * c->ldy;
+    for (int64_t i = 0; i < c->width; i++) x[i] += y[i];
+}
+
+void ratoon_add(float *x, int64_t ldx, const float *y, int64_t ldy, int64_t rows, int64_t width) {
+    add_call c = {x, y, ldx, ldy, width};
+    for_rows(add_row, &c, rows, width);
 }

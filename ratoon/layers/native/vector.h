@@ -83,4 +83,19 @@ INLINE vec exp_(vec x) {
     return (vec)((ivec)result & ~underflow);
 }
 
+// tanh x to about 2 ulp. Near zero a polynomial of x, elsewhere 1 - 2 / (e^2|x| + 1), which would lose the digits of a small x. A
+// NaN stays one.
+INLINE vec tanh_(vec x) {
+    const ivec sign = (ivec)x & (ivec)splat(-0.0f);
+    const vec size = (vec)((ivec)x ^ sign), square = x * x;
+    vec p = splat(-5.70498872745e-3f);
+    p = fma_(p, square, splat(2.06390887954e-2f));
+    p = fma_(p, square, splat(-5.37397155531e-2f));
+    p = fma_(p, square, splat(1.33314422036e-1f));
+    p = fma_(p, square, splat(-3.33332819422e-1f));
+    const vec near = fma_(p * square, x, x), far = splat(1.0f) - splat(2.0f) / (exp_(size + size) + splat(1.0f));
+    const ivec is_far = size >= splat(0.625f);
+    return (vec)((((ivec)far | sign) & is_far) | ((ivec)near & ~is_far));
+}
+
 INLINE float exp_scalar(float x) { return exp_(splat(x))[0]; }

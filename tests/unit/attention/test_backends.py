@@ -150,6 +150,8 @@ class Batch:
                 for head in range(layer.num_heads):
                     kv_head = head * layer.num_kv_heads // layer.num_heads
                     scores = k[first:end, kv_head] @ q[position, head] * layer.scale
+                    if layer.soft_cap is not None:
+                        scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
                     if layer.bias is not None:
                         reach = layer.bias.shape[1] // 2
                         scores += layer.bias[head, reach - position + first : reach - position + end].double().cpu()
@@ -173,10 +175,16 @@ NOT_CAUSAL = [
     AttentionLayer(0, 6, 6, 64, 0.125, causal=False),
     AttentionLayer(0, 4, 2, 16, 0.25, causal=False, bias=BIAS),
 ]
+# Caps that most scores come near to, and one that few do
+CAPPED = [
+    AttentionLayer(0, 8, 4, 32, 0.4, soft_cap=1.5),
+    AttentionLayer(0, 4, 2, 256, 0.0625, window=20, soft_cap=50.0),
+    AttentionLayer(0, 4, 2, 32, 0.2, bias=BIAS, soft_cap=1.0),
+]
 MIXED = ([0, 54, 145, 3, 63, 64], [130, 1, 1, 40, 1, 65])
 
 
-@pytest.mark.parametrize("layer", SHAPES, ids=str)
+@pytest.mark.parametrize("layer", [*SHAPES, *CAPPED], ids=str)
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_paged_attention_equals_its_definition(backend, layer, block_size):
@@ -186,7 +194,7 @@ def test_paged_attention_equals_its_definition(backend, layer, block_size):
 
 
 @needs_kernels
-@pytest.mark.parametrize("layer", SHAPES, ids=str)
+@pytest.mark.parametrize("layer", [*SHAPES, CAPPED[0]], ids=str)
 def test_on_the_cpu_a_row_is_the_same_to_the_bit_in_any_batch_and_any_chunk(layer):
     batch = Batch(*MIXED, layer, 16)
     together = batch.run(CpuAttentionBackend())
@@ -238,8 +246,16 @@ def test_a_backend_without_rows_that_see_ahead_is_not_taken_for_them(monkeypatch
     assert choice.reasons_against["cpu"][-1] == "the rows of an image can't see those behind them"
 
 
+def test_a_backend_without_soft_caps_is_not_taken_for_them(monkeypatch):
+    monkeypatch.setattr(CpuAttentionBackend, "caps_scores", False)
+    needs = AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, has_soft_cap=True)
+    choice = select_backend("auto", needs, "layers 0-3")
+    assert choice.backend.name == "torch"
+    assert choice.reasons_against["cpu"][-1] == "scores can't have a soft cap"
+
+
 KEPT = ["float16", "int8"]
-KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0]]
+KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0], CAPPED[0]]
 
 
 @needs_kernels

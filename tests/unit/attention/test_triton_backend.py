@@ -88,9 +88,10 @@ def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: 
         (AttentionLayer(0, 2, 1, 32, 0.17, window=20), MIXED, 16),
         (AttentionLayer(0, 2, 1, 32, 0.17, window=5), MIXED, 24),
         (AttentionLayer(0, 4, 2, 16, 0.2, bias=BIAS.to(DEVICE)), ([0, 33], [33, 1]), 16),
+        (AttentionLayer(0, 4, 2, 16, 0.4, window=20, soft_cap=1.5), MIXED, 16),
         (AttentionLayer(0, 70, 1, 16, 0.2), ([0, 20], [2, 1]), 8),  # more rows for a token than a tile has
     ],
-    ids=["grouped", "odd", "window", "narrow window", "bias", "many heads"],
+    ids=["grouped", "odd", "window", "narrow window", "bias", "soft cap", "many heads"],
 )
 @pytest.mark.one_in(2)
 def test_a_mixed_batch_equals_the_definition(
@@ -367,8 +368,9 @@ class DecodeStep:
         (AttentionLayer(0, 3, 1, 40, 0.2, window=20), 24, True, torch.float32, torch.float32),
         (AttentionLayer(0, 4, 2, 32, 0.2), 16, False, torch.bfloat16, torch.float8_e4m3fn),
         (AttentionLayer(0, 2, 2, 16, 0.2), None, False, torch.float16, torch.float16),
+        (AttentionLayer(0, 4, 2, 16, 0.4, soft_cap=1.5), 16, False, torch.float32, torch.float32),
     ],
-    ids=["norm", "window", "fp8", "plain"],
+    ids=["norm", "window", "fp8", "plain", "soft cap"],
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.one_in(3)
@@ -395,8 +397,9 @@ def test_one_kernel_does_what_store_and_attention_do(
         (AttentionLayer(0, 4, 2, 32, 0.2), 32, True, torch.bfloat16, torch.bfloat16),
         (AttentionLayer(0, 3, 1, 40, 0.2, window=100), 24, True, torch.float16, torch.float16),
         (AttentionLayer(0, 2, 2, 16, 0.2), None, False, torch.bfloat16, torch.bfloat16),
+        (AttentionLayer(0, 2, 2, 16, 0.4, soft_cap=1.5), None, False, torch.float16, torch.float16),
     ],
-    ids=["norm", "window", "plain"],
+    ids=["norm", "window", "plain", "soft cap"],
 )
 @pytest.mark.parametrize("num_programs", [1, 2, 4])
 @pytest.mark.one_in(4)
@@ -423,8 +426,9 @@ def test_one_kernel_for_any_batch_does_what_store_and_attention_do(
         (AttentionLayer(0, 3, 1, 40, 0.2, window=20), 24, True, torch.bfloat16, 1),
         (AttentionLayer(0, 4, 2, 32, 0.2, window=3), 24, False, torch.float32, 3),
         (AttentionLayer(0, 4, 1, 16, 0.2), None, False, torch.float16, 1),
+        (AttentionLayer(0, 4, 2, 16, 0.4, soft_cap=1.5), 16, False, torch.float32, 1),
     ],
-    ids=["norm", "window", "narrow window", "plain"],
+    ids=["norm", "window", "narrow window", "plain", "soft cap"],
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.one_in(3)

@@ -194,3 +194,20 @@ def test_a_gated_mlp_takes_weights_of_any_width(ops, rows):
     halves = make_product(ops, [ops.quantize(gate_up, WeightUse.LINEAR)], None)
     wide, narrow = ops.make_linear(gate_up.data.float(), None), ops.make_linear(down, None)
     assert torch.equal(ops.make_gated_mlp(halves, narrow)(x), ops.make_gated_mlp(wide, narrow)(x))
+
+
+def test_a_soft_cap_is_exact_for_small_and_large_numbers(ops):
+    numbers = torch.cat([random(3 * 37) * 10.0**power for power in range(-6, 5)]).view(-1, 37)  # 37: no whole vectors
+    numbers[0, :3] = torch.tensor([0.0, float("inf"), float("-inf")])
+    expected = torch.tanh(numbers.double() / 30.0) * 30.0
+    got = ops.soft_cap(numbers.clone(), 30.0)
+    # Four roundings: the quotient and its divisor's, the product, and tanh's own of about two.
+    assert ((got - expected).abs() <= 6 * UNIT * expected.abs()).all()
+    assert ops.soft_cap(torch.full((1, 20), float("nan")), 30.0).isnan().all()
+
+
+def test_rows_are_added_in_place(ops):
+    x, y = random(5, 40), random(5, 40, seed=1)
+    whole, expected = torch.zeros(5, 64), x + y
+    whole[:, :40] = x
+    assert torch.equal(ops.add(whole[:, :40], y), expected) and not whole[:, 40:].any()
