@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by their names
 EXPECTED = f"a folder with {CONFIG_FILE} and adapter_model.safetensors, or a .gguf file of an adapter"
-HEADS = ("lm_head", "proj_out")
+HEADS = ("lm_head", "proj_out", "embed_out")
 BELOW_MODULES = "language_model."
-TABLES = ("embed_tokens", "wte", "shared", "word_embeddings")  # of vocabularies, by the last part of their names
+TABLES = (
+    "embed_tokens",
+    "wte",
+    "shared",
+    "word_embeddings",
+    "embed_in",
+)  # of vocabularies, by the last part of their names
 OTHER_TABLES = ("wpe", "embed_positions", "position_embeddings", "token_type_embeddings", "relative_attention_bias")
 # Modules of models that read images, which adapters have no parts for
 MEDIA_MODULES = frozenset({"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"})

@@ -28,6 +28,7 @@ from tests.golden.encoder_engines import FAMILIES as ENCODER_FAMILIES
 from tests.golden.encoder_engines import Source, build_core, decoder_prompt, source_of
 from tests.golden.encoder_engines import tiny_model as tiny_encoder_model
 from tests.golden.peft_oracle import PeftAdapter, logits_of
+from tests.golden.tiny_decoder_models import DECODERS, tiny_gemma2
 from tests.golden.tiny_models import (
     TinyModel,
     random_token_ids,
@@ -46,7 +47,11 @@ FAMILIES = {
     "qwen2": tiny_qwen2,
     "qwen3": lambda: tiny_qwen3(tied=False, head_dim=32),
     "gpt2": tiny_gpt2,
+    **DECODERS,
+    "gemma2": lambda: tiny_gemma2(final_cap=50.0),  # adapters make large logits, which a low cap makes equal
 }
+# A linear layer of each; of other families: q_proj
+LAYERS = {"gpt2": "c_attn", "phi3": "qkv_proj", "gpt_neox": "query_key_value", "falcon": "query_key_value"}
 COUNT = 6
 PROMPTS = [random_token_ids(length, seed=length) for length in (5, 17, 2, 9, 12, 3, 8, 20, 4)]
 
@@ -75,7 +80,7 @@ def check_all(
 def test_a_mixed_batch_gets_what_peft_gives_each_request(family: str, backend: str, tmp_path: Path) -> None:
     """All linear layers; low ranks and odd ones, numbers by layer, and rank-stable scaling."""
     tiny = FAMILIES[family]()
-    layer = "c_attn" if family == "gpt2" else "q_proj"
+    layer = LAYERS.get(family, "q_proj")
     adapters = {
         0: PeftAdapter(tiny, tmp_path / "0", 0, r=1, lora_alpha=2),
         2: PeftAdapter(tiny, tmp_path / "2", 2, r=20, use_rslora=True, lora_alpha=3, size=0.15),

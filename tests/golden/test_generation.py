@@ -24,6 +24,7 @@ from tests.golden.engines import (
     tokens_of,
 )
 from tests.golden.marks import checked
+from tests.golden.tiny_decoder_models import DECODERS
 from tests.golden.tiny_models import VOCAB_SIZE, random_token_ids
 
 LENGTHS = (33, 1, 61, 5, 16)  # below, at and above the ends of blocks
@@ -54,6 +55,15 @@ def test_a_mixed_batch_gets_the_tokens_of_transformers_and_gets_them_again_from_
         assert tokens_of(second) == expected(family)
         # Whole blocks, and at least one token is computed: a prompt of exactly one block has no hit.
         assert [output.num_cached_tokens for output in second] == [32, 0, 48, 0, 0]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.one_in(2)
+def test_long_answers_are_those_of_transformers(family: str) -> None:
+    """Over the ends of windows and several blocks, with the one pass recorded that all steps repeat."""
+    name = next(name for name in ENGINE_FAMILIES if name.startswith(family))
+    with engine(name) as llm:
+        assert tokens_of(run(llm, PROMPTS[:2], greedy(64))) == expected(name, PROMPTS[:2], 64)
 
 
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)

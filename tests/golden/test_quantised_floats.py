@@ -13,17 +13,19 @@ from ratoon.layers.weights import Destination, TensorSource
 from ratoon.models.build import build_model
 from tests.golden import tiny_models
 from tests.golden.dense_step import dense_logits
+from tests.golden.tiny_decoder_models import DECODERS
 from tests.golden.tiny_models import TinyModel, random_token_ids
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 
-FAMILIES = [
-    tiny_models.tiny_llama,
-    tiny_models.tiny_mistral,
-    tiny_models.tiny_qwen2,
-    tiny_models.tiny_qwen3,
-    tiny_models.tiny_gpt2,
-]
+FAMILIES = {
+    "llama": tiny_models.tiny_llama,
+    "mistral": tiny_models.tiny_mistral,
+    "qwen2": tiny_models.tiny_qwen2,
+    "qwen3": tiny_models.tiny_qwen3,
+    "gpt2": tiny_models.tiny_gpt2,
+    **DECODERS,
+}
 
 
 def all_logits(tiny: TinyModel, ops: Ops, tokens: list[int]) -> torch.Tensor:
@@ -31,10 +33,10 @@ def all_logits(tiny: TinyModel, ops: Ops, tokens: list[int]) -> torch.Tensor:
     return dense_logits(model, tokens)
 
 
-@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("bits", "allowed"), [(8, 0.05), (4, 0.4)])
-def test_logits_are_near_those_of_the_floats(make, bits: int, allowed: float) -> None:
-    tiny, tokens = make(), random_token_ids(40, seed=1)
+def test_logits_are_near_those_of_the_floats(family: str, bits: int, allowed: float) -> None:
+    tiny, tokens = FAMILIES[family](), random_token_ids(40, seed=1)
     ops = NativeOps(bits=bits)
     found, expected = all_logits(tiny, ops, tokens), tiny.oracle_logits(tokens)
     assert (found - expected).norm() < allowed * expected.norm()
@@ -54,10 +56,10 @@ class Rounded:
         return StoredTensor.of_floats(numbers.to(self._dtype).to(self._stored_as))
 
 
-@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_16_bits_give_the_bits_of_their_float32(make, dtype: torch.dtype) -> None:
-    tiny, tokens = make(), random_token_ids(40, seed=1)
+def test_weights_in_16_bits_give_the_bits_of_their_float32(family: str, dtype: torch.dtype) -> None:
+    tiny, tokens = FAMILIES[family](), random_token_ids(40, seed=1)
     kept, device = NativeOps(), torch.device("cpu")
     found, expected = (
         dense_logits(build_model(tiny.config, Rounded(tiny.source, dtype, stored), ops, device, torch.float32), tokens)

@@ -36,7 +36,13 @@ def open_engine(folder: Any, **settings: Any) -> LLM:
     return LLM(str(folder), **(common | {"num_blocks": 96} | settings))
 
 
-@pytest.mark.parametrize("family", ["llama with grouped heads", "llama with one key head", "gpt2", "qwen2"])
+# Weights that are cut by other rules: fused, head by head, interleaved, normed over all heads, with one KV head
+DECODERS_ON_RANKS = ["phi3", "gpt_neox", "falcon with one key head", "glm4", "olmo2", "gemma2"]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama with grouped heads", "llama with one key head", "gpt2", "qwen2", *DECODERS_ON_RANKS]
+)
 def test_two_ranks_answer_as_one_worker(family: str) -> None:
     """Among them one with a single key-value head, which both ranks have."""
     states = HiddenStatesParams(positions="all", layers=[0, -1])

@@ -23,6 +23,7 @@ from tests.golden import tiny_models
 from tests.golden.engines import engine
 from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.test_cuda import core_of, greedy, searches, states, texts_over_encoders
+from tests.golden.tiny_decoder_models import DECODERS
 from tests.golden.tiny_models import random_token_ids
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
@@ -34,6 +35,7 @@ FAMILIES = {
     "qwen3": partial(tiny_models.tiny_qwen3, head_dim=32),
     "gpt2": tiny_models.tiny_gpt2,
     "gemma3": tiny_models.tiny_gemma3,
+    **DECODERS,
 }
 
 

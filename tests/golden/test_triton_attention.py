@@ -31,7 +31,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3 with heads wider than hidden size / heads", "qwen2 with windows by layer type"]
+    "family", ["qwen3 with heads wider than hidden size / heads", "qwen2 with windows by layer type", "gemma2"]
 )
 @pytest.mark.one_in(2)
 def test_an_engine_gives_the_tokens_of_transformers(family: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -177,3 +178,17 @@ def tiny_falcon(kind: str, seed: int = 0) -> TinyModel:
         alibi=False,
     )
     return make_tiny(transformers.FalconForCausalLM, oracle_config, config, seed)
+
+
+# One of each family
+DECODERS: dict[str, Callable[[], TinyModel]] = {
+    "gemma2": tiny_gemma2,
+    "phi3": tiny_phi3,
+    "olmo2": tiny_olmo2,
+    "granite": tiny_granite,
+    "starcoder2": tiny_starcoder2,
+    "smollm3": tiny_smollm3,
+    "glm4": lambda: tiny_glm(is_later=True),
+    "gpt_neox": tiny_gpt_neox,
+    "falcon": lambda: tiny_falcon("new"),
+}
