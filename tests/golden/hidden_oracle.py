@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 def states_by_transformers(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     """[L + 2, T, H] in float32, of every layer and position."""
     base = model.base_model
-    final_norm = base.ln_f if hasattr(base, "ln_f") else base.norm
+    final_norm = next(getattr(base, name) for name in ("ln_f", "norm", "final_layer_norm") if hasattr(base, name))
     before_norm: list[torch.Tensor] = []
     hook = final_norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     try:

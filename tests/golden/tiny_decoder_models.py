@@ -19,9 +19,14 @@ LONGROPE = {
 
 
 def tiny_gemma2(
-    window: int = 6, head_dim: int = 16, attention_cap: float | None = 2.0, final_cap: float | None = 3.0, seed: int = 0
+    window: int | None = 6,
+    head_dim: int = 16,
+    attention_cap: float | None = 2.0,
+    final_cap: float | None = 3.0,
+    seed: int = 0,
 ) -> TinyModel:
-    """Soft caps that most scores and logits come near to."""
+    """Soft caps that most scores and logits come near to. Every other layer has the window, if there is one."""
+    sliding = (True, False, True, False)
     config = replace(
         plain_config("Gemma2ForCausalLM", 4, 2, head_dim=head_dim),
         num_layers=4,
@@ -31,14 +36,15 @@ def tiny_gemma2(
         final_soft_cap=final_cap,
         tie_word_embeddings=True,
         sliding_window=window,
-        sliding_layers=(True, False, True, False),
+        sliding_layers=None if window is None else sliding,
         scale_embedding=True,
     )
     oracle_config = transformers.Gemma2Config(
         **shared_arguments(config),
         head_dim=head_dim,
         query_pre_attn_scalar=20,
-        sliding_window=window,
+        sliding_window=window or 6,  # transformers asks for one, whatever layers have it
+        layer_types=["sliding_attention" if has and window else "full_attention" for has in sliding],
         attn_logit_softcapping=attention_cap,
         final_logit_softcapping=final_cap,
     )

@@ -23,7 +23,7 @@ typedef struct {
     int32_t *table, *ends;
     unsigned char *cache, *scales;
     float *q, *out, *bias;
-    float scale;
+    float scale, cap;  // 0: scores have no cap
 } batch;
 
 static const unsigned char *key_place(const batch *b, int64_t slot, int64_t head, int64_t i) {
@@ -179,7 +179,12 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
             score += term;
             sizes += fabs(term);
         }
-        double error = (double)(b->head_dim + 3) * UNIT * sizes + UNIT * fabs(score + bias);  // with a scale of the key
+        double error = (double)(b->head_dim + 3) * UNIT * sizes;  // with a scale of the key
+        if (b->cap > 0) {  // which brings scores together: an error of one never grows. Roundings of the cap and of tanh
+            error += 8 * UNIT * fabs(score);
+            score = b->cap * tanh(score / b->cap);
+        }
+        error += UNIT * fabs(score + bias);
         if (error > score_error) score_error = error;
         scores[key] = score + bias;
         if (scores[key] > highest) highest = scores[key];
@@ -211,7 +216,7 @@ static int run(const batch *b, int64_t first, int64_t end, float *out) {
                             b->cache, b->block_bytes, b->scales, b->scale_block_bytes, b->table + first * b->table_width,
                             b->table_width, query_start, b->seq_lens + first, shared, end - first, b->heads, b->kv_heads,
                             b->head_dim, b->block_size, b->window, b->causal,
-                            b->ends ? b->ends + b->query_start[first] : NULL, b->bias, b->reach, b->scale);
+                            b->ends ? b->ends + b->query_start[first] : NULL, b->bias, b->reach, b->scale, b->cap);
 }
 
 // The bits of a row depend neither on the number of threads nor on the requests beside its own.
@@ -237,6 +242,7 @@ static void compare(int kind, int decode) {
     b.block_bytes = 2 * b.kv_heads * b.head_dim * b.block_size * size_of[kind] + 64 * random_between(0, 1);  // rows may be wider
     b.scale_block_bytes = 2 * b.kv_heads * b.block_size * 4 + 64 * random_between(0, 1);
     b.scale = 1 / sqrtf((float)b.head_dim);
+    b.cap = random_between(0, 2) == 0 ? (float)random_between(1, 40) / 8 : 0;
     b.ldq = b.heads * b.head_dim + 5;
     b.ldo = b.heads * b.head_dim + 3;
     b.reach = LONGEST + 1;

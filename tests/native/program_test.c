@@ -20,7 +20,7 @@ int64_t ratoon_time_program(const recorded_call *calls, int64_t count, int64_t *
 #define WORDS(NAME) int NAME##_words(const int64_t *words);
 WORDS(ratoon_copy) WORDS(ratoon_linear) WORDS(ratoon_gated_mlp) WORDS(ratoon_quantised_linear) WORDS(ratoon_quantised_gated_mlp)
 WORDS(ratoon_rms_norm) WORDS(ratoon_layer_norm) WORDS(ratoon_head_rms_norm) WORDS(ratoon_rotary) WORDS(ratoon_silu_and_mul)
-WORDS(ratoon_add_low_rank) WORDS(ratoon_replace_rows) WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_gated_activation) WORDS(ratoon_scale) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
+WORDS(ratoon_add_low_rank) WORDS(ratoon_replace_rows) WORDS(ratoon_embed) WORDS(ratoon_greedy) WORDS(ratoon_activation) WORDS(ratoon_gated_activation) WORDS(ratoon_scale) WORDS(ratoon_add) WORDS(ratoon_soft_cap) WORDS(ratoon_attention) WORDS(ratoon_store_kv)
 
 static int64_t number(float value) {
     int32_t bits;
@@ -71,6 +71,10 @@ static void compare_row_kernels(const float *x, const float *weight) {
     }
     ratoon_scale(direct, WIDTH, ROWS, WIDTH, 0.75f);
     expect_equal(ratoon_scale_words, (int64_t[]){P(replayed), WIDTH, ROWS, WIDTH, number(0.75f)}, "scale");
+    ratoon_add(direct, WIDTH, x, WIDTH, ROWS, WIDTH);
+    expect_equal(ratoon_add_words, (int64_t[]){P(replayed), WIDTH, P(x), WIDTH, ROWS, WIDTH}, "add");
+    ratoon_soft_cap(direct, WIDTH, ROWS, WIDTH, 0.75f);
+    expect_equal(ratoon_soft_cap_words, (int64_t[]){P(replayed), WIDTH, ROWS, WIDTH, number(0.75f)}, "soft cap");
     const int32_t slots[ROWS] = {0, -1, 0};
     const low_rank_part part = {.a = x, .b = x, .rank = 3, .column = 1, .out = 16, .scale = 0.5f};
     ratoon_add_low_rank(weight, 4, ROWS, 5, &part, 1, 1, slots, direct, WIDTH);
@@ -126,10 +130,10 @@ static void compare_attention(const float *x) {
     expect_true(memcmp(scales, other_scales, (size_t)(2 * scale_bytes)) == 0, "store of scales", 0, 0);
     begin();
     ratoon_attention(x, WIDTH, direct, WIDTH, 2, cache, bytes, scales, scale_bytes, table, 2, query_start, seq_lens, shared, 1, 2, 1,
-                     16, 16, 2, 1, ends, bias, 16, 0.25f);
+                     16, 16, 2, 1, ends, bias, 16, 0.25f, 1.5f);
     expect_equal(ratoon_attention_words,
                  (int64_t[]){P(x), WIDTH, P(replayed), WIDTH, 2, P(cache), bytes, P(scales), scale_bytes, P(table), 2, P(query_start),
-                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(ends), P(bias), 16, number(0.25f)},
+                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(ends), P(bias), 16, number(0.25f), number(1.5f)},
                  "attention");
 }
 

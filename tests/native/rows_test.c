@@ -236,6 +236,32 @@ static void compare_scale(void) {
     release_all();
 }
 
+static void compare_add(void) {
+    int64_t rows = random_between(1, 20), width = random_between(1, 90), ldx = width + random_between(0, 5);
+    const int64_t count = (rows - 1) * ldx + width;
+    float *x = random_floats(count, 1), *y = random_floats(rows * width, 1), *z = guarded_floats(count);
+    memcpy(z, x, (size_t)count * sizeof(float));
+    ratoon_add(z, ldx, y, width, rows, width);
+    for (int64_t i = 0; i < count; i++)
+        expect(z[i], i % ldx < width ? x[i] + y[i / ldx * width + i % ldx] : x[i], 0, "add", i / ldx, i % ldx);
+    release_all();
+}
+
+// The quotient, its divisor's reciprocal and the product round once each, tanh about three times.
+static void compare_soft_cap(void) {
+    int64_t rows = random_between(1, 20), width = random_between(1, 90), ldx = width + random_between(0, 5);
+    const int64_t count = (rows - 1) * ldx + width;
+    const float cap = (float)random_between(1, 400) / 8;
+    float *x = random_floats(count, random_between(0, 1) ? 0.01f : 60.0f), *y = guarded_floats(count);
+    memcpy(y, x, (size_t)count * sizeof(float));
+    ratoon_soft_cap(y, ldx, rows, width, cap);
+    for (int64_t i = 0; i < count; i++) {
+        const double expected = i % ldx < width ? cap * tanh((double)x[i] / cap) : x[i];
+        expect(y[i], expected, i % ldx < width ? 7 * UNIT * fabs(expected) : 0, "soft cap", i / ldx, i % ldx);
+    }
+    release_all();
+}
+
 void check_rows(void) {
     for (int i = 0; i < 20; i++) {
         compare_rms_norm();
@@ -245,5 +271,7 @@ void check_rows(void) {
         compare_activations();
         compare_gated_activation();
         compare_scale();
+        compare_add();
+        compare_soft_cap();
     }
 }
