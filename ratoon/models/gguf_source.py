@@ -30,7 +30,16 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gptneox": "GPTNeoXForCausalLM",
+    "falcon": "FalconForCausalLM",
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -57,6 +66,50 @@ GEMMA3_NAMES = {
     "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
     "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+PHI3_NAMES = {
+    **LLAMA_NAMES,
+    "attn_qkv": "model.layers.{}.self_attn.qkv_proj",
+    "ffn_up": "model.layers.{}.mlp.gate_up_proj",
+}
+OLMO2_NAMES = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+STARCODER2_NAMES = {
+    **LLAMA_NAMES,
+    "ffn_up": "model.layers.{}.mlp.c_fc",
+    "ffn_down": "model.layers.{}.mlp.c_proj",
+}
+GLM4_NAMES = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+    "post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
+    "ffn_up": "model.layers.{}.mlp.gate_up_proj",
+}
+GPT_NEOX_NAMES = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "lm_head",
+    "attn_norm": "gpt_neox.layers.{}.input_layernorm",
+    "attn_qkv": "gpt_neox.layers.{}.attention.query_key_value",
+    "attn_output": "gpt_neox.layers.{}.attention.dense",
+    "ffn_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "ffn_up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "ffn_down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+}
+FALCON_NAMES = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "transformer.h.{}.input_layernorm",
+    "attn_qkv": "transformer.h.{}.self_attention.query_key_value",
+    "attn_output": "transformer.h.{}.self_attention.dense",
+    "ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
+    "ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
+}
+# Of models with two norms side by side
+FALCON_TWO_NORMS = {"attn_norm": "transformer.h.{}.ln_mlp", "attn_norm_2": "transformer.h.{}.ln_attn"}
 GPT2_NAMES = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -69,14 +122,29 @@ GPT2_NAMES = {
     "ffn_up": "transformer.h.{}.mlp.c_fc",
     "ffn_down": "transformer.h.{}.mlp.c_proj",
 }
-NAMES = {"gpt2": GPT2_NAMES, "gemma3": GEMMA3_NAMES}  # of other architectures: LLAMA_NAMES
+NAMES = {
+    "gpt2": GPT2_NAMES,
+    "gemma2": GEMMA3_NAMES,
+    "gemma3": GEMMA3_NAMES,
+    "phi3": PHI3_NAMES,
+    "olmo2": OLMO2_NAMES,
+    "starcoder2": STARCODER2_NAMES,
+    "glm4": GLM4_NAMES,
+    "gptneox": GPT_NEOX_NAMES,
+    "falcon": FALCON_NAMES,
+}  # of other architectures: LLAMA_NAMES
+PERMUTED = ("llama", "granite", "smollm3")  # whose query and key rows the converter reordered
+BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
+LAYER_NORMED = ("gpt2", "starcoder2", "gptneox", "falcon")
 # Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
+LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency factors, spelled out by the converter
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR = 1.0, 4.0
 LLAMA3_ORIGINAL_LENGTHS = (8192, 4096, 2048, 16384, 32768)
 
+GEMMA2_LARGEST_LAYERS = 46  # of the 27B model
 GEMMA3_LARGEST_LAYERS = 62  # of the 27B model
 GEMMA3_PATTERN = 6  # one layer of so many sees everything
 GEMMA3_LOCAL_THETA = 10000.0  # of the others
@@ -100,7 +168,8 @@ class GGUFSource:
             known = ", ".join(sorted(ARCHITECTURES))
             problem = f"has the unknown architecture {show(self.architecture)}"
             raise ModelError(self.name, problem, f"known in GGUF: {known}")
-        self._gguf_names = {self._hugging_face_name(name): name for name in self.file.tensors if name != ROPE_FACTORS}
+        own = {ROPE_FACTORS, *LONGROPE_FACTORS.values()}  # of the rotation: no layer takes them
+        self._gguf_names = {self._hugging_face_name(name): name for name in self.file.tensors if name not in own}
         self._shapes = {name: self._shape(name) for name in self._gguf_names}
         self.raw_config = self._build_config()
 
@@ -111,8 +180,10 @@ class GGUFSource:
         gguf_name = self._gguf_names[name]
         if self._is_transposed(name):
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()
+        if self.architecture in BY_KV_HEAD and ".attn_qkv." in gguf_name:
+            return self._read_by_kv_head(name, gguf_name, part)
         stored = self.file.read(gguf_name, part)
-        if self.architecture == "gemma3" and gguf_name.endswith("norm.weight"):
+        if self.architecture in ("gemma2", "gemma3") and gguf_name.endswith("norm.weight"):
             return StoredTensor.of_floats(stored.floats() - 1.0)  # the converter added what Gemma adds to its weights
         heads = self._permuted_heads(gguf_name)
         if not heads:
@@ -122,9 +193,29 @@ class GGUFSource:
         assert part is None or part.dim or part.start % head_dim == part.stop % head_dim == 0, "rows of whole heads"
         return replace(stored, data=restore_rotary_halves(stored.data, head_dim))
 
+    def _read_by_kv_head(self, name: str, gguf_name: str, part: TensorSlice | None) -> StoredTensor:
+        """Rows as the checkpoint has them: for each KV head its queries, its key and its value. A range of whole heads
+        that are neighbours in the file, too, is read alone."""
+        heads = self._whole("attention.head_count")
+        kv_heads = self._whole("attention.head_count_kv", heads)
+        group, rows = heads // kv_heads, self._shapes[name][0]
+        dim = rows // (heads + 2 * kv_heads)
+        places = [
+            heads + (index - group) * kv_heads + kv_head if index >= group else kv_head * group + index
+            for kv_head in range(kv_heads)
+            for index in range(group + 2)
+        ]
+        own = range(rows) if part is None or part.dim else range(part.start, part.stop)
+        order = [places[row // dim] * dim + row % dim for row in own]
+        if order == list(range(order[0], order[0] + len(order))) and (part is None or not part.dim):
+            return self.file.read(gguf_name, TensorSlice.of_range(0, range(order[0], order[-1] + 1), rows))
+        return self.file.read(gguf_name, part if part is not None and part.dim else None).with_rows(order)
+
     def _hugging_face_name(self, gguf_name: str) -> str:
         """An unknown tensor keeps its name, so that strict loading can report it."""
         names = NAMES.get(self.architecture, LLAMA_NAMES)
+        if self.architecture == "falcon" and "blk.0.attn_norm_2.weight" in self.file.tensors:
+            names = {**names, **FALCON_TWO_NORMS}
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
         if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
             return gguf_name
@@ -139,7 +230,7 @@ class GGUFSource:
 
     def _permuted_heads(self, gguf_name: str) -> int:
         """How many heads the rows of this tensor were reordered by; 0: they were not."""
-        if self.architecture != "llama":
+        if self.architecture not in PERMUTED:
             return 0
         if re.search(r"\.attn_q\.(weight|bias)$", gguf_name):
             return self._whole("attention.head_count")
@@ -191,7 +282,15 @@ class GGUFSource:
             "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._eos_token_ids(),
         }
-        builders = {"gpt2": self._gpt2_config, "gemma3": self._gemma3_config}
+        builders = {
+            "gpt2": self._gpt2_config,
+            "gemma2": self._gemma2_config,
+            "gemma3": self._gemma3_config,
+            "phi3": self._phi3_config,
+            "granite": self._granite_config,
+            "gptneox": self._gpt_neox_config,
+            "falcon": self._falcon_config,
+        }
         config.update(builders.get(self.architecture, self._llama_config)())
         return config
 
@@ -219,14 +318,77 @@ class GGUFSource:
             "head_dim": head_dim,
             "max_position_embeddings": self._whole("context_length"),
             "rms_norm_eps": self._real("attention.layer_norm_rms_epsilon", 1e-6),
-            "hidden_act": "silu",
+            "hidden_act": "gelu_pytorch_tanh" if self.architecture == "starcoder2" else "silu",
             "attention_bias": "blk.0.attn_q.bias" in self.file.tensors,
             "rope_parameters": self._rope_parameters(head_dim),
         }
+        if self.architecture in LAYER_NORMED:
+            config["norm_epsilon"] = self._real("attention.layer_norm_epsilon", 1e-5)
+            config["use_bias"] = "blk.0.attn_output.bias" in self.file.tensors
         window = self._whole("attention.sliding_window", 0)
+        if self.architecture in ("phi3", "starcoder2") and window:
+            config["sliding_window"] = window
         if self.architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
         return config
+
+    def _gemma2_config(self) -> dict[str, Any]:
+        """The scale of scores follows from the hidden size in the largest model, as llama.cpp has it."""
+        config = self._llama_config()
+        is_largest = config["num_hidden_layers"] == GEMMA2_LARGEST_LAYERS
+        width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+        return config | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": self._whole("attention.sliding_window", 4096),
+            "query_pre_attn_scalar": width if is_largest else config["head_dim"],
+            "attn_logit_softcapping": self._real("attn_logit_softcapping", 0.0) or None,
+            "final_logit_softcapping": self._real("final_logit_softcapping", 0.0) or None,
+        }
+
+    def _phi3_config(self) -> dict[str, Any]:
+        config = self._llama_config()
+        original = self._whole("rope.scaling.original_context_length", config["max_position_embeddings"])
+        config["original_max_position_embeddings"] = original
+        if all(tensor in self.file.tensors for tensor in LONGROPE_FACTORS.values()):
+            factors = {
+                key: self.file.read(name).floats().reshape(-1).tolist() for key, name in LONGROPE_FACTORS.items()
+            }
+            rope = config["rope_parameters"] | factors
+            if attention_factor := self._real("rope.scaling.attn_factor", 0.0):
+                rope["attention_factor"] = attention_factor
+            config["rope_parameters"] = rope | {"rope_type": "longrope"}
+        return config
+
+    def _granite_config(self) -> dict[str, Any]:
+        config = self._llama_config()
+        scale = config["head_dim"] ** -0.5  # where the file has none, as llama.cpp has it
+        return config | {
+            "attention_multiplier": self._real("attention.scale", 0.0) or scale,
+            "embedding_multiplier": self._real("embedding_scale", 0.0) or 1.0,
+            "residual_multiplier": self._real("residual_scale", 0.0) or 1.0,
+            "logits_scaling": self._real("logit_scale", 0.0) or 1.0,
+        }
+
+    def _gpt_neox_config(self) -> dict[str, Any]:
+        config = self._llama_config()
+        is_parallel = self._get("use_parallel_residual")
+        return config | {
+            "model_type": "gpt_neox",
+            "hidden_act": "gelu",
+            "layer_norm_eps": config["norm_epsilon"],
+            "attention_bias": "blk.0.attn_qkv.bias" in self.file.tensors,
+            "use_parallel_residual": True if is_parallel is None else bool(is_parallel),
+        }
+
+    def _falcon_config(self) -> dict[str, Any]:
+        config = self._llama_config()
+        return config | {
+            "layer_norm_epsilon": config["norm_epsilon"],
+            "ffn_hidden_size": config["intermediate_size"],
+            "num_kv_heads": config["num_key_value_heads"],
+            "new_decoder_architecture": True,  # which has any number of KV heads
+            "bias": "blk.0.attn_qkv.bias" in self.file.tensors,
+        }
 
     def _gemma3_config(self) -> dict[str, Any]:
         """What files leave out is as llama.cpp has it: the layers that see everything, and the scale of scores, which

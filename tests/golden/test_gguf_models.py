@@ -14,18 +14,37 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
+from ratoon.models.gguf_source import LAYER_NORMED, PERMUTED
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
 from tests.unit.models.model_files import write_gguf
@@ -39,9 +58,32 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "gptneox": gguf.MODEL_ARCH.GPTNEOX,
+    "falcon": gguf.MODEL_ARCH.FALCON,
 }
-KINDS = ["llama", "llama with biases", "qwen2", "qwen3", "gpt2", "gemma3"]
+KINDS = ["llama", "llama with biases", "qwen2", "qwen3", "gpt2", "gemma3", *(DECODERS := {
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"pad_token_id": 0, "sliding_window": 16}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"attention_multiplier": 0.25, "embedding_multiplier": 4.0,
+                                                    "residual_multiplier": 0.5, "logits_scaling": 8.0}),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config, {"norm_epsilon": 1e-5}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"pad_token_id": 0, "num_hidden_layers": 5}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"pad_token_id": 0, "head_dim": 32, "eos_token_id": 2}),
+    "gptneox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
+    "falcon": (FalconForCausalLM, FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2,
+                                                 "ffn_hidden_size": 96}),
+})]  # fmt: skip
+
+FEED_FORWARD = ("n_inner", "ffn_hidden_size", "intermediate_size")  # what configs call its size
 
 
 def build(kind: str) -> Any:
@@ -54,6 +96,11 @@ def build(kind: str) -> Any:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, eos_token_id=2))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True, eos_token_id=2))
+    elif kind in DECODERS:
+        model_class, config_class, own = DECODERS[kind]
+        sizes = sizes | {"bos_token_id": 1, "eos_token_id": 2} | own
+        sizes = {name: value for name, value in sizes.items() if name in config_class.__dataclass_fields__}
+        model = model_class(config_class(**sizes))
     elif kind == "gemma3":
         scaling = {"rope_type": "linear", "factor": 8.0}
         rope = {"full_attention": {"rope_theta": 1e6, **scaling}, "sliding_attention": {"rope_theta": 1e4}}
@@ -64,7 +111,7 @@ def build(kind: str) -> Any:
         model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=bias))
     for parameter in model.parameters():  # norms and biases start as ones and zeros, which would hide mistakes
         torch.nn.init.normal_(parameter)
-        if kind == "gemma3":
+        if kind.startswith("gemma"):
             parameter.data = (parameter.data * 128).round() / 128  # 1 more and 1 less is the same number again
     return model
 
@@ -81,6 +128,15 @@ def reorder_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
     return tensor[order]
 
 
+def part_rows(tensor: np.ndarray, config: Any) -> np.ndarray:
+    """All queries, all keys, all values, of rows that have them KV head by KV head."""
+    kv_heads = getattr(config, "num_kv_heads", config.num_attention_heads)
+    group, rest = config.num_attention_heads // kv_heads, tensor.shape[1:]
+    rows = tensor.reshape(kv_heads, group + 2, -1, *rest)
+    parts = rows[:, :group], rows[:, group], rows[:, group + 1]
+    return np.concatenate([part.reshape(-1, *rest) for part in parts])
+
+
 def convert(model: Any, architecture: str, path: Path) -> Path:
     config = model.config
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
@@ -89,13 +145,15 @@ def convert(model: Any, architecture: str, path: Path) -> Path:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy()
-        if architecture == "llama" and "q_proj" in name:
+        if architecture in ("gptneox", "falcon") and "query_key_value" in name:
+            array = part_rows(array, config)
+        if architecture in PERMUTED and "q_proj" in name:
             array = reorder_rows(array, config.num_attention_heads)
-        if architecture == "llama" and "k_proj" in name:
+        if architecture in PERMUTED and "k_proj" in name:
             array = reorder_rows(array, config.num_key_value_heads)
-        if ".c_" in name and name.endswith("weight"):
+        if architecture == "gpt2" and ".c_" in name and name.endswith("weight"):
             array = array.T
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new_name is not None, name
@@ -108,20 +166,34 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.n_inner if architecture == "gpt2" else config.intermediate_size,
+        "feed_forward_length": next(getattr(config, name) for name in FEED_FORWARD if hasattr(config, name)),
         "attention.head_count": config.num_attention_heads,
     }
-    if architecture == "gpt2":
-        values["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+    if architecture in LAYER_NORMED:
+        names = ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps")
+        values["attention.layer_norm_epsilon"] = next(getattr(config, name) for name in names if hasattr(config, name))
     else:
-        values["attention.head_count_kv"] = config.num_key_value_heads
         values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if architecture != "gpt2":
+        kv_heads = getattr(config, "num_key_value_heads", getattr(config, "num_kv_heads", None))
+        values["attention.head_count_kv"] = kv_heads or config.num_attention_heads
         rope = config.rope_parameters
         values["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     if architecture == "gemma3":
         scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": rope["full_attention"]["factor"]}
         values |= {"attention.sliding_window": config.sliding_window, **scaling}
-    if architecture in ("qwen3", "gemma3"):
+    if architecture == "gemma2":
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        values |= {"attention.sliding_window": config.sliding_window, **caps}
+    if architecture == "phi3":
+        values |= {"attention.sliding_window": config.sliding_window, "rope.scaling.original_context_length": 4096}
+    if architecture == "granite":
+        values |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
+        values |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+    if architecture in ("gptneox", "glm4"):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        values["rope.dimension_count"] = int(head_dim * config.rope_parameters["partial_rotary_factor"])
+    if architecture in ("qwen3", "gemma2", "gemma3", "glm4"):
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     tokens = {"tokenizer.ggml.bos_token_id": config.bos_token_id, "tokenizer.ggml.eos_token_id": config.eos_token_id}
     known = {f"{architecture}.{key}": value for key, value in values.items()} | tokens
