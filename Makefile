@@ -129,6 +129,7 @@ bench: setup
 # All pages every time (-E -a): a page that did not change may link to a heading that did.
 docs: setup
 	$(BIN)/python docs/write_settings.py
+	$(BIN)/python docs/write_models.py
 	rm -rf build/site
 	$(BIN)/sphinx-build -W --keep-going -q -E -a -c docs -d build/doctrees . build/site
 	@echo "the site is in build/site: open build/site/index.html"

@@ -21,12 +21,16 @@ folders and in the variable RATOON_MODELS (separated by colons). The first colum
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("models", help="list the models on this machine", description=DESCRIPTION)
     parser.add_argument("folders", metavar="FOLDER", nargs="*", type=Path, help="look for models here, too")
+    parser.add_argument("--families", action="store_true", help="list the families that can be loaded instead")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.families:
+        print_families(args.json)
+        return 0
     from ratoon.models.installed import installed_models
 
     models = installed_models(args.folders)
@@ -36,6 +40,20 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_table(models)
     return 0
+
+
+def print_families(as_json: bool) -> None:
+    from ratoon.models.families import FAMILIES
+
+    for family in FAMILIES:
+        gguf, notes = family.gguf.replace("`", ""), family.notes.replace("`", "")
+        if as_json:
+            shown = {"architectures": family.architectures, "gguf": gguf or None, "notes": notes}
+            print(json.dumps(shown, ensure_ascii=False))
+            continue
+        print(", ".join(family.architectures) + (f" (GGUF: {gguf})" if gguf else ""))
+        if notes:
+            print(f"    {notes}")
 
 
 def print_table(models: list[InstalledModel]) -> None:

@@ -6,6 +6,7 @@ Whether the examples still print what they show is not checked here.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import runpy
 from pathlib import Path
@@ -23,8 +24,12 @@ from ratoon.api.server.protocol.responses import ReasoningConfig, ResponsesReque
 from ratoon.api.server.protocol.sampling import StreamOptions
 from ratoon.api.server.routes.embeddings import EmbeddingRequest
 from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
+from ratoon.cli import main
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.stats import AdapterStats, DraftStats, SchedulerStats
+from ratoon.models.families import FAMILIES
+from ratoon.models.gguf_source import ARCHITECTURES
+from ratoon.models.registry import MODEL_CLASSES
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.api.server.harness import scripted
 from tests.unit.engine.fakes_async import on_event_loop
@@ -72,6 +77,23 @@ def test_the_page_of_settings_is_what_their_declarations_say():
     """`python docs/write_settings.py` brings it up to date."""
     written = runpy.run_path(str(DOCS / "write_settings.py"))["page"]()
     assert (DOCS / "settings.md").read_text() == written
+
+
+def test_the_table_of_families_is_what_the_registry_has():
+    """`python docs/write_models.py` brings it up to date."""
+    assert (DOCS / "models.md").read_text() == runpy.run_path(str(DOCS / "write_models.py"))["page"]()
+    shown = [name for family in FAMILIES for name in family.architectures]
+    assert len(set(shown)) == len(shown) and set(shown) == set(MODEL_CLASSES)
+    by_gguf = {name for family in FAMILIES for name in family.architectures if family.gguf}
+    assert by_gguf == {*ARCHITECTURES.values(), "MistralForCausalLM"}
+
+
+def test_families_are_listed_as_lines_and_as_objects(capsys):
+    assert main(["models", "--families"]) == 0
+    assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in capsys.readouterr().out
+    assert main(["models", "--families", "--json"]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [tuple(one["architectures"]) for one in listed] == [family.architectures for family in FAMILIES]
 
 
 @on_event_loop

@@ -1,0 +1,90 @@
+"""The families that are built in, as documents and `ratoon models --families` show them. Imports nothing else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class FamilyNote(NamedTuple):
+    """What users should know about architectures that are one family. Texts are Markdown."""
+
+    architectures: tuple[str, ...]  # keys of the registry
+    gguf: str  # the architecture in GGUF files, or empty
+    notes: str
+
+
+FAMILIES = (
+    FamilyNote(
+        ("LlamaForCausalLM",),
+        "`llama`",
+        "Llama 1 to 3, SmolLM, SmolLM2, TinyLlama …; attention and MLP biases by the config",
+    ),
+    FamilyNote(
+        ("MistralForCausalLM",),
+        "`llama` with a sliding window",
+        "the window holds for all layers; Mistral 7B, Nemo and Small",
+    ),
+    FamilyNote(
+        ("Qwen2ForCausalLM",),
+        "`qwen2`",
+        "Qwen2, Qwen2.5; layers with a window by `use_sliding_window`, `layer_types` or `max_window_layers`",
+    ),
+    FamilyNote(("Qwen3ForCausalLM",), "`qwen3`", "the dense ones"),
+    FamilyNote(("Gemma3ForCausalLM",), "`gemma3`", "text; not those that attend both ways (EmbeddingGemma)"),
+    FamilyNote(("Gemma2ForCausalLM",), "`gemma2`", "soft caps of scores and logits; not those that attend both ways"),
+    FamilyNote(("Phi3ForCausalLM",), "`phi3`", "Phi-3, Phi-3.5-mini, Phi-4 and Phi-4-mini"),
+    FamilyNote(("Olmo2ForCausalLM",), "`olmo2`", "on at most as many ranks as it has key-value heads"),
+    FamilyNote(("GraniteForCausalLM",), "`granite`", "Granite 3 and later, the dense ones"),
+    FamilyNote(("Starcoder2ForCausalLM",), "`starcoder2`", ""),
+    FamilyNote(("SmolLM3ForCausalLM",), "`smollm3`", "layers without rotation by `no_rope_layers`"),
+    FamilyNote(("GlmForCausalLM",), "", "GLM-4-9B"),
+    FamilyNote(("Glm4ForCausalLM",), "`glm4`", "GLM-4-0414"),
+    FamilyNote(
+        ("GPTNeoXForCausalLM",), "`gptneox`", "GPT-NeoX, Pythia; halves of a layer side by side or one after the other"
+    ),
+    FamilyNote(("FalconForCausalLM",), "`falcon`", "without ALiBi"),
+    FamilyNote(("GPT2LMHeadModel",), "`gpt2`", "also files saved without the head's prefix"),
+    FamilyNote(
+        ("BartForConditionalGeneration", "MBartForConditionalGeneration"),
+        "",
+        "BART files may be saved without the head's prefix",
+    ),
+    FamilyNote(("MarianMTModel",), "", "with one vocabulary for both sides"),
+    FamilyNote(
+        ("T5ForConditionalGeneration",),
+        "",
+        "T5, T5 1.1 and Flan-T5: with and without gates; up to 4096 tokens on each side, or `n_positions` if more",
+    ),
+    FamilyNote(("WhisperForConditionalGeneration",), "", "all sizes"),
+    FamilyNote(
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        "",
+        "text, images and video; on several ranks each has the whole encoder",
+    ),
+    FamilyNote(
+        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        "",
+        "text and images, in tiles; the same on several ranks",
+    ),
+    FamilyNote(
+        ("Gemma3ForConditionalGeneration",),
+        "",
+        "text and images, whose rows see each other in both directions; the same on several ranks",
+    ),
+    FamilyNote(
+        ("BertModel",),
+        "",
+        "for [vectors](python.md#vectors) only, "
+        "all-MiniLM-L6-v2 for one; also `BertForMaskedLM` and `BertForPreTraining`, whose heads are left out",
+    ),
+)
+
+HEAD = ("`architectures`", "GGUF", "notes")
+
+
+def markdown_table() -> str:
+    """Returns the table of docs/models.md."""
+    rows: list[tuple[str, ...]] = [HEAD, ("---",) * 3]
+    rows += [(", ".join(f"`{name}`" for name in names), gguf, notes) for names, gguf, notes in FAMILIES]
+    lines = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)
