@@ -43,7 +43,7 @@ FACTS = WorkerFacts(
     KVCacheConfig(9, 4, GROUPS, None, 3), 64, "cpu", "float32", "native", [], 2, 10, 20, swap_costs=SwapCosts(0.1, 0.2)
 )
 ARGUMENTS: dict[str, list[Any]] = {
-    "connect": [["", "tcp://127.0.0.1:5"]],
+    "connect": [[[""], ["tcp://127.0.0.1:5"]]],
     "allocate": [PoolSize(7, 2)],
     "prepare_grammar": [StructuredOutput(regex="a+"), "owner"],
     "sleep": [2],
@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "stop_profile": ["/a/file"],
 }
 RESULTS: dict[str, Any] = {
-    "listen": "tcp://127.0.0.1:5",
+    "listen": ["tcp://127.0.0.1:5"],
     "choose": CHOICES,
     "load": WeightFacts(12),
     "measure": Measurements(PoolSize(9, 3), 5, 0.25),
