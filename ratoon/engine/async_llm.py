@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 import msgspec
 
 from ratoon.core.adapters import Adapter
+from ratoon.core.engine_map import EngineMapReport
 from ratoon.core.errors import EngineAwayError, EngineError, UnknownParentError
 from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm_engine import AsyncLLMEngine
 from ratoon.engine.base_llm import BaseLLM, Message
-from ratoon.engine.front_end import Prepared, id_of, note_forgotten, verify_beam_search_params, with_output_kind
+from ratoon.engine.front_end import Key, Prepared, id_of, note_forgotten, verify_beam_search_params, with_output_kind
 from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.input.request_options import (
     ChatOptions,
@@ -322,6 +323,19 @@ class AsyncLLM(BaseLLM):
     def _is_running(self, request_id: str, owner: str | None) -> bool:
         return self._running().output_processor.is_running(request_id, owner)
 
+    async def end_leases(self, root_id: str, owner: str | None = None, *, of_any_owner: bool = False) -> int:
+        """Free what is leased for an ended request, by its owner's id of it; it can still be continued. Returns the
+        number of its leases."""
+        return sum(await self._call("end_leases_of", root_id, owner, of_any_owner))
+
+    def find_running(self, request_id: str, owner: str | None = None, *, of_any_owner: bool = False) -> list[Key]:
+        """The unfinished requests of this front end with this id: at most one of an owner."""
+        return [
+            key
+            for key in self._running().unfinished_keys()
+            if key[1] == request_id and (of_any_owner or key[0] == owner)
+        ]
+
     async def forget(self, request_id: str, owner: str | None = None) -> None:
         """Delete an ended request, and free what its leases hold. UnknownParentError: there is none."""
         if self._shared_roots is not None:
@@ -337,6 +351,11 @@ class AsyncLLM(BaseLLM):
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False: requests are under way in an engine, and there nothing was changed."""
         return all(await self._call("reset_prefix_cache"))
+
+    async def engine_maps(self, watcher_id: str) -> list[EngineMapReport]:
+        """What each engine that runs is doing: all of it for a watcher that asks for the first time, or after long, and
+        then what changed since it asked last. An engine collects this only while there are watchers."""
+        return [msgspec.convert(report, EngineMapReport) for report in await self._call("map", watcher_id)]
 
     async def stats(self) -> list[SchedulerStats]:
         """One for each engine."""

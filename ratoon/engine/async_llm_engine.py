@@ -243,6 +243,9 @@ class AsyncLLMEngine(FrontEnd):
             self.abort([external_id], owner)
             self._tell_of_end(key)
 
+    def unfinished_keys(self) -> set[Key]:
+        return {*self.collectors, *self._in_checks}
+
     async def wait_for_end(self, external_id: str, owner: str | None = None) -> None:
         """Returns at once for a request that is not under way."""
         key = owner, external_id

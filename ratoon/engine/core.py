@@ -27,6 +27,7 @@ from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
+from ratoon.engine.map import EngineMap, prompt_tokens_in
 from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class EngineCore:
             self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
         self._clock = clock
+        self.map = EngineMap(self, clock)
         is_left_open = config.scheduler.max_steps_in_flight is None and facts.device.startswith("cuda")
         self._depth = StepDepth(config.scheduler.num_in_flight, is_left_open)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first
@@ -191,6 +193,8 @@ class EngineCore:
         while (plan := self._plan(num_ahead=len(self._in_flight))) is not None:
             self._in_flight.append((plan, self.executor.submit(plan)))
             self.num_passes += not plan.is_empty
+            if self.map.is_watched:
+                self.map.note_submitted(plan)
 
     def _plan(self, num_ahead: int) -> SchedulerOutput | None:
         """The next plan behind so many. None: there is none now."""
@@ -206,6 +210,7 @@ class EngineCore:
             if self.scheduler.has_work_beside_step:
                 handle.launch()
                 self.scheduler.work_beside_step()
+            asked = self._clock()
             result = handle.result()
         except DeviceLostError:  # no request can be isolated: what runs this core has to be started again
             raise
@@ -220,7 +225,12 @@ class EngineCore:
         self._depth.note_result(now, is_last=not self._in_flight)
         self.scheduler.step_done(plan, now)
         self._take_aborts()
-        return self._take_pending() + self.scheduler.update_from_output(plan, result)
+        if not self.map.is_watched:
+            return self._take_pending() + self.scheduler.update_from_output(plan, result)
+        num_prompt_tokens = prompt_tokens_in(plan, self.scheduler.state.branches)
+        outputs = self.scheduler.update_from_output(plan, result)
+        self.map.note_step(plan, result, outputs, now - asked, num_prompt_tokens)
+        return self._take_pending() + outputs
 
     def run_idle_step(self) -> None:
         """Runs the model over one padding token, which writes to the null block and is not sampled: the part that an
@@ -269,6 +279,16 @@ class EngineCore:
     def end_leases(self, branch_ids: list[str]) -> int:
         """Give the memory of ended branches back now. How many there were."""
         return sum(self.scheduler.leases.end(branch_id) for branch_id in branch_ids)
+
+    def end_leases_of(self, root_id: str, owner: str | None, of_any_owner: bool = False) -> int:
+        """Gives the memory back that is leased for an ended request, by its owner's id of it. Returns how many leases
+        there were."""
+        found = [
+            lease.sequence.branch_id
+            for lease in self.scheduler.leases
+            if lease.root_id == root_id and (of_any_owner or lease.owner == owner)
+        ]
+        return self.end_leases(found)
 
     def forget_roots(self, branch_ids: list[str]) -> None:
         """Drops what is kept of the texts of these branches to draft from."""

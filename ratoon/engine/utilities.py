@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class EngineUtilities:
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, index: int = 0) -> None:
+        """`index`: the engine's among several."""
         self._core = core
         self._profiler = StepProfiler(core.executor)
         self._table: dict[str, Callable[..., Any]] = {
@@ -38,7 +39,9 @@ class EngineUtilities:
             "resume": core.resume,
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.to_builtins(core.stats()),
+            "map": lambda watcher_id: core.map.report(watcher_id, index),
             "end_leases": core.end_leases,
+            "end_leases_of": core.end_leases_of,
             "sleep": core.sleep,
             "wake_up": core.wake_up,
             "start_profile": self._profiler.start,

@@ -51,6 +51,8 @@ class BlockPool:
         self._cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         # Called with a cached block and its hash before the block is taken for other content
         self.on_evict: Callable[[Block, bytes], None] | None = None
+        # Ids of blocks whose state may have changed since they were taken from here; None: no map is drawn of the pool
+        self.changed: set[int] | None = None
 
     @property
     def num_usable_blocks(self) -> int:
@@ -81,12 +83,16 @@ class BlockPool:
         null.next = next_id
         blocks[next_id].prev = NULL_BLOCK
         self.num_free_blocks -= count
+        if self.changed is not None:
+            self.changed.update(block.block_id for block in taken)
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Add a reference to each block; free ones leave the free list with their content. The null block is
         ignored."""
         null = self.null_block
+        if self.changed is not None:
+            blocks = self.note_changed(blocks)
         for block in blocks:
             if block.ref_cnt == 0:  # checked first: only free blocks and the null block get here
                 if block is null:
@@ -99,6 +105,8 @@ class BlockPool:
         sequence's last blocks first keeps its head, which more requests can share, longer.
         """
         null = self.null_block
+        if self.changed is not None:
+            blocks = self.note_changed(blocks)
         for block in blocks:
             num_left = block.ref_cnt - 1
             if num_left > 0:  # most blocks of a fork
@@ -147,16 +155,27 @@ class BlockPool:
         if block.ref_cnt == 0:  # move it to the uncached ones, at the front
             self._unlink(block)
             self._link(block)
+            if self.changed is not None:
+                self.changed.add(block.block_id)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached content. Refused (False) while any block is in use."""
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         for cached in self._cached:
+            if self.changed is not None:
+                self.note_changed(cached.values())
             for block in cached.values():
                 block.block_hash = None
             cached.clear()
         return True
+
+    def note_changed(self, blocks: Iterable[Block]) -> list[Block]:
+        """The state of these blocks may change. Returns them: what was given may be read only once."""
+        listed = list(blocks)
+        if self.changed is not None:
+            self.changed.update(block.block_id for block in listed)
+        return listed
 
     def _forget_hash(self, block: Block) -> None:
         assert block.block_hash is not None

@@ -34,6 +34,11 @@ class HostTier(BlockPool):
         super().__init__(num_blocks + 1, num_groups=num_groups)  # slots begin with 1, as on the device
         self.fingerprint = fingerprint
 
+    @property
+    def num_filled_blocks(self) -> int:
+        """At least so many have content: a slot is found by its hash, or a sequence keeps it, or both."""
+        return max(self.num_cached_blocks, self.num_usable_blocks - self.num_free_blocks)
+
 
 @dataclass(slots=True)
 class Arrival:

@@ -7,7 +7,7 @@ evicted first. There is no clock here: the caller passes the time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ class Lease:
     sequence: TokenSequence  # the ended sequence with its memory; read-only
     expires_at: float
     owner: str | None = None
+    root_id: str = ""  # the id by which its owner knows the request that ended; for displays
     waiting: set[str] = field(default_factory=set)  # queued continuations: it does not expire before they run
 
 
@@ -89,6 +90,22 @@ class LeaseTable:
         count = self._by_owner.get(owner)
         return 0 if count is None else count.num_blocks
 
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def is_leased_only(self, block: Block) -> bool:
+        """Whether all references to a block are those of leases. Blocks of cross tables are counted by table:
+        `cross_blocks` has these."""
+        return block.ref_cnt == self._total.holders.get(block.block_id, 0)
+
+    def cross_blocks(self) -> dict[int, bool]:
+        """The blocks of cross tables that leases hold, and of each, whether only leases do."""
+        return {
+            block.block_id: len(table.holders) == count
+            for table, count in self._total.cross.items()
+            for block in table.blocks
+        }
+
     def sequences(self) -> list[TokenSequence]:
         return [lease.sequence for lease in self._leases.values()]
 
@@ -96,7 +113,9 @@ class LeaseTable:
         lease = self._leases.get(branch_id)
         return None if lease is None else lease.sequence
 
-    def grant(self, branch: TokenSequence, expires_at: float, owner: str | None = None) -> bool:
+    def grant(
+        self, branch: TokenSequence, expires_at: float, owner: str | None = None, root_id: str | None = None
+    ) -> bool:
         """Take over the memory of an ended sequence, evicting the oldest leases of the owner that holds most as needed.
         False: it is larger than the whole budget, and it still has its memory."""
         if self._num_blocks_of(branch) > self.budget:
@@ -104,7 +123,7 @@ class LeaseTable:
             return False
         self.end(branch.branch_id)  # an earlier lease with the same id
         sequence = self._kv_cache.detach(branch)
-        lease = self._leases[sequence.branch_id] = Lease(sequence, expires_at, owner)
+        lease = self._leases[sequence.branch_id] = Lease(sequence, expires_at, owner, root_id or sequence.branch_id)
         self._count(lease)
         self.stats.granted += 1
         while self.num_blocks > self.budget:
@@ -215,11 +234,13 @@ class LeaseTable:
 
     def _count(self, lease: Lease) -> None:
         blocks, table = self._blocks_of(lease.sequence), lease.sequence.cross
+        self._kv_cache.pool.note_changed(blocks)
         self._total.add(blocks, table)
         self._by_owner.setdefault(lease.owner, BlockCount()).add(blocks, table)
 
     def _uncount(self, lease: Lease) -> None:
         blocks, table = self._blocks_of(lease.sequence), lease.sequence.cross
+        self._kv_cache.pool.note_changed(blocks)
         self._total.remove(blocks, table)
         own = self._by_owner[lease.owner]
         own.remove(blocks, table)

@@ -37,11 +37,13 @@ class Request:
     __slots__ = (
         "adapter",
         "adapter_slot",
+        "added_time",
         "arrival_time",
         "branch_ids",
         "branches",
         "continuation_of",
         "encoder_input",
+        "external_id",
         "finished_choices",
         "max_total_tokens",
         "media",
@@ -81,6 +83,7 @@ class Request:
         whole_images: bool = False,
     ) -> None:
         self.request_id = request.request_id
+        self.external_id = request.external_id or request.request_id  # for displays
         # Kept where hidden states are read when its texts have ended
         self.original = request if asks_for_states(request) else None
         self.encoder_input = request.encoder_input
@@ -101,6 +104,7 @@ class Request:
         self.owner = request.owner
         self.priority = request.priority
         self.arrival_time = request.arrival_time
+        self.added_time = 0.0  # when it came to the scheduler, on the scheduler's own clock
         self.sequence_number = sequence_number
         self.queued_time: float | None = None  # until reported, when it is first scheduled
         self.traced = request.trace_headers is not None  # reports every prefill chunk

@@ -100,7 +100,7 @@ class SchedulerState:
     def add(self, request: Request) -> None:
         """A request that its kind has queued."""
         self._reserved_ids.update(request.branch_ids)
-        request.queued_time = self.now
+        request.queued_time = request.added_time = self.now
         self.requests[request.request_id] = request
         self.shares.join(request.owner)
         for branch in request.branches:
@@ -405,7 +405,9 @@ class SchedulerState:
     def lease(self, ended: TokenSequence, request: Request) -> bool:
         """Lease the memory of an ended sequence. False: this was not requested, or exceeds the budget."""
         retain_kv = request.retain_kv
-        return retain_kv is not None and self.leases.grant(ended, self.now + retain_kv, request.owner)
+        return retain_kv is not None and self.leases.grant(
+            ended, self.now + retain_kv, request.owner, request.external_id
+        )
 
     def _forget(self, request: Request) -> None:
         if self.requests.pop(request.request_id, None) is not None:

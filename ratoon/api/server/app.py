@@ -1,7 +1,7 @@
 """The server as an ASGI application: the routes, and the layers that every request passes on its way to them.
 
 exchange     the state of the request that all layers share; counts answers
-host         403 for host names that are not the server's; only without API keys
+host         403 for host names that are not the server's, on a loopback address
 CORS         only where origins were given
 draining     503 once the server shuts down
 key          401, 403
@@ -46,7 +46,9 @@ from ratoon.api.server.routes import (
     audio,
     chat,
     completions,
+    console,
     embeddings,
+    engine_events,
     hidden_states,
     messages,
     pages,
@@ -75,6 +77,7 @@ ROUTERS = (
     hidden_states.router,
     service.models_router,
     tokens.router,
+    engine_events.router,
     service.router,
     pages.router,
 )
@@ -145,10 +148,11 @@ def _routes(context: ServerContext) -> FastAPI:
 
 
 def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
+    routers = (*ROUTERS, console.router) if settings.console else ROUTERS
     if not settings.admin:
-        return ROUTERS
+        return routers
     assert settings.admin_keys, "administration needs an admin key (ServerSettings.verify)"
-    return (*ROUTERS, service.admin_router, adapters.router)
+    return (*routers, service.admin_router, adapters.router)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

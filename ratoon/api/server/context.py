@@ -16,10 +16,11 @@ from ratoon.api.answer_parts.parser import choose_answer_format
 from ratoon.api.answer_parts.plan import AnswerPlan, answer_plan
 from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.api.server.body_budget import BodyBudget
+from ratoon.api.server.engine_watch import EngineWatch
 from ratoon.api.server.errors import model_not_found, queue_full
 from ratoon.api.server.logprobs import TokenTexts
 from ratoon.api.server.media_fetcher import MediaFetcher
-from ratoon.api.server.middleware import AllowedHosts
+from ratoon.api.server.middleware import AllowedHosts, KeyRing
 from ratoon.api.server.preparation import Preparation
 from ratoon.api.server.protocol.base import RequestModel
 from ratoon.api.server.response_store import StoredResponse
@@ -56,6 +57,11 @@ class ServerContext:
     @cached_property
     def shared(self) -> ServiceState:
         return OwnState(self.llm, self.settings) if self.given_state is None else self.given_state
+
+    @cached_property
+    def watch(self) -> EngineWatch:
+        labels = KeyRing(self.settings.api_keys).labels()
+        return EngineWatch(self.llm, lambda: self.model_names, labels, lambda: self.draining)
 
     @cached_property
     def served_names(self) -> tuple[str, ...]:

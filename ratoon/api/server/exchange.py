@@ -43,6 +43,7 @@ class Exchange:
     raw_send: Send  # the HTTP server's own: the chunks of a stream bypass all layers
     writer: BodyWriter | None = None  # None: the HTTP server has none
     tenant: str | None = None  # derived from the API key; None without keys
+    is_admin: bool = False  # an admin key was sent, to a path that takes both kinds
     trace_headers: dict[str, str] | None = None  # the client's trace context
     body: bytes = b""  # until it is parsed
     body_size: int = 0  # in bytes; known once the body has arrived

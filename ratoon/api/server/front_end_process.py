@@ -64,6 +64,7 @@ class FrontEndProcess:
             "cancel_run": self._cancel_run,
             "go_on_with_response": self._go_on,
             "note_adapters": self._state.note_adapters,
+            "abort_running": self._state.abort_running,
         }
         self._link = client.link = await Link.open(self._end, FRONT_END, SERVICE, handlers)
         self._link.lost.add_done_callback(lambda _: os._exit(1))  # the service is gone

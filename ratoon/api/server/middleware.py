@@ -83,8 +83,9 @@ async def refuse_other_protocols(scope: Scope, receive: Receive, send: Send) -> 
 
 # ---- the Host header ----
 # A web page can resolve its own name to this machine (DNS rebinding), and its requests then count as same-origin:
-# CORS does not stop them. But the browser sends that name as Host. So a server without keys on a loopback address
-# only accepts requests for loopback names, and for those that its operator allows. Starlette's
+# CORS does not stop them. But the browser sends that name as Host. So a server on a loopback address only accepts
+# requests for loopback names, and for those that its operator allows: with keys as well, because the console at / may
+# have one. Starlette's
 # TrustedHostMiddleware supports neither loopback addresses nor IPv6.
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
@@ -149,8 +150,8 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _wrong_host(host: str) -> ApiError:
     shown = host if len(host) <= 100 else host[:100] + "…"
     message = (
-        f"This server does not answer to the name {shown!r}: without API keys it accepts requests for localhost only; "
-        "start it with --allow-host NAME for other names, or with a key"
+        f"This server does not answer to the name {shown!r}: on a loopback address it accepts requests for localhost "
+        "only; start it with --allow-host NAME for other names"
     )
     return ApiError(403, message, code="host_refused")
 
@@ -158,6 +159,8 @@ def _wrong_host(host: str) -> ApiError:
 # ---- keys ----
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/version", "/metrics"})
+CONSOLE_PATH = "/console/"  # the files of the page at /
+ENGINE_PATH = "/v1/engine/"  # what the engines are doing
 ADMIN_PATH = "/admin"
 ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # these are vLLM's
 SCHEME = b"bearer "
@@ -172,19 +175,24 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
+    def labels(self) -> dict[str | None, str]:
+        """What the tenants of these keys are called where others may read it: "key 1", in the order of the keys."""
+        return {_tenant_of(digest): f"key {number}" for number, digest in enumerate(self._digests, 1)}
+
     def find_tenant(self, key: bytes) -> str | None:
         """A name derived from the key, which does not reveal it; None for an unknown key."""
         digest = _digest(key)
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(known, digest)
-        return hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH] if found else None
+        return _tenant_of(digest) if found else None
 
 
 class RequireKey:
     """Passes requests with a key for their path, and requests to open paths.
 
-    The two kinds of keys are separate: an API key is not valid for /admin/…, and an admin key is valid only there.
+    The two kinds of keys are separate: an API key is not valid for /admin/…, and an admin key is valid only there. Both
+    are valid for /v1/engine/…, where an API key is about its own requests, and an admin key about all.
     Without API keys, everything but /admin/… is open.
     """
 
@@ -194,7 +202,7 @@ class RequireKey:
         self._admin_ring = admin_ring  # empty: there is no administration
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN_PATHS:
+        if not is_open_path(scope["path"]):
             refusal = self._check(scope)
             if refusal is not None:
                 return await send_error(scope, send, refusal)
@@ -208,10 +216,22 @@ class RequireKey:
             if is_admin:
                 return None
             return _unauthorized(key is None, "admin key") if tenant is None else _needs_admin_key()
+        if is_admin and is_engine_path(scope["path"]):
+            exchange_of(scope).is_admin = True
+            return None
         if self._ring and tenant is None:
             return _needs_api_key() if is_admin else _unauthorized(key is None, "API key")
         exchange_of(scope).tenant = tenant
         return None
+
+
+def is_open_path(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in OPEN_PATHS or path.startswith(CONSOLE_PATH)
+
+
+def is_engine_path(path: str) -> bool:
+    return path.startswith(ENGINE_PATH)
 
 
 def is_admin_path(path: str) -> bool:
@@ -242,8 +262,12 @@ def _needs_admin_key() -> ApiError:
 
 
 def _needs_api_key() -> ApiError:
-    message = "The admin key is valid for /admin/… only; send an API key"
+    message = "The admin key is valid for /admin/… and /v1/engine/… only; send an API key"
     return ApiError(403, message, code="api_key_required")
+
+
+def _tenant_of(digest: bytes) -> str:
+    return hashlib.sha256(b"tenant" + digest).hexdigest()[:TENANT_LENGTH]
 
 
 def _digest(key: bytes) -> bytes:
@@ -261,7 +285,7 @@ class RefuseWhileDraining:
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_draining() and scope["path"] not in OPEN_PATHS:
+        if self._is_draining() and not is_open_path(scope["path"]):
             return await send_error(scope, send, shutting_down())
         await self._app(scope, receive, send)
 

@@ -68,11 +68,11 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHosts | None:
-    """Returns the accepted Host names; None for any: with API keys, for a Unix socket (browsers can't reach it), and
-    for an address that other machines reach under names unknown here."""
+    """Returns the accepted Host names; None for any: for a Unix socket (browsers can't reach it), and for an address
+    that other machines reach under names unknown here."""
     if bound.family == socket.AF_UNIX:
         return None
-    if settings.allowed_hosts or (is_local(bound) and not settings.api_keys):
+    if settings.allowed_hosts or is_local(bound):
         return AllowedHosts((settings.host, *settings.allowed_hosts))
     return None
 

@@ -57,6 +57,7 @@ class ServerSettings:
     )
     strict: bool = setting(False, "refuse all unknown fields of requests; default: only those that look misspelt")
     lenient: bool = setting(False, "ignore unknown fields of requests, those that look misspelt as well")
+    console: bool = setting(True, "serve the console, a page for browsers, at /")
     admin: bool = setting(False, "serve /admin/…, which needs an admin key")
     adapter_roots: tuple[str, ...] = setting(
         (),

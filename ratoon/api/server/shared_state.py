@@ -72,6 +72,14 @@ class SharedState:
         found: list[Root] = await self._link().call("list_roots", owner)
         return found
 
+    async def abort(self, request_id: str, owner: str | None, of_any_owner: bool) -> int:
+        found: int = await self._link().call("abort_by_id", request_id, owner, of_any_owner)
+        return found
+
+    async def abort_running(self, owner: str | None, request_id: str) -> None:
+        """The service has been asked to end a request of this front end."""
+        await self.llm.abort(request_id, owner)
+
     async def load_adapter(self, name: str, path: str, in_place: bool) -> Adapter:
         """This front end, which has the model's metadata, reads the headers; the service tells all front ends."""
         adapter: Adapter = await asyncio.to_thread(self.llm.engine.adapters.inspect, path)

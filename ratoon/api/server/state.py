@@ -117,6 +117,10 @@ class ServiceState(Protocol):
         """This owner's ended requests that can be continued, the newest first."""
         ...
 
+    async def abort(self, request_id: str, owner: str | None, of_any_owner: bool) -> int:
+        """Ends the unfinished requests with this id, of any front end. Returns how many there are."""
+        ...
+
     async def begin(self) -> None:
         """The front end is about to serve."""
 
@@ -165,6 +169,12 @@ class OwnState:
 
     async def list_roots(self, owner: str | None) -> list[Root]:
         return self._llm.list_roots(owner)
+
+    async def abort(self, request_id: str, owner: str | None, of_any_owner: bool) -> int:
+        found = self._llm.find_running(request_id, owner, of_any_owner=of_any_owner)
+        for found_owner, found_id in found:
+            await self._llm.abort(found_id, found_owner)
+        return len(found)
 
     async def begin(self) -> None:
         """All of the state is here."""

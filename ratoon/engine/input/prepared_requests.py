@@ -49,6 +49,10 @@ class PreparedRequests:
         if self.when_ready is not None:
             self.when_ready()
 
+    def waiting(self) -> list[tuple[EngineCoreRequest, float]]:
+        """The requests, and when each came."""
+        return [(one.request, one.deadline - MAX_SECONDS) for one in self._waiting.values()]
+
     def wait(self, seconds: float) -> None:
         """For a caller that has nothing else to do: until one is ready, or so long."""
         self._is_ready.wait(seconds)

@@ -123,7 +123,7 @@ class EngineCoreProcess:
         # What start-up has made stays. Python's garbage collector would traverse it again and again, and a pass over
         # torch's modules takes 100 ms or more, in the middle of a step.
         gc.freeze()
-        self._loop(core, EngineUtilities(core))
+        self._loop(core, EngineUtilities(core, self._launch.index))
         core.shutdown()
         self._remove_directory()
         return 0

@@ -179,6 +179,7 @@ class EngineHub:
             "add_replica": self._add_replica,
             "drain_replica": self.client.drain_replica,
             "take_over": lambda request_id, num_tokens: self._take_over(index, request_id, num_tokens),
+            "abort_by_id": self.abort_by_id,
         }
 
     def add_reader(self, index: int, link: Link) -> None:
@@ -229,6 +230,17 @@ class EngineHub:
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids and self.dead is None:
             self.client.abort_requests(request_ids)
+
+    def abort_by_id(self, external_id: str, owner: str | None, of_any_owner: bool) -> int:
+        """Has requests with this id ended by the front ends that they came from. Returns how many there are."""
+        found = [key for key in self._by_key if key[1] == external_id and (of_any_owner or key[0] == owner)]
+        for key in found:
+            reader = self._readers.get(self._by_key[key].client_index)
+            if reader is not None:
+                reader.link.tell("abort_running", *key)
+            else:
+                self.drop_held(*key)
+        return len(found)
 
     def _stop(self, stopped: dict[str, int | None]) -> None:
         if self.dead is None:

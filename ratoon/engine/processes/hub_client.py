@@ -29,6 +29,7 @@ HUB_METHODS = {
     "add_replica": Method((), int),
     "drain_replica": Method((int, float)),
     "take_over": Method((str, int | None)),
+    "abort_by_id": Method((str, str | None, bool), int),
 }
 # Calls that a front end answers.
 FRONT_END_METHODS = {
@@ -36,6 +37,7 @@ FRONT_END_METHODS = {
     "health": Method((Health,)),
     "outputs": Method((EngineCoreOutputs,)),
     "dead": Method((str,)),
+    "abort_running": Method((str | None, str)),
 }
 
 

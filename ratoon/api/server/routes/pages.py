@@ -1,4 +1,5 @@
 """GET / and /docs: pages for browsers: the server, and its API with examples. They load nothing from other servers.
+Where the console is served (console.py), it has the place of the first one.
 
 Both need no key, so on a server with keys they do not name the model. /docs is a static file;
 it reads /openapi.json, with the key that is typed into it.
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.exchange import exchange_of, preferred_type
 from ratoon.api.server.responses import JSON, json_response
+from ratoon.api.server.routes import console
 from ratoon.version import __version__
 
 FILES = Path(__file__).parent.parent / "pages"
@@ -46,18 +48,21 @@ async def home(request: Request) -> Response:
     if form == TEXT:
         headers = exchange_of(request.scope).headers()
         return Response(as_text(context, str(request.base_url)), headers=headers, media_type=TEXT)
+    page = console.page_response(request)
+    if page is not None:
+        return page
     links = [
         f'<tr><td><a href="{path[1:]}">{path}</a></td><td>{html.escape(purpose)}</td></tr>'
         for path, purpose in LINKS.items()
     ]
-    page = fill(
+    plain = fill(
         "home.html",
         version=__version__,
         model=html.escape(served(context)),
         links="\n".join(links),
         example=html.escape(example(context, str(request.base_url))),
     )
-    return page_response(request, page)
+    return page_response(request, plain)
 
 
 @router.get("/docs")
