@@ -5,7 +5,7 @@ For the server and the command line. Nothing here does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 TENSOR = "hidden_states"  # its name in a safetensors file
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 SLICE = 2**20  # bytes per slice
+LOWEST = -9999.0  # what OpenAI writes for minus infinity
 
 _json = msgspec.json.encode  # fast: there may be very many positions
 
 
 def facts(output: HiddenStatesOutput) -> dict[str, Any]:
-    """All but the numbers."""
+    """All but the numbers. With a lens, the shape is that of the norms."""
+    shape = [len(output.layers), len(output.positions)] if output.tensor is None else list(output.tensor.shape)
     return {
         "dtype": output.dtype,
-        "shape": list(output.tensor.shape),
+        "shape": shape,
         "layers": list(output.layers),
         "positions": list(output.positions),
         "token_ids": list(output.token_ids),
@@ -32,6 +34,21 @@ def facts(output: HiddenStatesOutput) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "source": output.source,
     }
+
+
+def lens_entries(output: HiddenStatesOutput, text_of: Callable[[int], str]) -> list[list[list[dict[str, Any]]]]:
+    """What a lens shows: of each layer and position, the most probable tokens. JSON has no infinite numbers: a
+    log-probability is -9999 at least."""
+    return [
+        [
+            [
+                {"token_id": token_id, "token": text_of(token_id), "logprob": max(entry.logprob, LOWEST)}
+                for token_id, entry in tokens.items()
+            ]
+            for tokens in rows
+        ]
+        for rows in output.lens or ()
+    ]
 
 
 def raw_bytes(tensor: Any) -> memoryview:

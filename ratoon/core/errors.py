@@ -69,6 +69,10 @@ class EngineError(RatoonError):
     """The engine failed during a step; every request in that step gets this error."""
 
 
+class AbortedError(EngineError):
+    """The request was aborted by its id while its caller waited."""
+
+
 class StepSkippedError(EngineError):
     """A step was not executed because an earlier one failed."""
 

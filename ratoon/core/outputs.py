@@ -218,6 +218,10 @@ class HiddenStatesOutput:
     error: str | None = None
     refusal: RequestError | None = None
     owner: str | None = None
+    # With a lens (HiddenStatesParams), in the place of the tensor: of each layer and position, the length of the state,
+    # and the most probable tokens by falling probability
+    norms: list[list[float]] | None = None
+    lens: list[list[TokenLogprobs]] | None = None
     # Set: rows are not in the requested order yet, and token ids are missing. Resolved before a caller gets it.
     arrangement: Any = field(default=None, repr=False, compare=False)
 

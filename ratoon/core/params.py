@@ -36,6 +36,8 @@ HIDDEN_STATES_SCOPES = ("all", "prompt", "output")
 ENCODER = "encoder"
 HIDDEN_STATES_SIDES = ("decoder", ENCODER)
 MAX_DEADLINE = 86_400.0  # seconds
+MAX_LENS = 20  # tokens of each state
+MAX_LENS_ENTRIES = 2**17  # layers × positions × tokens of an answer
 MAX_HIDDEN_STATES_BYTES = 256 * 2**20  # of one request, unless the engine's config sets another limit
 LARGEST_FACTOR = 1e6  # of logits: far beyond practical use, and far within float32
 SAMPLING_EPS = 1e-5  # a temperature below this is greedy
@@ -268,6 +270,9 @@ class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True
     dtype: str = "float32"
     deadline: float | None = None  # seconds
     side: str = "decoder"  # encoder: positions are those of the encoder's input, and layers the encoder's
+    # Instead of the states, their norms, and for each the most probable tokens, so many, if it were the last state:
+    # the final norm and the model's head over it (a logit lens)
+    lens: int | None = None
     # Positions and layers named several times are returned once, at the place of the first
     each_once: bool = False
     # Filled in for a request with an answer: the layers as the engine counts them (Extraction.layers)
@@ -285,6 +290,12 @@ class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True
             raise RequestError("dtype", f"{self.dtype!r} is unknown", " or ".join(HIDDEN_STATES_DTYPES))
         if self.deadline is not None:
             _require_number("deadline", self.deadline, 0.0, MAX_DEADLINE, above=True)
+        if self.lens is not None:
+            _require_int("lens", self.lens, 1, MAX_LENS)
+            if self.side == ENCODER:
+                raise RequestError("lens", "states of an encoder are no beginnings of tokens", "the decoder's side")
+            if self.dtype != "float32":
+                raise RequestError("dtype", f"{self.dtype!r} has no meaning with lens", "float32, or leave it out")
 
 
 def _verify_prediction(prediction: Any) -> None:

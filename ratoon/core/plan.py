@@ -166,6 +166,7 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     # Set: the rows are those of this branch in this step, which `captured` counts from its first one. Nothing is run
     # for the capture, and there are no tokens, spans and blocks.
     branch_id: str = ""
+    lens: int = 0  # as in Extraction
 
 
 class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -65,6 +65,14 @@ class Extraction(msgspec.Struct, omit_defaults=True, gc=False, tag="extraction")
     deadline: float | None = None  # seconds, from its arrival in the engine
     # Read the encoder's states instead of the decoder's: positions are those of the encoder input
     of_encoder: bool = False
+    # Set: what comes for a state is not the state but its norm, then the ids of the most probable tokens, so many, and
+    # then their log-probabilities, all as float32 (`lens_width` numbers)
+    lens: int = 0
+
+
+def lens_width(num_tokens: int) -> int:
+    """The numbers that stand in the place of a state where a lens was asked for."""
+    return 1 + 2 * num_tokens
 
 
 # What a request asks for, and so its kind: generation, beam search, one vector, hidden states

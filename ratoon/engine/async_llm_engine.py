@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ratoon.core.adapters import Adapter, BaseModel
-from ratoon.core.errors import DeadlineError, EngineDeadError, EngineError, RequestError
+from ratoon.core.errors import AbortedError, DeadlineError, EngineDeadError, EngineError, RequestError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import RequestOutputKind
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -24,7 +24,7 @@ from ratoon.engine.front_end import FrontEnd, Key, Prepared
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.media_threads import MediaThreads
 from ratoon.engine.input.prompts import has_media, takes_long
-from ratoon.engine.output.answers import arrange_beside
+from ratoon.engine.output.answers import ABORTED, arrange_beside
 from ratoon.engine.output.output_collector import OutputCollector, Take
 from ratoon.engine.output.output_processor import OutputProcessor
 from ratoon.engine.output.request_state import Output
@@ -132,7 +132,7 @@ class AsyncLLMEngine(FrontEnd):
         if output.refusal is not None:
             raise output.refusal
         if output.error is not None:
-            raise EngineError(output.error)
+            raise AbortedError(output.error) if output.error == ABORTED else EngineError(output.error)
         await arrange_beside(output)
         return output
 

@@ -74,6 +74,8 @@ class ExtractionTask(Task):
         next requested one must be computed.
         """
         spans: list[Span] = []
+        if self.extraction.lens:  # the head runs for each layer of a row, and other requests wait for it
+            budget = min(budget, max(1, budget // (1 + len(self.extraction.layers))))
         positions = self.extraction.positions
         index = self.num_captured
         while index < len(positions) and positions[index] < num_computed and budget > 0:
@@ -117,6 +119,7 @@ class ExtractionTask(Task):
             num_encoder_positions=0 if self.branch.cross is None else self.branch.cross.num_positions,
             overrides=self.branch.request.overrides,
             adapter_slot=self.branch.request.adapter_slot,
+            lens=self.extraction.lens,
         )
 
     def take_rows(self, branch_id: str, first: int) -> CaptureStep:

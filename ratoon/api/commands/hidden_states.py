@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.commands.generate import read_prompts
-from ratoon.api.hidden_states import as_safetensors, facts, raw_bytes, read_head, to_numbers
+from ratoon.api.hidden_states import as_safetensors, facts, lens_entries, raw_bytes, read_head, to_numbers
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.api.remote.options import add_remote_options, choose_model, open_client, refuse_engine_options
 from ratoon.core.errors import EngineError, RequestError
@@ -33,7 +33,7 @@ They are printed, one JSON object a line for each layer and position, or written
 template is applied to the prompt; - reads standard input. With --url a server is asked, and MODEL is left out."""
 PATH = "/v1/hidden_states"
 FILE_TYPE = "application/octet-stream"
-FIELDS = ("positions", "scope", "layers", "dtype", "deadline", "side")
+FIELDS = ("positions", "scope", "layers", "dtype", "deadline", "side", "lens")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -50,6 +50,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "--side", default="decoder", choices=HIDDEN_STATES_SIDES, help="of an encoder-decoder model; default decoder"
     )
     parser.add_argument("--states-dtype", default="float32", choices=HIDDEN_STATES_DTYPES, help="default float32")
+    parser.add_argument(
+        "--lens", type=int, metavar="K", help="print the K most probable tokens of each state instead of its numbers"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a safetensors file")
     add_remote_options(parser, always=False)
     parser.add_argument("--original-request-id", metavar="ID", help="with --url: read this answer instead of a prompt")
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     params.verify()  # before the model is loaded
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise RequestError("--output", f"there is no folder {args.output.parent}", "one that exists")
+    if args.output is not None and params.lens is not None:
+        raise RequestError("--lens", "is printed, not written to a file", "leave --output out")
     text = find_prompt(args)
     if args.url is None:
         assert text is not None, "answers can only be read from a server"
@@ -102,6 +107,10 @@ def read_here(args: argparse.Namespace, text: str, params: HiddenStatesParams) -
         output = llm.extract_hidden_states(text, params, adapter=args.adapter)
         if output.error is not None:
             raise EngineError(output.error)
+        if output.lens is not None:
+            entries = lens_entries(output, llm.get_tokenizer().token_text)
+            print_lens({**facts(output), "norms": output.norms, "lens": entries})
+            return
         if args.output is None:
             print_states(facts(output), raw_bytes(output.tensor))
             return
@@ -123,6 +132,9 @@ async def read_there(
             body |= {"original_request_id": args.original_request_id, "choice": args.choice or 0}
         if args.output is None:
             answer = await client.post(PATH, body)
+            if params.lens is not None:
+                print_lens(answer)
+                return
             print_states(answer, memoryview(base64.b64decode(answer["data"])))
             return
         with writing(args.output) as write:
@@ -137,6 +149,7 @@ def make_params(args: argparse.Namespace) -> HiddenStatesParams:
         layers=None if args.layers is None else parse_layers(args.layers),
         dtype=args.states_dtype,
         side=args.side,
+        lens=args.lens,
     )
 
 
@@ -177,6 +190,13 @@ def print_states(told: dict[str, Any], data: memoryview) -> None:
             # Converting through text keeps the digits of the type, not those of a float64.
             state = [float(str(number)) for number in row]
             print(json.dumps({"layer": layer, "position": position, "token_id": token_id, "hidden_state": state}))
+
+
+def print_lens(told: dict[str, Any]) -> None:
+    for layer, norms, rows in zip(told["layers"], told["norms"], told["lens"]):
+        for position, token_id, norm, tokens in zip(told["positions"], told["token_ids"], norms, rows):
+            line = {"layer": layer, "position": position, "token_id": token_id, "norm": norm, "lens": tokens}
+            print(json.dumps(line, ensure_ascii=False))
 
 
 @contextmanager

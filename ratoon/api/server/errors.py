@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ratoon.core.errors import (
+    AbortedError,
     DeadlineError,
     EngineAwayError,
     EngineDeadError,
@@ -114,6 +115,11 @@ def shutting_down() -> ApiError:
     )
 
 
+def aborted() -> ApiError:
+    """Returns the error of a request that was ended by its id while its client waited."""
+    return ApiError(409, "The request was aborted by its id (DELETE /v1/engine/requests/…)", code="request_aborted")
+
+
 def generation_failed(message: str | None) -> ApiError:
     """Returns the error of a request that was accepted and failed while running."""
     return ApiError(500, message or "The generation failed", kind=SERVER_ERROR, code="generation_failed")
@@ -129,6 +135,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, f"The engine is dead: {error}", kind=SERVER_ERROR, code="engine_dead")
     if isinstance(error, EngineAwayError):
         return ApiError(503, str(error), kind=SERVER_ERROR, code="engine_restarting", headers={"Retry-After": "5"})
+    if isinstance(error, AbortedError):
+        return aborted()
     if isinstance(error, EngineError):
         return generation_failed(str(error))
     return ApiError(500, "Internal error; the server's log has details", kind=SERVER_ERROR, code="internal_error")

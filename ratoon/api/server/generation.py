@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.continuations import Origin, find_place
-from ratoon.api.server.errors import generation_failed, refused, request_not_found, shutting_down
+from ratoon.api.server.errors import aborted, generation_failed, refused, request_not_found, shutting_down
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.prompts import EncodedPrompt
 from ratoon.api.server.protocol.sampling import SamplingFields
@@ -153,7 +153,7 @@ async def _final_output(context: ServerContext, batch: Batch, index: int) -> Req
     if final is None:
         raise generation_failed("The engine gave no output")
     if any(choice.finish_reason == "abort" for choice in final.outputs):
-        raise shutting_down()  # nothing else aborts a request whose client still waits
+        raise shutting_down() if context.draining else aborted()
     return final
 
 

@@ -76,8 +76,9 @@ LOWEST = -9999.0  # what OpenAI writes for minus infinity, which JSON does not h
 class CompletionLogprobsBuilder:
     """The lists of /v1/completions, for one choice. In a stream, offsets continue from chunk to chunk."""
 
-    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool, with_ids: bool = False) -> None:
         self._texts = texts
+        self._with_ids = with_ids  # the ids of tokens, too, that alternatives name by their texts
         self._skip_special_tokens = skip_special_tokens
         self._num_chars = 0
 
@@ -91,12 +92,17 @@ class CompletionLogprobsBuilder:
             offsets.append(self._place(raw if shown else b""))
             token_logprobs.append(None if position is None else _finite(position[token_id]))
             top_logprobs.append(None if position is None else encoded(self._by_text(position)))
-        return {
+        lists = {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
             "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
+        if self._with_ids:
+            lists["top_token_ids"] = [
+                None if position is None else encoded(self._ids_by_text(position)) for position in logprobs
+            ]
+        return lists
 
     def end_prompt(self, text: str) -> None:
         """The echoed prompt ends here, whatever the sum of its tokens' lengths."""
@@ -116,17 +122,23 @@ class CompletionLogprobsBuilder:
             alternatives.setdefault(self._texts.lookup(token_id)[0], _finite(entry))
         return alternatives
 
+    def _ids_by_text(self, position: TokenLogprobs) -> dict[str, int]:
+        ids: dict[str, int] = {}
+        for token_id in position:
+            ids.setdefault(self._texts.lookup(token_id)[0], token_id)
+        return ids
+
 
 def chat_logprobs(
-    texts: TokenTexts, token_ids: Sequence[int], logprobs: SampleLogprobs, num_top: int
+    texts: TokenTexts, token_ids: Sequence[int], logprobs: SampleLogprobs, num_top: int, with_ids: bool = False
 ) -> list[msgspec.Raw]:
-    """Returns the entries of the tokens."""
+    """Returns the entries of the tokens; `with_ids`: each has its `token_id` as well."""
     content = []
     for token_id, position in zip(token_ids, logprobs):
-        entry = _chat_entry(texts, token_id, position[token_id])
+        entry = _chat_entry(texts, token_id, position[token_id], with_ids)
         ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
         top = [item for item in ranked if item[1].rank is not None and item[1].rank <= num_top][:num_top]
-        entry["top_logprobs"] = [_chat_entry(texts, *item) for item in top]
+        entry["top_logprobs"] = [_chat_entry(texts, *item, with_ids) for item in top]
         content.append(encoded(entry))
     return content
 
@@ -147,9 +159,10 @@ def _bounded(position: TokenLogprobs) -> TokenLogprobs:
     return {token_id: replace(entry, logprob=_finite(entry)) for token_id, entry in position.items()}
 
 
-def _chat_entry(texts: TokenTexts, token_id: int, entry: Logprob) -> dict[str, Any]:
+def _chat_entry(texts: TokenTexts, token_id: int, entry: Logprob, with_id: bool) -> dict[str, Any]:
     text, raw = texts.lookup(token_id)
-    return {"token": text, "logprob": _finite(entry), "bytes": list(raw)}
+    told = {"token": text, "logprob": _finite(entry), "bytes": list(raw)}
+    return {**told, "token_id": token_id} if with_id else told
 
 
 def _finite(entry: Logprob) -> float:

@@ -82,6 +82,7 @@ DESCRIPTIONS = {
     404: "No such model, no such request, or no such path",
     405: "The path does not support this method",
     408: "The body did not arrive in time",
+    409: "The request was aborted by its id",
     410: "Events of the response were dropped; the message says from which number on they are there",
     413: "The body is too large, or the answer would be",
     415: "The body's type is not supported; the message names it",

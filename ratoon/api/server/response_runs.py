@@ -18,7 +18,7 @@ from ratoon.api.answer_parts.parser import AnswerParser
 from ratoon.api.answer_parts.parts import Part
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.errors import ApiError, as_api_error, refused, shutting_down
+from ratoon.api.server.errors import ApiError, aborted, as_api_error, refused, shutting_down
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import Batch, Begun, asked_lengths, check_token_limit, names_of, stream
@@ -387,7 +387,7 @@ class ResponseRun:
 
     def _finish(self, finish_reason: str) -> None:
         if finish_reason == "abort":
-            raise shutting_down()  # nothing else aborts a response whose client still waits
+            raise shutting_down() if self._context.draining else aborted()
         is_cut = finish_reason == "length"
         self._builder.finish(INCOMPLETE if is_cut else COMPLETED)
         self.response.completed_at = None if is_cut else time.time()

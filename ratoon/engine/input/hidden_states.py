@@ -16,9 +16,9 @@ import msgspec
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError, TooLargeError
 from ratoon.core.media import IMAGE, MediaFeature
-from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, HiddenStatesParams
+from ratoon.core.params import ENCODER, MAX_HIDDEN_STATES_BYTES, MAX_LENS_ENTRIES, HiddenStatesParams
 from ratoon.core.readings import Piece, place_in_scope
-from ratoon.core.request import Extraction
+from ratoon.core.request import Extraction, lens_width
 from ratoon.core.sizes import format_size
 from ratoon.engine.output.hidden_states_budget import Reservation
 
@@ -57,6 +57,8 @@ class HiddenStatesSelector:
         params.verify()
         parse_positions(params.positions)
         self._layers(params)
+        if params.lens is not None and not self._model_config.causal:
+            raise RequestError("lens", "the model is an encoder, which has no head over tokens", "leave it out")
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
         """Returns params whose positions and layers are written so that they can travel and the engine can follow
@@ -77,7 +79,7 @@ class HiddenStatesSelector:
         runs = self._runs(params, num_prompt_tokens, num_output_tokens)
         if params.each_once:
             runs = first_mentions(runs)
-        num_bytes = self._verify_size(runs, len(layers), params.dtype)
+        num_bytes = self._verify_size(runs, len(layers), params.dtype, params.lens)
         positions = [position for run in runs for position in run]
         rows, row_order = _each_once(positions)
         planes, layer_order = _each_once(layers)
@@ -89,7 +91,7 @@ class HiddenStatesSelector:
         return Selection(
             positions,
             self._layer_names(params),
-            Extraction(rows, planes, params.dtype, params.deadline, of_encoder=params.side == ENCODER),
+            Extraction(rows, planes, params.dtype, params.deadline, params.side == ENCODER, params.lens or 0),
             row_order,
             layer_order,
             num_bytes,
@@ -102,6 +104,8 @@ class HiddenStatesSelector:
         TooLargeError: it would be too much."""
         if params.side == ENCODER:
             raise RequestError("side", "an answer has no encoder states", "a request of its own for hidden states")
+        if params.lens is not None:
+            raise RequestError("lens", "does not come with an answer", "a request of its own for hidden states")
         runs = self._runs(params, num_prompt_tokens, max_output_tokens)
         if params.each_once:
             runs = first_mentions(runs)
@@ -133,9 +137,15 @@ class HiddenStatesSelector:
         pieces = parse_positions(params.positions)
         return place_in_scope(pieces, params.scope, num_prompt_tokens, num_output_tokens, name)
 
-    def _verify_size(self, runs: list[range], num_layers: int, dtype: str) -> int:
+    def _verify_size(self, runs: list[range], num_layers: int, dtype: str, lens: int | None = None) -> int:
         """The bytes of the answer. Before positions are written out one by one: a short list can name very many."""
         num_positions = sum(map(len, runs))
+        if lens is not None:
+            num_entries = num_positions * num_layers * lens
+            if num_entries > MAX_LENS_ENTRIES:
+                problem = f"{lens} tokens at {num_positions} positions of {num_layers} layers are {num_entries}"
+                raise TooLargeError("lens", problem, f"{MAX_LENS_ENTRIES} at most: fewer tokens, positions or layers")
+            return num_positions * num_layers * lens_width(lens) * ITEM_BYTES[dtype]
         num_bytes = num_positions * num_layers * self._hidden_size * ITEM_BYTES[dtype]
         if num_bytes > self._max_bytes:
             raise TooLargeError(

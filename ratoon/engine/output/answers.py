@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ratoon.core.errors import EngineError, RequestError
-from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestMetrics, RequestOutput
+from ratoon.core.outputs import (
+    EmbeddingOutput,
+    HiddenStatesOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from ratoon.core.params import PoolingParams
 from ratoon.core.request import EngineCoreOutput, FinishReason
 from ratoon.core.wire import WireTensor
@@ -129,6 +136,9 @@ class Arrangement:
         output.token_ids = [self.token_ids[position] for position in output.positions if self.token_ids]
         if output.tensor is not None:
             output.tensor = self._arranged(output.tensor)
+            if num_tokens := self.selection.extraction.lens:
+                output.norms, output.lens = read_lens(output.tensor, num_tokens)
+                output.tensor = None
 
     def _arranged(self, array: Any) -> Any:
         import numpy
@@ -143,6 +153,19 @@ class Arrangement:
         for layer, source in enumerate(layers):
             numpy.take(array[source], places, axis=0, out=arranged[layer], mode="clip")  # without Python's lock
         return arranged
+
+
+def read_lens(packed: Any, num_tokens: int) -> tuple[list[list[float]], list[list[TokenLogprobs]]]:
+    """Of the numbers that stand in the place of states (Extraction.lens): norms, and the most probable tokens."""
+    norms, ids, logprobs = packed[..., 0], packed[..., 1 : 1 + num_tokens], packed[..., 1 + num_tokens :]
+    tokens = [
+        [
+            {int(token): Logprob(value, rank) for rank, (token, value) in enumerate(zip(*row), 1)}
+            for row in zip(of_layer, values)
+        ]
+        for of_layer, values in zip(ids.tolist(), logprobs.tolist())
+    ]
+    return norms.tolist(), tokens
 
 
 def arrange(output: Output) -> None:

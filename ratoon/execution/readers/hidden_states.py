@@ -19,6 +19,10 @@ from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, InnerLayers, Layers
 from ratoon.execution.readers.interface import Finish, StepLayout
+from ratoon.execution.readers.prompt_logprobs import ROWS_AT_ONCE
+from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.sampling import token_logprobs
+from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
 
@@ -73,8 +77,8 @@ class CapturedRows(NamedTuple):
 class CaptureReaders:
     """Reads out the rows of a step's captures: extractions of the same layers together."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[CaptureReader]:
         if not plan.captures:
@@ -84,27 +88,74 @@ class CaptureReaders:
             for capture, rows in zip(plan.captures, layout.capture_rows, strict=True)
             if capture.captured
         ]
-        return capture_readers(captured, self._num_layers)
+        return capture_readers(captured, self._model.config.num_layers, self._model)
 
 
-def capture_readers(captured: list[CapturedRows], num_layers: int) -> list[CaptureReader]:
-    alike: dict[tuple[tuple[int, ...], str], list[CapturedRows]] = {}
+def capture_readers(
+    captured: list[CapturedRows], num_layers: int, model: LanguageModel | None = None
+) -> list[CaptureReader]:
+    """`model` is needed where a step asks for a lens."""
+    alike: dict[tuple[tuple[int, ...], str, int], list[CapturedRows]] = {}
     for one in captured:
-        alike.setdefault((tuple(one.step.layers), one.step.dtype), []).append(one)
-    return [CaptureReader(same, InnerLayers.of(layers, num_layers), dtype) for (layers, dtype), same in alike.items()]
+        lens = one.step.lens if isinstance(one.step, CaptureStep) else 0
+        alike.setdefault((tuple(one.step.layers), one.step.dtype, lens), []).append(one)
+    readers = []
+    for (layers, dtype, lens), same in alike.items():
+        look = None
+        if lens:
+            assert model is not None, "an encoder has no lens"
+            look = Lens(model, layers, lens, [step.adapter_slot for step, rows in same for _ in rows])
+        readers.append(CaptureReader(same, InnerLayers.of(layers, num_layers), dtype, look))
+    return readers
+
+
+class Lens:
+    """What the model would say if the states of these layers were the last ones: its final norm and head over them."""
+
+    def __init__(self, model: LanguageModel, layers: Sequence[int], num_tokens: int, slots: list[int]) -> None:
+        """`slots` are those of the rows' adapters."""
+        self._model = model
+        self._layers = layers
+        self._num_tokens = num_tokens
+        self._slots = slots
+
+    def read(self, states: Tensor) -> Tensor:
+        """[layers, rows, H] → [layers, rows, 1 + 2 K] float32: the length of each state, K token ids, and their
+        log-probabilities. Ids of tokens are exact in float32 up to 2**24."""
+        slots = torch.tensor(self._slots, dtype=torch.int32, device=states.device)
+        adapters = AdapterRows(slots) if max(self._slots) >= 0 else None
+        found = [self._of_layer(layer, rows, adapters) for layer, rows in zip(self._layers, states, strict=True)]
+        return torch.stack(found)
+
+    def _of_layer(self, layer: int, states: Tensor, adapters: AdapterRows | None) -> Tensor:
+        model, parts = self._model, []
+        is_normed = layer > model.config.num_layers or model.final_norm is None
+        for start in range(0, len(states), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            part = states[rows].contiguous()
+            normed = part if is_normed or model.final_norm is None else model.final_norm(part)
+            logits = model.compute_logits(normed, None if adapters is None else adapters.select(rows))
+            any_token = torch.zeros(len(part), dtype=torch.int64, device=part.device)
+            top = token_logprobs(logits, any_token, self._num_tokens)
+            length = part.float().norm(dim=-1, keepdim=True)
+            parts.append(torch.cat([length, top.token_ids[:, 1:].float(), top.logprobs[:, 1:].float()], dim=1))
+        return torch.cat(parts)
 
 
 class CaptureReader:
     """Reads extractions of the same layers in the same dtype: they travel to the host together."""
 
-    def __init__(self, captured: list[CapturedRows], end: Layers, dtype: str) -> None:
+    def __init__(self, captured: list[CapturedRows], end: Layers, dtype: str, lens: Lens | None = None) -> None:
         self.end = end
+        self._lens = lens
         self._captured = captured
         self._dtype = dtype
         self.wanted = EndRows(end, np.array([row for one in captured for row in one.rows], np.int64))
 
     def read(self, states: Tensor, output: ModelRunnerOutput) -> Finish | None:
         """[layers, rows, H], for each extraction its part."""
+        if self._lens is not None:
+            states = self._lens.read(states)
         states = states.to(_DTYPES[self._dtype])
         if not states.is_cuda:
             self._put(states, output)

@@ -213,6 +213,7 @@ class TopLogprob(AnswerModel):
     token: str = Field(description="The token's text; part of a character is written as bytes:\\x…")
     logprob: float
     bytes: list[int] | None
+    token_id: int | None = Field(None, description="With return_token_ids")
 
 
 class TokenLogprob(TopLogprob):

@@ -67,6 +67,9 @@ class CompletionLogprobs(AnswerModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="Offset of the token in the choice's text, in characters")
+    top_token_ids: list[dict[str, int] | None] | None = Field(
+        None, description="With return_token_ids: the ids of the tokens that top_logprobs names"
+    )
 
 
 class CompletionChoice(FoundChunkChoice):

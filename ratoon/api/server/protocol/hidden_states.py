@@ -16,7 +16,7 @@ from ratoon.api.server.protocol.base import (
     RequestModel,
     Size,
 )
-from ratoon.core.params import HiddenStatesParams
+from ratoon.core.params import MAX_LENS, HiddenStatesParams
 
 NAMES = ("positions", "scope", "layers", "dtype", "deadline", "side")  # here and in HiddenStatesParams
 LARGEST = 2**63
@@ -139,6 +139,22 @@ class HiddenStatesRequest(HiddenStatesFields):
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
     request_id: RequestId | None = Field(None, description="Becomes part of the answer's id")
     user: str | None = Field(None, description="Accepted, without effect")
+    lens: Annotated[int, Field(ge=1, le=MAX_LENS)] | None = Field(
+        None,
+        description="For each layer and position, so many of the most probable tokens if its state were the last one: "
+        "the final norm and the model's head over it. The states themselves are not returned",
+    )
+
+    def hidden_states_params(self) -> HiddenStatesParams:
+        params = super().hidden_states_params()
+        params.lens = self.lens
+        return params
+
+
+class LensToken(AnswerModel):
+    token_id: int
+    token: str
+    logprob: float
 
 
 class HiddenStatesContent(AnswerModel):
@@ -158,6 +174,13 @@ class HiddenStatesContent(AnswerModel):
 
 
 class HiddenStatesAnswer(HiddenStatesContent):
+    data: str | None = Field(description="base64: the numbers row by row, little-endian; null with lens")  # type: ignore[assignment]
+    norms: list[list[float]] | None = Field(
+        None, description="With lens: the length of each state, by layer and position"
+    )
+    lens: list[list[list[LensToken]]] | None = Field(
+        None, description="With lens: by layer and position, the most probable tokens"
+    )
     id: str
     object: Literal["hidden_states"]
     model: str

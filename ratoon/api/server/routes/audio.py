@@ -110,7 +110,7 @@ router = APIRouter(tags=["OpenAI"])
 EXAMPLE = {"model": MODEL, "response_format": "json"}
 ANSWERS = answers(
     TranscriptionAnswer,
-    *(*WITH_BODY, 404, 429),
+    *(*WITH_BODY, 404, 409, 429),
     stream_of=TranscriptionEvent,
     files=[kind.split(";")[0] for kind in MEDIA_TYPES.values()],
 )

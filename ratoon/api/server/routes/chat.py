@@ -51,7 +51,7 @@ EXAMPLE = {
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
-    responses=answers(ChatCompletion, *WITH_BODY, 404, 429, stream_of=ChatCompletionChunk),
+    responses=answers(ChatCompletion, *WITH_BODY, 404, 409, 429, stream_of=ChatCompletionChunk),
     openapi_extra=body(ChatCompletionRequest, EXAMPLE),
 )
 async def create_chat_completion(request: Request) -> Response:
@@ -239,7 +239,8 @@ class ChatRenderer(Renderer):
             **figures(choice),
         }
         if self._logprobs and choice.logprobs is not None:
-            entries = chat_logprobs(self.context.token_texts, choice.token_ids, choice.logprobs, self._num_top)
+            texts, num_top = self.context.token_texts, self._num_top
+            entries = chat_logprobs(texts, choice.token_ids, choice.logprobs, num_top, self.return_token_ids)
             body["logprobs"] = {"content": entries}
         if self.return_token_ids:
             body["token_ids"] = choice.token_ids

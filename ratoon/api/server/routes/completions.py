@@ -33,7 +33,7 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8
 @router.post(
     "/v1/completions",
     summary="Complete a prompt, or several",
-    responses=answers(Completion, *WITH_BODY, 404, 429, stream_of=Completion),
+    responses=answers(Completion, *WITH_BODY, 404, 409, 429, stream_of=Completion),
     openapi_extra=body(CompletionRequest, EXAMPLE),
 )
 async def create_completion(request: Request) -> Response:
@@ -199,7 +199,9 @@ class CompletionRenderer(Renderer):
     ) -> dict[str, list[Any]]:
         builder = self._builders.get(place)
         if builder is None:
-            builder = CompletionLogprobsBuilder(self.context.token_texts, self._skip_special_tokens)
+            builder = CompletionLogprobsBuilder(
+                self.context.token_texts, self._skip_special_tokens, self.return_token_ids
+            )
             self._builders[place] = builder
         answer = (choice.token_ids, choice.logprobs or [])
         if not (first and self._echo):

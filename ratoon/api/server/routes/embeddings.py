@@ -73,7 +73,7 @@ EXAMPLE = {"model": MODEL, "input": ["A cat.", "A kitten."]}
 @router.post(
     "/v1/embeddings",
     summary="Turn texts into vectors",
-    responses=answers(Embeddings, *WITH_BODY, 404, 429),
+    responses=answers(Embeddings, *WITH_BODY, 404, 409, 429),
     openapi_extra=body(EmbeddingRequest, EXAMPLE),
 )
 async def create_embeddings(request: Request) -> Response:

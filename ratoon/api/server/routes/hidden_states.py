@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ratoon.api.hidden_states import as_safetensors, cut
+from ratoon.api.hidden_states import as_safetensors, cut, facts, lens_entries
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused, request_not_found
 from ratoon.api.server.exchange import Exchange, exchange_of, preferred_type
@@ -16,10 +18,11 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
 from ratoon.api.server.prompts import encode_prompts
 from ratoon.api.server.protocol.hidden_states import HiddenStatesAnswer, HiddenStatesRequest
 from ratoon.api.server.request_bodies import read_body
-from ratoon.api.server.responses import JSON, SLICE, SlicedResponse, large_binary_response
+from ratoon.api.server.responses import JSON, SLICE, SlicedResponse, large_binary_response, large_response
 from ratoon.core.errors import UnknownParentError
 from ratoon.core.outputs import HiddenStatesOutput
 
+LENS_ENTRY_SIZE = 60  # characters, roughly
 SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 
 router = APIRouter(tags=["Hidden states"])
@@ -29,7 +32,7 @@ EXAMPLE = {"model": MODEL, "prompt": "The capital of France is", "positions": -1
 @router.post(
     "/v1/hidden_states",
     summary="Read the hidden states of a prompt, or of a request that has ended",
-    responses=answers(HiddenStatesAnswer, *WITH_BODY, 404, 429, 504, files=SAFETENSORS),
+    responses=answers(HiddenStatesAnswer, *WITH_BODY, 404, 409, 429, 504, files=SAFETENSORS),
     openapi_extra=body(HiddenStatesRequest, EXAMPLE),
 )
 async def read_hidden_states(request: Request) -> Response:
@@ -38,14 +41,29 @@ async def read_hidden_states(request: Request) -> Response:
     context.check_model(asked.model)
     check_source(asked)
     media_type = preferred_type(request.scope, (JSON, *SAFETENSORS))
+    if asked.lens is not None and media_type != JSON:
+        raise refused("lens", f"has no form in {media_type}", f"the header Accept: {JSON}, or leave it out")
     answer_id = make_id("hs", asked.request_id)
     output = await extract(context, asked, answer_id, exchange_of(request.scope))
     if media_type == JSON:
         head = {"id": answer_id, "object": "hidden_states", "model": asked.model}
+        if output.lens is not None:
+            return await large_response(request, lens_size(output), lambda: {**head, **lens_content(context, output)})
         return await large_binary_response(request, 0, lambda: {**head, **content(output)})
     file_head, data = as_safetensors(output, id=answer_id, model=asked.model)
     slices = (bytes(piece) for part in (memoryview(file_head), data) for piece in cut(part, SLICE))
     return SlicedResponse(request, slices, len(file_head) + data.nbytes, media_type)
+
+
+def lens_size(output: HiddenStatesOutput) -> int:
+    """That of a text which would take as long to encode."""
+    return LENS_ENTRY_SIZE * sum(map(len, (tokens for rows in output.lens or () for tokens in rows)))
+
+
+def lens_content(context: ServerContext, output: HiddenStatesOutput) -> dict[str, Any]:
+    texts = context.token_texts
+    entries = lens_entries(output, lambda token_id: texts.lookup(token_id)[0])
+    return {**facts(output), "data": None, "norms": output.norms, "lens": entries}
 
 
 def check_source(asked: HiddenStatesRequest) -> None:

@@ -16,7 +16,7 @@ from ratoon.api.answer_parts.plan import AnswerPlan
 from ratoon.api.answer_parts.reasoning_formats import SWITCHES, effort_variables
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext, context_of
-from ratoon.api.server.errors import ApiError, refused, shutting_down
+from ratoon.api.server.errors import ApiError, aborted, refused, shutting_down
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import UsageCounter
 from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
@@ -58,7 +58,7 @@ CHARS_OF_TOKEN = 4
 @router.post(
     "/v1/messages",
     summary="Answer a conversation, by Anthropic's protocol",
-    responses=answers(MessageAnswer, *WITH_BODY, 404, 429, stream_of=MessageEvent, error=MessagesErrorAnswer),
+    responses=answers(MessageAnswer, *WITH_BODY, 404, 409, 429, stream_of=MessageEvent, error=MessagesErrorAnswer),
     openapi_extra=body(MessagesRequest, EXAMPLE),
 )
 async def create_message(request: Request) -> Response:
@@ -254,7 +254,7 @@ class MessageRun:
 
     def _stopped(self, choice: CompletionOutput) -> dict[str, Any]:
         if choice.finish_reason == "abort":
-            raise shutting_down()  # nothing else aborts a request whose client still waits
+            raise shutting_down() if self._context.draining else aborted()
         reason, sequence = "end_turn", None
         if choice.finish_reason == "length":
             is_full = self._counter.num_completion_tokens < self._asked.max_tokens

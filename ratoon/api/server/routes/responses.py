@@ -38,7 +38,7 @@ EXAMPLE = {"model": MODEL, "input": "What is the capital of Japan?", "max_output
 @router.post(
     "/v1/responses",
     summary="Answer a conversation, and keep it for the next turn",
-    responses=answers(ResponseAnswer, *WITH_BODY, 404, 429, stream_of=ResponseEvent),
+    responses=answers(ResponseAnswer, *WITH_BODY, 404, 409, 429, stream_of=ResponseEvent),
     openapi_extra=body(ResponsesRequest, EXAMPLE),
 )
 async def create_response(request: Request) -> Response:
