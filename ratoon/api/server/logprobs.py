@@ -92,7 +92,7 @@ class CompletionLogprobsBuilder:
             offsets.append(self._place(raw if shown else b""))
             token_logprobs.append(None if position is None else _finite(position[token_id]))
             top_logprobs.append(None if position is None else encoded(self._by_text(position)))
-        lists = {
+        lists: dict[str, list[Any]] = {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
             "top_logprobs": top_logprobs,

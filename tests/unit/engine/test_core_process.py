@@ -15,7 +15,7 @@ class QuietProcess(EngineCoreProcess):
     """Starts a core that is none, and notes what happens."""
 
     def __init__(self) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(index=0))  # type: ignore[arg-type]
         self.sent: list[EngineMessageType] = []
         self.num_frozen_in_loop = 0
 
@@ -36,7 +36,7 @@ class QuietProcess(EngineCoreProcess):
 
 def test_what_start_up_made_is_not_traversed_for_garbage_while_steps_run(monkeypatch):
     monkeypatch.setattr(core_process, "describe", lambda core: {})
-    monkeypatch.setattr(core_process, "EngineUtilities", lambda core: None)
+    monkeypatch.setattr(core_process, "EngineUtilities", lambda core, index: None)
     process = QuietProcess()
     try:
         assert process.run() == 0

@@ -232,3 +232,17 @@ async def test_engines_are_told_which_texts_are_those_of_no_root():
         made.calls[0]["request_ended"](None, str(number), f"{number}-12345678", root(str(number)))
     assert made.client.forgotten[3:] == ["kept-12345678"]
     await made.hub.stop()
+
+
+@on_event_loop
+async def test_a_request_is_ended_by_the_front_end_that_it_came_from():
+    made = Hub()
+    made.calls[0]["add_request"](request("a", owner="me"))
+    made.calls[1]["add_request"](request("a", owner="another"))
+    assert made.calls[1]["abort_by_id"]("a", "somebody", False) == 0
+    assert made.calls[1]["abort_by_id"]("a", "me", False) == 1
+    assert ("abort_running", "me") in made.links[0].told
+    assert not any(name == "abort_running" for name, _ in made.links[1].told)
+    assert made.calls[0]["abort_by_id"]("a", None, True) == 2
+    assert ("abort_running", "another") in made.links[1].told
+    await made.hub.stop()

@@ -59,7 +59,7 @@ async def config(request: Request) -> Response:
 async def file(request: Request, path: str) -> Response:
     answer = file_response(request, path)
     if answer is None:
-        raise ApiError(404, f"The console has no file {path[:100]!r}", code="not_found")
+        raise ApiError(404, f"The console has no file {path[:100]!r}")
     return answer
 
 
