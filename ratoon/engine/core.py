@@ -84,7 +84,7 @@ class EngineCore:
             self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
         self._clock = clock
-        self.map = EngineMap(self, clock)
+        self.map = EngineMap(self.scheduler, executor, self.preparing, config.num_ranks, self.stats, clock)
         is_left_open = config.scheduler.max_steps_in_flight is None and facts.device.startswith("cuda")
         self._depth = StepDepth(config.scheduler.num_in_flight, is_left_open)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # the oldest first

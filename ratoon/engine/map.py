@@ -30,12 +30,14 @@ from ratoon.core.params import BeamSearchParams, PoolingParams, SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, Extraction
 from ratoon.core.stats import SchedulerStats
+from ratoon.engine.input.prepared_requests import PreparedRequests
 from ratoon.memory.block_pool import Block
 from ratoon.memory.sequence import TokenSequence
 from ratoon.scheduling.branch import Branch, BranchStatus, Request
+from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ratoon.engine.core import EngineCore
+    from ratoon.distributed.executor import Executor
 
 SECONDS_WITHOUT_WATCHER = 15.0  # after which a watcher that has not asked again is forgotten
 MOST_OF_A_STEP = 0.5
@@ -59,10 +61,22 @@ class Watcher:
 
 class EngineMap:
     def __init__(
-        self, core: EngineCore, clock: Callable[[], float], wall_clock: Callable[[], float] = time.time
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        preparing: PreparedRequests,
+        num_ranks: int,
+        stats: Callable[[], SchedulerStats],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._core = core
-        self._clock = clock  # the core's
+        """`stats` and `clock` are the core's."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._preparing = preparing
+        self._num_ranks = num_ranks
+        self._stats = stats
+        self._clock = clock
         self._wall_clock = wall_clock
         self._run_id = secrets.token_hex(8)
         self._watchers: dict[str, Watcher] = {}
@@ -120,7 +134,7 @@ class EngineMap:
         )
 
     def _waited_for(self, plan: SchedulerOutput, result: ModelRunnerOutput, waited_long: bool) -> str:
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         num_preemptions, self._num_preemptions = self._num_preemptions, scheduler.preemption.num_preemptions
         if result.late:
             return "masks"
@@ -135,7 +149,6 @@ class EngineMap:
     def report(self, watcher_id: str, index: int = 0) -> EngineMapReport:
         """What changed since this watcher asked last; all of it, if it asks for the first time or after long."""
         start = time.perf_counter()
-        core = self._core
         now = self._clock()
         self._forget_silent(now)
         if not self._watchers:
@@ -148,7 +161,7 @@ class EngineMap:
         changed, watcher.changed = watcher.changed, {}
         num_new = min(self._num_steps - watcher.num_steps, len(self._steps))
         watcher.num_steps = self._num_steps
-        kv_cache = core.scheduler.kv_cache
+        kv_cache = self._scheduler.kv_cache
         told = watcher.told
         watcher.told = {}
         made = EngineMapReport(
@@ -156,7 +169,7 @@ class EngineMap:
             block_size=kv_cache.block_size,
             num_blocks=kv_cache.pool.num_blocks,
             num_groups=kv_cache.num_groups,
-            figures=self._figures(core.stats()),
+            figures=self._figures(self._stats()),
             requests=self._requests(told, watcher.told),
             leases=self._leases(told, watcher.told),
             steps=[self._steps[place] for place in range(len(self._steps) - num_new, len(self._steps))],
@@ -172,10 +185,10 @@ class EngineMap:
 
     def _begin(self, now: float) -> None:
         """The first watcher is there: from now on changes are noted."""
-        pool = self._core.scheduler.kv_cache.pool
+        pool = self._scheduler.kv_cache.pool
         self._offset = self._wall_clock() - now
         self._last_result = now
-        self._num_preemptions = self._core.scheduler.preemption.num_preemptions
+        self._num_preemptions = self._scheduler.preemption.num_preemptions
         pool.changed = set(range(pool.num_blocks))
         self._codes = bytearray(pool.num_blocks)
 
@@ -187,14 +200,14 @@ class EngineMap:
             self._end()
 
     def _end(self) -> None:
-        self._core.scheduler.kv_cache.pool.changed = None
+        self._scheduler.kv_cache.pool.changed = None
         self._codes = bytearray()
         self._steps.clear()
         self._submitted.clear()
 
     def _read_blocks(self) -> None:
         """Brings the codes up to date, and notes for every watcher which of them changed."""
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         pool, leases, codes = scheduler.kv_cache.pool, scheduler.leases, self._codes
         assert pool.changed is not None
         of_cross = leases.cross_blocks()
@@ -219,9 +232,8 @@ class EngineMap:
                     watcher.changed.update(news)
 
     def _requests(self, told: dict[str, tuple[int, ...]], tell: dict[str, tuple[int, ...]]) -> list[MappedRequest]:
-        core = self._core
         found = []
-        for request in core.scheduler.state.requests.values():
+        for request in self._scheduler.state.requests.values():
             ids = _ids_of(_blocks_of_request(request))
             found.append(
                 MappedRequest(
@@ -229,14 +241,14 @@ class EngineMap:
                     request.external_id,
                     request.owner,
                     any(branch.status == BranchStatus.RUNNING for branch in request.branches),
-                    KINDS[core.scheduler.kinds.of(request).params_type],
+                    KINDS[self._scheduler.kinds.of(request).params_type],
                     round(request.added_time + self._offset, 3),
                     request.num_prompt_tokens,
                     _num_output_tokens(request),
                     _news(request.request_id, ids, told, tell),
                 )
             )
-        for waiting, since in core.preparing.waiting():
+        for waiting, since in self._preparing.waiting():
             kind, external_id = KINDS[type(waiting.params)], waiting.external_id or waiting.request_id
             began, num_tokens = round(since + self._offset, 3), len(waiting.prompt_token_ids)
             blocks = _news(waiting.request_id, (), told, tell)
@@ -249,7 +261,7 @@ class EngineMap:
         """One for each ended request: the leases of its texts together."""
         found: dict[tuple[str | None, str], MappedLease] = {}
         blocks: dict[tuple[str | None, str], list[Block]] = {}
-        for lease in self._core.scheduler.leases:
+        for lease in self._scheduler.leases:
             key = lease.owner, lease.root_id
             one = found.get(key)
             if one is None:
@@ -278,8 +290,7 @@ class EngineMap:
 
     def _memory_bytes(self) -> int:
         """What the engine has of its device's memory; on a CPU in one process, what the process has."""
-        core = self._core
-        facts, graphs, num_ranks = core.executor.facts, core.executor.stats.graphs, core.config.num_ranks
+        facts, graphs, num_ranks = self._executor.facts, self._executor.stats.graphs, self._num_ranks
         if num_ranks == 1 and facts.device.startswith("cpu"):
             return resident_bytes() or facts.weight_bytes + facts.kv_bytes
         of_rank = facts.weight_bytes + facts.kv_bytes + facts.step_bytes + (0 if graphs is None else graphs.num_bytes)

@@ -137,7 +137,7 @@ class ModelRunner:
         self._drivers.append(Calls(self.program, self.inputs, device, self.recorded, masks))
         # Of a pipeline, the last stage has the results; earlier ones copy rows of their layers for it.
         self._has_results = model.stage.is_last
-        self._sources: list[ReaderSource] = [CaptureReaders(model)]
+        self._sources: list[ReaderSource] = [CaptureReaders(model.config.num_layers, model)]
         if self._has_results:
             self._sources[:0] = self._result_sources(
                 jump_forward and grammars is not None, by_rejection, waits_for_drafts=draft is not None

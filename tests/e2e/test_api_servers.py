@@ -16,7 +16,7 @@ from tests.e2e.front_ends import KEYS, MODEL, FrontEnd, each_front_end
 from tests.e2e.servers import Server, serving
 from tests.faults.processes import is_running
 from tests.unit.api.server.harness import write_tiny_model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,37 @@ def test_keys_share_one_queue(server):
         assert second.ask("POST", "/v1/completions", body, KEYS[1])[0] == 200, "another key has its share"
         first.close()
         wait_until("the places are free", lambda: second.ask("POST", "/v1/completions", body)[0] == 200)
+
+
+def test_a_request_is_seen_and_aborted_through_another_front_end(server):
+    with each_front_end(server) as (first, second):
+
+        def snapshot(key: str) -> dict[str, Any]:
+            status, events = second.ask("GET", "/v1/engine/events?count=1", key=key)
+            assert status == 200
+            return read_events(events)[0]
+
+        answers = []
+        body = {"model": MODEL, "prompt": "There was", **GREEDY}
+        assert second.ask("POST", "/admin/pause", key="root")[0] == 200
+        asking = threading.Thread(target=lambda: answers.append(first.ask("POST", "/v1/completions", body)))
+        asking.start()
+        try:
+            wait_until("the request is shown", lambda: snapshot(KEYS[0])["requests"])
+            everything = snapshot("root")
+            (shown,) = everything["requests"]
+            assert (shown["owner"], shown["state"], everything["scope"]) == ("key 1", "waiting", "all")
+            assert len(everything["engines"]) >= 2 and all(engine["blocks"] for engine in everything["engines"])
+            assert snapshot(KEYS[1])["requests"] == []
+            path = f"/v1/engine/requests/{shown['id']}"
+            assert second.ask("DELETE", path, key=KEYS[1])[0] == 404, "another key's"
+            assert second.ask("DELETE", path, key="root")[0] == 200
+            asking.join(PATIENCE)
+            ((status, answer),) = answers
+            assert (status, answer["error"]["code"]) == (409, "request_aborted")
+        finally:
+            assert second.ask("POST", "/admin/resume", key="root")[0] == 200
+        wait_until("it is gone", lambda: not snapshot("root")["requests"])
 
 
 def test_metrics_are_one_sum(server):

@@ -77,7 +77,9 @@ class CapturedRows(NamedTuple):
 class CaptureReaders:
     """Reads out the rows of a step's captures: extractions of the same layers together."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, num_layers: int, model: LanguageModel | None = None) -> None:
+        """`model` is needed where steps ask for a lens."""
+        self._num_layers = num_layers
         self._model = model
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[CaptureReader]:
@@ -88,7 +90,7 @@ class CaptureReaders:
             for capture, rows in zip(plan.captures, layout.capture_rows, strict=True)
             if capture.captured
         ]
-        return capture_readers(captured, self._model.config.num_layers, self._model)
+        return capture_readers(captured, self._num_layers, self._model)
 
 
 def capture_readers(
