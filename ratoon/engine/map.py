@@ -314,6 +314,8 @@ def prompt_tokens_in(plan: SchedulerOutput, branches: Mapping[str, Branch]) -> i
         scheduled = counts.get(new.req_id, 0)
         total += max(0, min(new.num_prompt_tokens - new.num_computed_tokens, scheduled))
     cached = plan.scheduled_cached_reqs
+    if len(plan.sampled_req_ids) == plan.total_num_scheduled_tokens:
+        return total  # one token of each branch, as in most steps; a prompt's last token alone is not told apart
     for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens):
         branch = branches.get(name)
         if branch is not None and num_computed < branch.request.num_prompt_tokens:
