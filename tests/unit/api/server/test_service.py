@@ -215,7 +215,7 @@ async def test_the_document_describes_every_route_and_every_answer():
     for name in ("/v1/completions", "/v1/chat/completions"):
         operation = paths[name]["post"]
         assert set(operation["responses"]) == {
-            "200", "400", "401", "403", "404", "408", "413", "415", "417", "429", "500", "503",
+            "200", "400", "401", "403", "404", "408", "409", "413", "415", "417", "429", "500", "503",
         }  # fmt: skip
         assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
         assert "application/json" in operation["requestBody"]["content"]
