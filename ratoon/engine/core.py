@@ -94,7 +94,7 @@ class EngineCore:
         self._step_lock = threading.Lock()  # held while a step runs: the scheduler then belongs to its thread
         self._running = threading.Event()  # not paused
         self._running.set()
-        self.asleep = False
+        self._sleep_level = 0  # 0: awake
         self.num_passes = 0  # of the model over tokens, submitted so far
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -322,11 +322,16 @@ class EngineCore:
         """Returns when the engine is resumed, or after so many seconds, for a caller that would otherwise spin."""
         self._running.wait(seconds)
 
+    @property
+    def asleep(self) -> bool:
+        return self._sleep_level > 0
+
     def sleep(self, level: int = 1) -> None:
-        """Free memory while there are no requests: the KV cache (1), the weights as well (2)."""
+        """Free memory while there are no requests: the KV cache (1), the weights as well (2). An engine that sleeps at
+        level 1 can be put to level 2."""
         if level not in (1, 2):
             raise RequestError("level", f"{level!r} is unknown", "1: free the KV cache; 2: free the weights as well")
-        if self.asleep:
+        if self._sleep_level >= level:
             return
         if self.scheduler.has_unfinished_requests() or self.preparing:
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
@@ -336,7 +341,7 @@ class EngineCore:
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
         self.executor.collective_rpc("sleep", level).result()
-        self.asleep = True
+        self._sleep_level = level
 
     def _tell_of_ended(self) -> None:
         """Runs the step after the last request: the runner drops its rows, and its blocks go where they are kept."""
@@ -348,7 +353,7 @@ class EngineCore:
         """Allocate the memory again; requests that arrived in the meantime are answered."""
         if self.asleep:
             self.executor.collective_rpc("wake_up").result()
-            self.asleep = False
+            self._sleep_level = 0
 
     def shutdown(self) -> None:
         if self._index is not None and not self._in_flight and self._may_plan:

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratoon.core.errors import ConfigError, ModelError
+from ratoon.models.damage import shorten
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.hub import HUB_ID, cache_folder
+from ratoon.models.source import what_would_be_right
 from ratoon.models.tokenizer import read_json
 
 FOLDERS_VARIABLE = "RATOON_MODELS"
+MAX_SHOWN = 300  # characters of a name
 MAX_DEPTH = 3  # of folders below one that is named
 MAX_FOLDERS = 2000  # that are searched: a home directory has many
 
@@ -108,3 +112,18 @@ def _describe(name: str, kind: str, folder: Path, size: int) -> InstalledModel:
 
 def _size_of(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
+
+
+def size_of_weights(model: str) -> int:
+    """Returns the bytes of a model's weight files; 0: it is a hub id that is not in the cache. ModelError: there is no
+    such model."""
+    if model in EMBEDDED_MODELS:
+        return find_embedded_model(model).stat().st_size
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path.stat().st_size
+    if path.is_dir():
+        return _size_of(path.glob("*.safetensors")) or _size_of(path.glob("*.gguf"))
+    if HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _size_of((cache_folder(model) / "snapshots").glob("*/*.safetensors"))
+    raise ModelError(shorten(model, MAX_SHOWN), "is no file, folder or known model", what_would_be_right())

@@ -1,4 +1,4 @@
-"""`ratoon serve MODEL`: an OpenAI-compatible HTTP server."""
+"""`ratoon serve MODEL…`: an OpenAI-compatible HTTP server, of one model or of several."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ratoon.api.adapter_options import add_served_adapters, served_adapters
+from ratoon.api.commands.serve_models import NamedModel, named_models
 from ratoon.api.options import (
     Subparsers,
     add_common_options,
@@ -23,7 +26,11 @@ from ratoon.api.parser import leave_out, show_everyday
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.setting import settings_of
-from ratoon.core.settings import FRONT_END_SETTINGS
+from ratoon.core.settings import ENGINE_SETTINGS, FRONT_END_SETTINGS
+from ratoon.core.vllm_names import VLLM_NAMES
+
+if TYPE_CHECKING:
+    from ratoon.api.server.model_host import ModelSpec
 
 SERVER_SETTINGS = {setting.name: setting for setting in settings_of(ServerSettings)}
 FRONT_END = {setting.name: setting for setting in FRONT_END_SETTINGS}
@@ -33,6 +40,8 @@ EVERYDAY = {
     "host": "address to listen on; default 127.0.0.1",
     "port": "default 8000; 0: any free port",
     "api_servers": "processes that serve HTTP; default 1",
+    "keep_alive": "put a model to sleep after so long idle, such as 5m",
+    "memory_budget": "memory of all loaded models, such as 16GiB",
     "served_model_name": "the model's names in requests; default: its own",
     "chat_template": "use this template instead of the model's own",
     "tool_parser": "how the model writes tool calls; default auto",
@@ -42,7 +51,7 @@ EVERYDAY = {
 }
 KEY_VARIABLE = "RATOON_API_KEY"
 ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
-DESCRIPTION = f"""Serve a model over HTTP, in OpenAI's protocol.
+DESCRIPTION = f"""Serve models over HTTP, in OpenAI's, Anthropic's and Ollama's protocols.
 
 The server listens on 127.0.0.1 unless --host is given. API keys come from --api-key, --api-key-file and
 the variable {KEY_VARIABLE} (several with commas); without any, every client that can reach the server may use it.
@@ -53,7 +62,13 @@ With --nnodes and a --node-rank above 0, it serves nothing: it runs ranks for th
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=DESCRIPTION)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a hub id or an embedded name")
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        help="a folder, a GGUF file, a hub id or an embedded name; several: each is loaded when it is first asked for",
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with these options, and a table [[model]] each")
     add_server_options(parser)
     limits = parser.add_argument_group("limits")
     add_setting_options(limits, (one for one in SERVER_SETTINGS.values() if one.group == "limits"))
@@ -65,7 +80,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
     leave_out(add_setting_option(engines, FRONT_END["data_parallel_external_lb"]))
     add_common_options(parser)
-    parser.set_defaults(run=run)
+    model_options = {setting.name for setting in (*ENGINE_SETTINGS, *FRONT_END_SETTINGS)} | {"served_adapters"}
+    parser.set_defaults(run=run, model=None, parser=parser, model_options=model_options | {*VLLM_NAMES})
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +107,7 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args, models = named_models(args)
     if args.node_rank:
         return run_ranks(args)
     try:
@@ -105,9 +122,10 @@ def run(args: argparse.Namespace) -> int:
 
     settings = server_settings(args)
     configure_server_logging(args.log_level, args.log_file, args.access_log)
+    if len(models) > 1 or settings.keep_alive is not None or settings.memory_budget is not None:
+        return run_several(args, models, settings)
     names = settings.served_names
-    llm_settings = DEFAULTS | given_settings(args, FRONT_END) | engine_settings(args)
-    llm_settings |= served_adapters(args, names)
+    llm_settings = settings_of_engine(args, names)
     # In the process that serves HTTP; where there are several, only to check the settings.
     llm = AsyncLLM(args.model, metrics=EngineMetrics(names[0] if names else args.model), **llm_settings)
     bound = bind(settings)
@@ -145,6 +163,59 @@ def run(args: argparse.Namespace) -> int:
             lambda service: tell_ready(service.model_name, service.startup_timer),
             on_drain,
         )
+
+
+def settings_of_engine(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    given = DEFAULTS | given_settings(args, FRONT_END) | engine_settings(args)
+    return given | served_adapters(args, names)
+
+
+def run_several(args: argparse.Namespace, models: list[NamedModel], settings: ServerSettings) -> int:
+    """Models that are loaded when they are asked for, and put away when they are idle."""
+    from ratoon.api.server.connections import address, bind, is_local
+    from ratoon.api.server.host_app import run_host
+
+    if settings.num_api_servers > 1 or args.nnodes not in (None, 1):
+        option = "api_servers" if settings.num_api_servers > 1 else "nnodes"
+        raise ConfigError(option, "models that are loaded when they are asked for are served by one process", "1")
+    specs = [model_spec(model, settings, len(models) == 1) for model in models]
+    bound = bind(settings)
+    where = address(bound)
+    if not settings.api_keys and not is_local(bound):
+        print(f"warning: {where} can be reached from other machines, and no API key is set", file=sys.stderr)
+    docs = "" if settings.uds is not None else f"; {where}/docs describes how to ask it"
+    served = ", ".join(spec.name for spec in specs)
+    return run_host(
+        specs,
+        settings,
+        bound,
+        lambda: print(f"{where} serves {served}{docs}", flush=True),
+        lambda num_prompts: say_what_is_waited_for(num_prompts, settings),
+    )
+
+
+def model_spec(model: NamedModel, settings: ServerSettings, is_only_one: bool) -> ModelSpec:
+    """Checks a model's settings (ConfigError) and whether it is there (ModelError), and loads nothing."""
+    from ratoon.api.server.model_host import ModelSpec
+    from ratoon.api.server.model_slots import parse_keep_alive
+    from ratoon.core.settings import configure
+    from ratoon.models.installed import size_of_weights
+
+    own = server_settings(model.args)
+    names = own.served_names if is_only_one and own.served_names else (model.name, *model.further_names)
+    llm_settings = settings_of_engine(model.args, names)
+    _, config = configure(model.model, llm_settings)
+    if llm_settings.get("kv_memory") is not None:
+        llm_settings["kv_memory"] = config.cache.memory_bytes
+    return ModelSpec(
+        name=names[0],
+        model=model.model,
+        llm_settings=llm_settings,
+        settings=replace(own, served_names=names),
+        further_names=(*names[1:], *llm_settings.get("adapters", ())),
+        weight_bytes=size_of_weights(model.model),
+        keep_alive=parse_keep_alive(own.keep_alive) if "keep_alive" in model.own else None,
+    )
 
 
 def run_ranks(args: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ routes       FastAPI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -23,11 +23,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ratoon.api.server.body_budget import BodyBudget
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import ApiError, as_api_error, shutting_down
 from ratoon.api.server.exchange import IGNORED_HEADER, NOTE_HEADER, AsgiApp, Exchange, Scope
 from ratoon.api.server.middleware import (
     OPEN_PATHS,
+    AllowedHosts,
     BodyLimit,
     BoundedBody,
     CancelOnDisconnect,
@@ -106,8 +108,31 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> AsgiApp:
 
 
 def build_app(context: ServerContext) -> AsgiApp:
+    return add_layers(build_routes(context), context, _counter(context))
+
+
+class RouteContext(Protocol):
+    """What the routes of every server need to know."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def served_names(self) -> tuple[str, ...]: ...
+
+
+class LayerContext(Protocol):
+    """What the layers in front of the routes need to know of a server: of one model, or of several."""
+
+    settings: ServerSettings
+    bodies: BodyBudget
+    allowed_hosts: AllowedHosts | None
+    draining: bool
+
+
+def add_layers(app: AsgiApp, context: LayerContext, count: Callable[[Scope, Exchange], None]) -> AsgiApp:
+    """Puts the layers in front of an application. `count` is called with each request that has been answered."""
     settings = context.settings
-    app: AsgiApp = _routes(context)
     app = CancelOnDisconnect(app)
     audio_limit = BodyLimit(settings.max_audio, "--max-audio")
     app = BoundedBody(
@@ -130,14 +155,17 @@ def build_app(context: ServerContext) -> AsgiApp:
         )
     if context.allowed_hosts is not None:
         app = CheckHost(app, context.allowed_hosts)
-    return ExchangeLayer(app, _counter(context))
+    return ExchangeLayer(app, count)
 
 
-def _routes(context: ServerContext) -> FastAPI:
+def build_routes(context: RouteContext, first: Sequence[APIRouter] = ()) -> FastAPI:
+    """Makes the application without the layers. The routes of `first` come before those of the same path."""
     app = FastAPI(title="Ratoon", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for router in _routers(context.settings):
+    for router in (*first, *_routers(context.settings)):
         app.include_router(router)
+    if first:
+        _drop_hidden(app, {route.path for router in first for route in router.routes if isinstance(route, APIRoute)})
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
     needs_key = bool(context.settings.api_keys)
@@ -145,6 +173,17 @@ def _routes(context: ServerContext) -> FastAPI:
         app, needs_key, OPEN_PATHS, is_admin_path, context.served_names[0]
     )
     return app
+
+
+def _drop_hidden(app: FastAPI, paths: set[str]) -> None:
+    """Removes routes behind others of the same path, which would never answer."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for route in list(app.router.routes):
+        if isinstance(route, APIRoute) and route.path in paths:
+            key = (route.path, frozenset(route.methods))
+            if key in seen:
+                app.router.routes.remove(route)
+            seen.add(key)
 
 
 def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:

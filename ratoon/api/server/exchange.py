@@ -48,6 +48,7 @@ class Exchange:
     body: bytes = b""  # until it is parsed
     body_size: int = 0  # in bytes; known once the body has arrived
     status: int = 0  # 0: no response was started
+    load_seconds: float = 0.0  # that the request waited for its model
     notes: tuple[str, ...] = ()  # notes for the client about how its request was handled
     ignored_fields: str = ""  # names of fields of the body that are unknown, as the header has them
 

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,11 @@ from ratoon.api.server.app import build_app
 from ratoon.api.server.connection_limit import ConnectionLimit, allow_descriptors
 from ratoon.api.server.connections import BoundedHttpProtocol, HttpServer, is_local, release
 from ratoon.api.server.context import ServerContext
+from ratoon.api.server.exchange import AsgiApp
 from ratoon.api.server.middleware import AllowedHosts
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import ServiceState
-from ratoon.core.health import EngineState
+from ratoon.core.health import EngineState, Health
 from ratoon.observe.logging import ROOT, VARIABLE, get_logger, set_up_logging
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ LAST_WORDS = 3  # seconds to send the last responses
 KEEP_ALIVE = 75  # idle time of a connection in seconds; more than that of clients' pools
 HTTP_LOGGER = "uvicorn"
 TRACE_LOGGER = "opentelemetry"  # logs that a collector does not answer
-THROUGHPUT_LOGGER = "ratoon.observe.throughput"
+# What operators see without a level of their own.
+SHOWN_LOGGERS = ("ratoon.observe.throughput", "ratoon.api.server.model_host")
 
 logger = get_logger(__name__)
 
@@ -77,29 +80,44 @@ def allowed_hosts(bound: socket.socket, settings: ServerSettings) -> AllowedHost
     return None
 
 
-class ServerRunner:
+class HttpRunner(ABC):
+    """Serves an application until the end, whatever answers its requests."""
+
     def __init__(
         self,
-        llm: AsyncLLM,
         settings: ServerSettings,
         bound: socket.socket,
         on_drain: Callable[[int], None] = lambda num_prompts: None,
-        state: ServiceState | None = None,
+        is_one_of_several: bool = False,
     ) -> None:
-        """`state`: that of a service with several front ends, one of which this is. Then it is told when to end, and
-        the socket is not its own."""
-        self._llm = llm
+        self._settings = settings
         self._on_drain = on_drain
-        self._is_one_of_several = state is not None
-        self._context = ServerContext(llm, settings, allowed_hosts=allowed_hosts(bound, settings), given_state=state)
+        self._is_one_of_several = is_one_of_several
         self._bound = bound
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
         self._signalled_again = asyncio.Event()
 
-    @property
-    def context(self) -> ServerContext:
-        return self._context
+    @abstractmethod
+    async def _start(self) -> None:
+        """Starts what requests need. Errors are raised, and nothing is served."""
+
+    @abstractmethod
+    async def _shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Ends it. Requests under way have so long to finish. May be called again."""
+
+    @abstractmethod
+    def _app(self) -> AsgiApp: ...
+
+    @abstractmethod
+    def _num_unfinished(self) -> int: ...
+
+    @abstractmethod
+    def _refuse_requests(self) -> None:
+        """Further requests get a 503."""
+
+    @abstractmethod
+    def _health(self) -> Health: ...
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Begins to shut down, as for a signal. A second call ends it immediately."""
@@ -109,19 +127,17 @@ class ServerRunner:
     async def run(self, on_ready: Callable[[], None]) -> int:
         with self._listening_to_signals() if not self._is_one_of_several else contextlib.nullcontext():
             try:
-                if not await self._unless(self._signalled, self._llm.start()):
+                if not await self._unless(self._signalled, self._start()):
                     return 128 + self._signals[0]
-                self._llm.start_grammars()
-                await self._context.shared.begin()
                 return await self._serve(on_ready)
             finally:
-                await self._llm.shutdown()
+                await self._shutdown()
                 if not self._is_one_of_several:
-                    release(self._bound, self._context.settings)
+                    release(self._bound, self._settings)
 
     async def _serve(self, on_ready: Callable[[], None]) -> int:
         server = HttpServer(self._http_config())
-        server.write_timeout = self._context.settings.write_timeout
+        server.write_timeout = self._settings.write_timeout
         server.shares_socket = self._is_one_of_several
         server.connection_limit = self._connection_limit()
         serving = asyncio.create_task(server.serve([self._bound]))
@@ -136,9 +152,9 @@ class ServerRunner:
             await self._unless(self._signalled, self._either(serving, dead))
             if self._signalled.is_set():
                 return await self._drain()
-            details = "; ".join(f"engine {engine.index}: {engine.detail}" for engine in self._llm.health().engines)
+            details = "; ".join(f"engine {engine.index}: {engine.detail}" for engine in self._health().engines)
             logger.error("no engine is left, and none can be started: %s", details)
-            self._context.draining = True
+            self._refuse_requests()
             return EXIT_ENGINE
         finally:
             dead.cancel()
@@ -147,7 +163,7 @@ class ServerRunner:
             await serving
 
     def _connection_limit(self) -> ConnectionLimit:
-        asked = self._context.settings.max_connections
+        asked = self._settings.max_connections
         allowed = allow_descriptors(asked)
         if allowed < asked:
             logger.warning(
@@ -159,16 +175,16 @@ class ServerRunner:
 
     async def _drain(self) -> int:
         """The engine waits for its requests and aborts the rest; their clients get the last outputs."""
-        self._context.draining = True
-        seconds = self._context.settings.drain_seconds
-        self._on_drain(self._context.num_unfinished)
-        logger.info("shutting down; %d prompts have %g seconds", self._context.num_unfinished, seconds)
-        if await self._unless(self._signalled_again, self._llm.shutdown(seconds)):
+        self._refuse_requests()
+        seconds, num_unfinished = self._settings.drain_seconds, self._num_unfinished()
+        self._on_drain(num_unfinished)
+        logger.info("shutting down; %d prompts have %g seconds", num_unfinished, seconds)
+        if await self._unless(self._signalled_again, self._shutdown(seconds)):
             return EXIT_DONE
         return 128 + self._signals[-1]
 
     async def _engine_dead(self) -> None:
-        while self._llm.health().state != EngineState.DEAD:
+        while self._health().state != EngineState.DEAD:
             await asyncio.sleep(WATCH_INTERVAL)
 
     @staticmethod
@@ -194,10 +210,10 @@ class ServerRunner:
 
     def _http_config(self) -> uvicorn.Config:
         return uvicorn.Config(
-            build_app(self._context),
+            self._app(),
             http=BoundedHttpProtocol,
             log_config=None,
-            access_log=self._context.settings.access_log,
+            access_log=self._settings.access_log,
             lifespan="off",
             ws="none",
             proxy_headers=False,
@@ -210,6 +226,48 @@ class ServerRunner:
     def _listening_to_signals(self) -> Iterator[None]:
         with listening_to_signals(self.end):
             yield
+
+
+class ServerRunner(HttpRunner):
+    """Serves one model."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        settings: ServerSettings,
+        bound: socket.socket,
+        on_drain: Callable[[int], None] = lambda num_prompts: None,
+        state: ServiceState | None = None,
+    ) -> None:
+        """`state`: that of a service with several front ends, one of which this is. Then it is told when to end, and
+        the socket is not its own."""
+        super().__init__(settings, bound, on_drain, state is not None)
+        self._llm = llm
+        self._context = ServerContext(llm, settings, allowed_hosts=allowed_hosts(bound, settings), given_state=state)
+
+    @property
+    def context(self) -> ServerContext:
+        return self._context
+
+    async def _start(self) -> None:
+        await self._llm.start()
+        self._llm.start_grammars()
+        await self._context.shared.begin()
+
+    async def _shutdown(self, drain_seconds: float = 0.0) -> None:
+        await self._llm.shutdown(drain_seconds)
+
+    def _app(self) -> AsgiApp:
+        return build_app(self._context)
+
+    def _num_unfinished(self) -> int:
+        return self._context.num_unfinished
+
+    def _refuse_requests(self) -> None:
+        self._context.draining = True
+
+    def _health(self) -> Health:
+        return self._llm.health()
 
 
 @contextlib.contextmanager
@@ -227,8 +285,9 @@ def listening_to_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 def configure_server_logging(level: str | None, file: str | None, access_log: bool) -> None:
     set_up_logging(level, file)
-    if VARIABLE not in os.environ:  # no level was given: the throughput is logged nevertheless
-        logging.getLogger(THROUGHPUT_LOGGER).setLevel(logging.INFO)
+    if VARIABLE not in os.environ:  # no level was given: the throughput and loads are logged nevertheless
+        for name in SHOWN_LOGGERS:
+            logging.getLogger(name).setLevel(logging.INFO)
     for name in (HTTP_LOGGER, TRACE_LOGGER):
         library = logging.getLogger(name)
         library.handlers = list(logging.getLogger(ROOT).handlers)

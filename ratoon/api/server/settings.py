@@ -10,6 +10,7 @@ from ratoon.api.answer_parts.parser import check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
 from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
 from ratoon.api.server.body_budget import least_limit
+from ratoon.api.server.model_slots import parse_keep_alive
 from ratoon.core.errors import ConfigError
 from ratoon.core.setting import SECONDS, at_least, number, setting, verify_settings, whole_between
 
@@ -41,6 +42,16 @@ class ServerSettings:
 
     served_names: tuple[str, ...] = setting(
         (), "the model's names in requests, the first also in answers; default: its own", name="served_model_name"
+    )
+    keep_alive: str | None = setting(
+        None,
+        "put a model to sleep that was idle for so long, such as 90s, 5m or 1h; it is loaded when it is first asked "
+        "for; -1: never",
+        metavar="DURATION",
+    )
+    unload_idle: bool = setting(False, "end the process of an idle model after keep_alive, and do not let it sleep")
+    memory_budget: int | None = setting(
+        None, "memory for weights and KV caches of all loaded models; those that are idle make room", size=True
     )
     chat_template: str | None = setting(None, "use this template instead of the model's own", metavar="FILE")
     allow_request_template: bool = setting(False, "requests may contain a chat template")
@@ -139,6 +150,10 @@ class ServerSettings:
         if self.strict and self.lenient:
             raise ConfigError("lenient", "contradicts strict", "one of the two, or neither")
         check_parser_names(self.tool_parser, self.reasoning_parser)
+        if self.keep_alive is not None:
+            parse_keep_alive(self.keep_alive)
+        if self.unload_idle and self.keep_alive is None:
+            raise ConfigError("unload_idle", "has no meaning without keep_alive", "add --keep-alive DURATION")
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not key or not key.isprintable() or key != key.strip() for key in keys):
                 raise ConfigError(name, "is empty, or has spaces around it", "printable characters")

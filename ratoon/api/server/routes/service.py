@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.exchange import exchange_of
+from ratoon.api.server.model_directory import OneModel, describe_entry
 from ratoon.api.server.openapi import answers
 from ratoon.api.server.protocol.base import AnswerModel
 from ratoon.api.server.responses import json_response
@@ -28,7 +29,10 @@ class Model(AnswerModel):
     owned_by: str
     root: str
     parent: str | None = Field(None, description="Of an adapter: the model that it adapts")
-    max_model_len: int
+    max_model_len: int | None = Field(description="null: it is known when the model has been loaded")
+    state: str | None = Field(None, description="loaded, loading, asleep or unloaded")
+    memory_bytes: int | None = Field(None, description="Weights and KV cache that are in memory now")
+    error: str | None = Field(None, description="Why it could not be loaded, if so")
 
 
 class Models(AnswerModel):
@@ -47,6 +51,7 @@ class HealthAnswer(AnswerModel):
     status: str
     pid: int = Field(description="The process that answers: one of several front ends, perhaps")
     engines: list[EngineHealthAnswer]
+    models: dict[str, str] | None = Field(None, description="Of a server with several: their states")
 
 
 class Version(AnswerModel):
@@ -127,31 +132,14 @@ models_router = APIRouter(tags=["OpenAI"])
 
 @models_router.get("/v1/models", summary="List the models", responses=answers(Models))
 async def list_models(request: Request) -> Response:
-    context = context_of(request)
-    return json_response(
-        request, {"object": "list", "data": [describe_model(context, name) for name in context.model_names]}
-    )
+    entries = OneModel(context_of(request)).entries_by_name()
+    return json_response(request, {"object": "list", "data": [describe_entry(entry, name) for name, entry in entries]})
 
 
 # A model's name may have slashes.
 @models_router.get("/v1/models/{model:path}", summary="Describe one", responses=answers(Model, 404))
 async def get_model(request: Request, model: str) -> Response:
-    context = context_of(request)
-    return json_response(request, describe_model(context, model))
-
-
-def describe_model(context: ServerContext, name: str) -> dict[str, Any]:
-    """ApiError: there is no such model."""
-    adapter = context.check_model(name)
-    return {
-        "id": name,
-        "object": "model",
-        "created": context.created,
-        "owned_by": "ratoon",
-        "root": context.llm.source.name if adapter is None else adapter.path,
-        "parent": None if adapter is None else context.served_names[0],
-        "max_model_len": context.max_model_len,
-    }
+    return json_response(request, describe_entry(OneModel(context_of(request)).find_entry(model), model))
 
 
 # ---- /admin ----
