@@ -211,7 +211,8 @@ def model_spec(model: NamedModel, settings: ServerSettings, is_only_one: bool) -
         name=names[0],
         model=model.model,
         llm_settings=llm_settings,
-        settings=replace(own, served_names=names),
+        # -1: the routes should know that models are put away, if only to make room.
+        settings=replace(own, served_names=names, keep_alive=own.keep_alive or "-1"),
         further_names=(*names[1:], *llm_settings.get("adapters", ())),
         weight_bytes=size_of_weights(model.model),
         keep_alive=parse_keep_alive(own.keep_alive) if "keep_alive" in model.own else None,

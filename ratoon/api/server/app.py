@@ -53,6 +53,7 @@ from ratoon.api.server.routes import (
     engine_events,
     hidden_states,
     messages,
+    ollama,
     pages,
     requests,
     responses,
@@ -73,6 +74,7 @@ ROUTERS = (
     completions.router,
     responses.router,
     messages.router,
+    ollama.router,
     requests.router,
     embeddings.router,
     audio.router,
@@ -162,10 +164,9 @@ def build_routes(context: RouteContext, first: Sequence[APIRouter] = ()) -> Fast
     """Makes the application without the layers. The routes of `first` come before those of the same path."""
     app = FastAPI(title="Ratoon", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for router in (*first, *_routers(context.settings)):
+    hidden = {route.path for router in first for route in router.routes if isinstance(route, APIRoute)}
+    for router in (*first, *(_without(router, hidden) for router in _routers(context.settings))):
         app.include_router(router)
-    if first:
-        _drop_hidden(app, {route.path for router in first for route in router.routes if isinstance(route, APIRoute)})
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
     needs_key = bool(context.settings.api_keys)
@@ -175,15 +176,11 @@ def build_routes(context: RouteContext, first: Sequence[APIRouter] = ()) -> Fast
     return app
 
 
-def _drop_hidden(app: FastAPI, paths: set[str]) -> None:
-    """Removes routes behind others of the same path, which would never answer."""
-    seen: set[tuple[str, frozenset[str]]] = set()
-    for route in list(app.router.routes):
-        if isinstance(route, APIRoute) and route.path in paths:
-            key = (route.path, frozenset(route.methods))
-            if key in seen:
-                app.router.routes.remove(route)
-            seen.add(key)
+def _without(router: APIRouter, paths: set[str]) -> APIRouter:
+    """Returns the router without routes that others of the same path hide."""
+    left = APIRouter()
+    left.routes.extend(route for route in router.routes if getattr(route, "path", None) not in paths)
+    return router if len(left.routes) == len(router.routes) else left
 
 
 def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:

@@ -118,18 +118,18 @@ class HostContext:
     # The directory of models (model_directory.py)
 
     def entries(self) -> list[ModelEntry]:
-        return [entry_of(slot) for slot in self.host.slots]
+        return [entry_of(slot, self.host.now) for slot in self.host.slots]
 
     def find_entry(self, name: str) -> ModelEntry:
-        return entry_of(self.host.find(name))
+        return entry_of(self.host.find(name), self.host.now)
 
     def entries_by_name(self) -> Iterator[tuple[str, ModelEntry]]:
         for slot in self.host.slots:
-            entry = entry_of(slot)
+            entry = entry_of(slot, self.host.now)
             yield from ((name, entry) for name in slot.names)
 
 
-def entry_of(slot: ModelSlot) -> ModelEntry:
+def entry_of(slot: ModelSlot, now: float) -> ModelEntry:
     loaded = slot.loaded
     adapters = {} if loaded is None else loaded.context.llm.list_adapters()
     return ModelEntry(
@@ -144,9 +144,10 @@ def entry_of(slot: ModelSlot) -> ModelEntry:
         source=None if loaded is None else loaded.context.llm.source,
         max_model_len=None if loaded is None else loaded.context.max_model_len,
         adapters={name: adapter.path for name, adapter in adapters.items()},
-        seconds_left=None if slot.keep_alive == FOREVER else slot.keep_alive,
+        seconds_left=None if slot.keep_alive == FOREVER else max(slot.expires_at - now, 0.0),
         num_unfinished=0 if loaded is None else loaded.num_unfinished,
         error=slot.error,
+        figures={} if loaded is None else loaded.context.llm.describe(),
     )
 
 

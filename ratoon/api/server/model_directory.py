@@ -33,6 +33,25 @@ class ModelEntry:
     seconds_left: float | None = None  # that it is kept after its last request; None: forever
     num_unfinished: int = 0
     error: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)  # the engine's description, if it is loaded
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.state in (ModelState.LOADED, ModelState.ASLEEP)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return str(self.figures.get("device", "")).startswith("cuda")
+
+    @property
+    def num_weights(self) -> int:
+        return sum(one["num_weights"] for one in self.figures.get("weight_formats", ()))
+
+    @property
+    def weight_format(self) -> str:
+        """The format of most weights; empty: it is not known."""
+        formats = self.figures.get("weight_formats", ())
+        return max(formats, key=lambda one: one["num_weights"])["format"] if formats else ""
 
 
 class ModelDirectory(Protocol):
@@ -78,6 +97,7 @@ class OneModel:
             max_model_len=context.max_model_len,
             adapters={name: adapter.path for name, adapter in llm.list_adapters().items()},
             num_unfinished=context.num_unfinished,
+            figures=figures,
         )
 
 

@@ -96,6 +96,7 @@ class ModelSlot(Claim):
         self.state = ModelState.UNLOADED
         self.loaded: LoadedModel | None = None
         self.num_users = 0
+        self.num_waiting = 0  # of these, those that wait until it is ready
         self.keep_alive = FOREVER
         self.error = ""  # of the last load, if it failed
         self.num_loads = 0
@@ -113,8 +114,9 @@ class ModelSlot(Claim):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it could be put away now."""
-        unused = self.num_users == 0 and self.change is None
+        """Whether it could be put away now. What waits for a model that is about to leave does not keep it."""
+        num_users = self.num_users - (self.num_waiting if self.is_leaving else 0)
+        unused = num_users == 0 and self.change is None
         return unused and (self.loaded is None or self.loaded.num_unfinished == 0)
 
     @property
@@ -173,6 +175,10 @@ class ModelHost:
         names = ("kv_memory", "num_blocks", "num_gpu_blocks_override", "kv_memory_fraction", "gpu_memory_utilization")
         return not math.isinf(self.budget) and all(spec.llm_settings.get(name) is None for name in names)
 
+    @property
+    def now(self) -> float:
+        return self._clock()
+
     # ---- names ----
 
     @property
@@ -210,13 +216,17 @@ class ModelHost:
 
     async def ready(self, slot: ModelSlot) -> LoadedModel:
         """Waits until the model answers. ApiError: it can't be loaded."""
-        while not slot.is_ready:
-            if slot.change is None and not slot.is_leaving:
-                self._begin(slot, self._bring(slot))
-            if slot.change is not None:
-                await asyncio.shield(slot.change)
-            else:  # it is about to be put away
-                await self._wait_for_change()
+        slot.num_waiting += 1
+        try:
+            while not slot.is_ready:
+                if slot.change is None and not slot.is_leaving:
+                    self._begin(slot, self._bring(slot))
+                if slot.change is not None:
+                    await asyncio.shield(slot.change)
+                else:  # it is about to be put away
+                    await self._wait_for_change()
+        finally:
+            slot.num_waiting -= 1
         assert slot.loaded is not None
         return slot.loaded
 

@@ -12,12 +12,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
+from starlette.responses import JSONResponse as JsonResponse
 
 from ratoon.api.server.errors import ApiError, as_api_error, refused, request_not_found
 from ratoon.api.server.exchange import AsgiApp, Exchange, Message, Receive, Scope, Send, exchange_of, header
 from ratoon.api.server.middleware import is_admin_path
 from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot
 from ratoon.api.server.model_slots import parse_keep_alive
+from ratoon.api.server.ollama_answers import now
 from ratoon.api.server.request_bodies import decode_json, parse_form
 from ratoon.api.server.responses import EVENT_STREAM, STREAM_HEADERS, event, messages_error, send_error
 from ratoon.api.server.threads import LARGE
@@ -46,6 +48,14 @@ class Asked(msgspec.Struct):
     continuation_of: Any = None
     previous_response_id: Any = None
     original_request_id: Any = None
+    prompt: Any = None
+    messages: Any = None
+    input: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks for nothing but that the model be loaded, or not."""
+        return not self.prompt and not self.messages and not self.input
 
     @property
     def parents(self) -> list[str]:
@@ -76,6 +86,8 @@ class ModelRouter:
             keep_alive = self._keep_alive(scope, asked)
         except ApiError as error:
             return await send_error(scope, send, error)
+        if keep_alive == 0 and asked.is_empty:
+            return await self._unload(slot, asked, scope, send)
         self._host.enter(slot)
         try:
             await self._answer(slot, asked, scope, receive, send)
@@ -152,6 +164,17 @@ class ModelRouter:
             return parse_keep_alive(asked.keep_alive)
         except ConfigError as error:
             raise refused(error.subject, error.problem, error.expected) from None
+
+    async def _unload(self, slot: ModelSlot, asked: Asked, scope: Scope, send: Send) -> None:
+        """As Ollama does it: a request without a prompt and with keep_alive 0. It is answered when it is done."""
+        await self._host.unload(slot)
+        words: dict[str, Any] = {"response": ""}
+        if scope["path"] == "/api/chat":
+            words = {"message": {"role": "assistant", "content": ""}}
+        about = {"created_at": now(), "done": True, "done_reason": "unload"}
+        response = JsonResponse({"model": asked.model, **words, **about}, headers=exchange_of(scope).headers())
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
 
     # ---- the wait, and the answer ----
 

@@ -89,10 +89,13 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     content = error.encode()
     if scope["path"].startswith(MESSAGES_PATH):
         content = msgspec.json.encode(messages_error(error, exchange.request_id))
+    elif scope["path"].startswith(OLLAMA_PATH):
+        content = msgspec.json.encode({"error": error.message})
     return Response(content, error.status, headers, JSON)
 
 
 MESSAGES_PATH = "/v1/messages"  # Anthropic's protocol
+OLLAMA_PATH = "/api/"
 MESSAGES_ERRORS = {
     401: "authentication_error",
     403: "permission_error",

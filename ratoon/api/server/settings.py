@@ -204,6 +204,11 @@ class ServerSettings:
         )
 
     @property
+    def puts_models_away(self) -> bool:
+        """Whether models are loaded when they are asked for. The command line sets it for several models."""
+        return self.keep_alive is not None or self.memory_budget is not None
+
+    @property
     def unknown_fields(self) -> UnknownFields:
         if self.strict:
             return UnknownFields.REFUSE

@@ -44,14 +44,19 @@ async def run_to_end(run: TypedRun) -> None:
             pass
 
 
-async def answer_typed_stream(request: Request, run: TypedRun, error_event: Callable[[ApiError], bytes]) -> Response:
+async def answer_typed_stream(
+    request: Request,
+    run: TypedRun,
+    error_event: Callable[[ApiError], bytes],
+    kind: type[EventStream] = EventStream,
+) -> Response:
     """Waits for the first token: errors until then get an HTTP status instead of an event."""
     exchange = exchange_of(request.scope)
     if exchange.writer is not None:
         run.batch.take = partial(_write, exchange.writer, run)
     events = _joined(run)
     first = await anext(events, b"")
-    return EventStream(first, events, exchange.headers(), end=b"", error_event=error_event)
+    return kind(first, events, exchange.headers(), end=b"", error_event=error_event)
 
 
 async def _joined(run: TypedRun) -> AsyncGenerator[bytes, None]:
