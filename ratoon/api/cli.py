@@ -24,7 +24,9 @@ from ratoon.api.commands import (
     info,
     models,
     pull,
+    remove,
     serve,
+    served,
     transcribe,
 )
 from ratoon.api.options import in_terms_of_options
@@ -34,16 +36,14 @@ from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestErro
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
 
-COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, models, pull, info, demo)
+COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, served, models, pull, remove, info, demo)
 # Commands of Ollama and others: those that a command here does, and what to do instead of the rest.
 SYNONYMS = {"list": "models", "ls": "models", "show": "info"}
 ELSEWHERE = {
     "run": "`ratoon chat MODEL` talks with a model, `ratoon generate MODEL PROMPT` answers a prompt",
-    "ps": "`ratoon serve` is a process of its own; `curl http://127.0.0.1:8000/v1/models` shows which model it serves",
-    "stop": "Ctrl-C or SIGTERM ends `ratoon serve`",
-    "rm": "`ratoon models --json` shows where models are; they are files, which can be deleted",
     "version": "`ratoon --version` prints it",
 }
+SEVERAL = ("prompts", "models")  # arguments of which there may be any number
 EXIT_ENGINE = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
@@ -59,7 +59,7 @@ def build_parser(commands: Sequence[ModuleType] = COMMANDS) -> argparse.Argument
 
 
 def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] = COMMANDS) -> argparse.Namespace:
-    """Parses arguments as argparse does, but prompts may follow options, which argparse reports as unknown
+    """Parses arguments as argparse does, but prompts and models may follow options, which argparse reports as unknown
     arguments."""
     parser = build_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -67,10 +67,11 @@ def parse_arguments(argv: Sequence[str] | None, commands: Sequence[ModuleType] =
         parser.print_help(sys.stderr)
         sys.exit(EXIT_INPUT)
     args, rest = parser.parse_known_args(in_our_commands(words))
-    if rest and not hasattr(args, "prompts"):
+    several = next((name for name in SEVERAL if hasattr(args, name)), None)
+    if rest and several is None:
         parser.error(f"{rest[0]!r} is one argument too many")
-    if rest:
-        args.prompts += rest
+    if rest and several is not None:
+        setattr(args, several, getattr(args, several) + rest)
     return args
 
 

@@ -4,12 +4,14 @@ HF_ENDPOINT and HF_HUB_OFFLINE. Only the files that an engine reads are fetched.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +25,111 @@ HUB_FILES = (
 )  # fmt: skip
 HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # duplicates of the weights
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+MAX_SHOWN_FILES = 8
 WATCH_INTERVAL = 0.2  # seconds between polls
 
 Watch = Callable[[int], None]  # called with the bytes fetched so far
 
 
-def download(hub_id: str, expected: str) -> Path:
+def download(hub_id: str, expected: str, revision: str | None = None) -> Path:
     """The model's folder in the hub's cache, fetched if missing. `expected` ends the error of an unknown id."""
     from huggingface_hub import snapshot_download
 
     with hub_errors(hub_id, expected):
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+            )
+        )
 
 
-def file_sizes(hub_id: str, expected: str) -> dict[str, int]:
-    """The files that `download` fetches, and their sizes. Raises ModelError for a repository without a config too."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import filter_repo_objects
+def download_file(hub_id: str, file: str, expected: str, revision: str | None = None) -> Path:
+    """One file of a repository, such as a GGUF file, fetched if missing."""
+    from huggingface_hub import hf_hub_download
 
     with hub_errors(hub_id, expected):
-        files = HfApi().model_info(hub_id, files_metadata=True).siblings or []
-        sizes = {file.rfilename: file.size or 0 for file in files}
-        wanted = filter_repo_objects(sizes, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
-        found = {path: sizes[path] for path in wanted}
+        return Path(hf_hub_download(hub_id, file, revision=revision))
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    size: int
+    sha256: str | None  # None: the hub does not say, as for small files
+
+
+def files_of(hub_id: str, expected: str, revision: str | None = None) -> dict[str, HubFile]:
+    """All files of a repository. ModelError: there is no such repository, or no such revision."""
+    from huggingface_hub import HfApi
+
+    with hub_errors(hub_id, expected):
+        files = HfApi().model_info(hub_id, revision=revision, files_metadata=True).siblings or []
+    return {file.rfilename: HubFile(file.size or 0, None if file.lfs is None else file.lfs.sha256) for file in files}
+
+
+def wanted_files(hub_id: str, files: Mapping[str, HubFile]) -> dict[str, HubFile]:
+    """The files that `download` fetches. Raises ModelError for a repository without a config too."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = filter_repo_objects(files, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
+    found = {path: files[path] for path in wanted}
     if "config.json" not in found or not any(path.endswith(".safetensors") for path in found):
-        hint = "a repository with config.json and safetensors files; a GGUF file is downloaded and named as a file"
+        hint = "a repository with config.json and safetensors files"
+        gguf = sorted(path for path in files if path.endswith(".gguf"))
+        if gguf:
+            hint += f", or --file NAME, one of {', '.join(gguf[:MAX_SHOWN_FILES])}" + (
+                "…" * (len(gguf) > MAX_SHOWN_FILES)
+            )
         raise ModelError(hub_id, "is no model in the form that is read", hint)
     return found
 
 
-def fetch_config(hub_id: str, expected: str) -> Path:
+def verify_checksums(hub_id: str, paths: Mapping[Path, HubFile]) -> int:
+    """Compares fetched files with the hub's SHA-256 sums, where it has one. Returns how many were compared.
+    ModelError: one differs; it is deleted, so that the next download fetches it again."""
+    num_compared = 0
+    for path, file in paths.items():
+        if file.sha256 is None:
+            continue
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != file.sha256:
+            blob = path.resolve()
+            path.unlink(missing_ok=True)
+            blob.unlink(missing_ok=True)
+            problem = f"{path.name} has the SHA-256 sum {found}, and the hub's is {file.sha256}"
+            raise ModelError(hub_id, problem, "the file was deleted; fetch it again")
+        num_compared += 1
+    return num_compared
+
+
+def remove(hub_id: str, revision: str | None = None) -> int:
+    """Deletes a model from the cache; returns the bytes that this freed. ModelError: it is not there."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    expected = "one that `ratoon list` shows with the kind hub"
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        raise ModelError(hub_id, "is not in the hub's cache", expected) from None
+    repo = next((one for one in cache.repos if one.repo_id == hub_id and one.repo_type == "model"), None)
+    if repo is None:
+        raise ModelError(hub_id, "is not in the hub's cache", expected)
+    found = [one for one in repo.revisions if revision in (None, one.commit_hash, *one.refs)]
+    if not found:
+        known = sorted({name for one in repo.revisions for name in (*one.refs, one.commit_hash)})
+        raise ModelError(hub_id, f"has no revision {revision!r} in the cache", f"one of {', '.join(known)}")
+    strategy = cache.delete_revisions(*(one.commit_hash for one in found))
+    strategy.execute()
+    return int(strategy.expected_freed_size)
+
+
+def fetch_config(hub_id: str, expected: str, revision: str | None = None) -> Path:
     """Fetch config.json only, to check that the model is supported before large files are fetched."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(hub_id, expected):
-        return Path(hf_hub_download(hub_id, "config.json"))
+        return Path(hf_hub_download(hub_id, "config.json", revision=revision))
 
 
 def cache_folder(hub_id: str) -> Path:
@@ -122,6 +194,7 @@ def hub_errors(hub_id: str, expected: str) -> Iterator[None]:
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
@@ -130,6 +203,8 @@ def hub_errors(hub_id: str, expected: str) -> Iterator[None]:
         raise
     except GatedRepoError as error:
         raise ModelError(hub_id, "is gated on the hub", "accept its terms there, then set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(hub_id, "has no such revision on the hub", "a branch, a tag or a commit") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(hub_id, "is neither here nor on the hub", expected) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:

@@ -28,7 +28,7 @@ GOOD = {
 REPOS = {
     "org/good": GOOD,
     "org/other-family": {**GOOD, "config.json": b'{"architectures": ["MambaForCausalLM"]}'},
-    "org/gguf-only": {"model.gguf": b"GGUF"},
+    "org/gguf-only": {"model.gguf": b"GGUF", "damaged.gguf": b"GGUF of a broken disk"},
 }
 HUGE = "org/huge"  # its listing says that it is larger than any disk
 
@@ -60,7 +60,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
                 for file, content in files.items()
             ]
             return self.reply(200, json.dumps(listing).encode())
-        siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
+        siblings = [{"rfilename": file, "size": size, **checksum(file, files[file])} for file, size in sizes.items()]
         info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
         self.reply(200, json.dumps(info).encode())
 
@@ -80,6 +80,14 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def checksum(file: str, content: bytes) -> dict[str, object]:
+    """What the hub says of large files. One of them is another than it says."""
+    if not file.endswith(".gguf"):
+        return {}
+    told = b"another" if file == "damaged.gguf" else content
+    return {"lfs": {"sha256": hashlib.sha256(told).hexdigest(), "size": len(content), "pointerSize": 100}}
 
 
 def oid(content: bytes) -> str:
@@ -132,6 +140,7 @@ def test_a_model_is_fetched_listed_and_not_fetched_again(hub, tmp_path: Path) ->
         ("org/other-family", "architecture 'MambaForCausalLM' is not supported"),
         ("org/gguf-only", "org/gguf-only: is no model in the form that is read; a repository with config.json"),
         ("org/huge", "are free at"),
+        ("org/gguf-only", "or --file NAME, one of damaged.gguf, model.gguf"),
         ("good", "good: is no hub id"),
     ],
 )
@@ -151,3 +160,32 @@ def test_without_a_network_it_says_so_soon(tmp_path: Path) -> None:
     assert refused.stderr == f"error: org/good: the hub ({endpoint}) can't be reached; is there a network?\n"
     offline = ratoon(tmp_path, endpoint, "pull", "org/good", HF_HUB_OFFLINE="1")
     assert offline.returncode == 2 and "HF_HUB_OFFLINE is set" in offline.stderr
+
+
+def test_a_gguf_file_is_fetched_compared_and_deleted(hub, tmp_path: Path) -> None:
+    pulled = ratoon(tmp_path, address(hub), "pull", "org/gguf-only", "--file", "model.gguf")
+    assert (pulled.returncode, pulled.stderr) == (0, "")
+    assert pulled.stdout.startswith("org/gguf-only: 4 B, 1 checksum compared in ")
+    file = Path(pulled.stdout.split(" in ")[1].strip())
+    assert file.read_bytes() == b"GGUF"
+    damaged = ratoon(tmp_path, address(hub), "pull", "org/gguf-only", "--file", "damaged.gguf")
+    assert damaged.returncode == 2 and "and the hub's is" in damaged.stderr
+    assert not (file.parent / "damaged.gguf").exists()
+    other = ratoon(tmp_path, address(hub), "pull", "org/gguf-only", "--file", "modle.gguf")
+    assert "has no GGUF file 'modle.gguf'; did you mean model.gguf?" in other.stderr
+    removed = ratoon(tmp_path, address(hub), "rm", "org/gguf-only")
+    assert removed.stdout == "org/gguf-only: 4 B freed\n" and not file.exists()
+    again = ratoon(tmp_path, address(hub), "rm", "org/gguf-only")
+    assert again.returncode == 2 and "org/gguf-only: is not in the hub's cache" in again.stderr
+    own = ratoon(tmp_path, address(hub), "rm", str(tmp_path))
+    assert own.returncode == 2 and "is a file or a folder here" in own.stderr
+
+
+def test_a_revision_is_fetched_by_its_name(hub, tmp_path: Path) -> None:
+    hub.asked.clear()
+    pulled = ratoon(tmp_path, address(hub), "pull", "org/good", "--revision", "v1")
+    assert (pulled.returncode, pulled.stderr) == (0, "")
+    assert any("/revision/v1" in path for path in hub.asked)
+    wrong = ratoon(tmp_path, address(hub), "rm", "org/good", "--revision", "v2")
+    assert wrong.returncode == 2 and "has no revision 'v2' in the cache" in wrong.stderr
+    assert ratoon(tmp_path, address(hub), "rm", "org/good", "--revision", "v1").returncode == 0

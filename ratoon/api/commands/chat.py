@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
+from ratoon.api.chat_tree import ConversationTree, text_of
 from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
 from ratoon.api.commands.generate import refuse_images
 from ratoon.api.image_options import (
@@ -57,9 +59,16 @@ from ratoon.core.suggestions import did_you_mean
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
-COMMANDS = ("/continue", "/image", "/reset", "/stats", "/help", "/exit")
+COMMANDS = (
+    "/continue", "/branch", "/tree", "/alternatives", "/save", "/image", "/reset", "/stats", "/help", "/exit",
+)  # fmt: skip
+MAX_ALTERNATIVES = 16
 HELP = """\
 /continue  continue the last answer
+/branch    go on from message N of /tree; without N, write the last message anew
+/tree      show all messages, with their numbers; * is the way to the current one
+/alternatives  write N further answers to the last message, each a branch; default 1
+/save      write the tree and the current conversation to a file, as JSON
 /image     add the image at a path to the next message; so does a path in the message itself
 /reset     forget the conversation
 /stats     tokens so far, and how full the cache is
@@ -67,9 +76,15 @@ HELP = """\
 /exit      leave (Ctrl-D does too)
 Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\". Ctrl-C stops an answer."""
 
+DESCRIPTION = """Talk with a model.
+
+In the conversation, /help lists its commands: /continue, /branch, /tree, /alternatives, /save, /image,
+/reset, /stats and /exit. Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\". Ctrl-C
+stops an answer, Ctrl-D leaves."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("chat", help="talk with a model", description=f"Talk with a model.\n\n{HELP}")
+    parser = subparsers.add_parser("chat", help="talk with a model", description=DESCRIPTION)
     model = "a folder, a GGUF file, a hub id or an embedded name; left out: that of a server"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -166,7 +181,7 @@ class Conversation:
         self._answerer = answerer
         self._images = list(images)  # of the next message
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._opening)
+        self._tree = ConversationTree(self._opening)
         self._num_prompt_tokens = self._num_answer_tokens = 0
         self._num_cached_tokens: int | None = None  # None: not reported
 
@@ -207,7 +222,7 @@ class Conversation:
         if command == "/help":
             print(HELP)
         elif command == "/reset":
-            self._messages = list(self._opening)
+            self._tree = ConversationTree(self._opening)
             self._images.clear()
             print("(forgotten)")
         elif command == "/image":
@@ -216,31 +231,99 @@ class Conversation:
             self.print_stats()
         elif command == "/continue":
             self.go_on()
+        elif command == "/tree":
+            print("\n".join(self._tree.draw()) or "there is no message yet")
+        elif command == "/branch":
+            self.branch(rest)
+        elif command == "/alternatives":
+            self.write_alternatives(rest)
+        elif command == "/save":
+            self.save(rest)
         else:
             print(f"{command} is no command; {did_you_mean(command, COMMANDS, '/help lists them')}")
 
     def answer(self, text: str) -> None:
         """Print the answer as it comes. If it is stopped or fails, the text so far is the answer; without any text, the
         conversation stays as it was before the message."""
-        self._messages.append({"role": "user", "content": content_of(text, self._images)})
+        self._tree.add({"role": "user", "content": content_of(text, self._images)})
         new_text = self._ask("the message is removed")
         self._images.clear()
         if new_text is None:
-            self._messages.pop()
+            self._tree.drop_current()
         else:
-            self._messages.append({"role": "assistant", "content": new_text})
+            self._tree.add({"role": "assistant", "content": new_text})
 
     def go_on(self) -> None:
         """Continue the last answer, which was stopped or cut off."""
-        if not self._messages or self._messages[-1]["role"] != "assistant":
+        node = self._tree.current
+        if node is None or node.message["role"] != "assistant":
             print("there is no answer to continue")
             return
         new_text = self._ask("the answer stays as it was")
         if new_text is not None:
-            answer = self._messages[-1]
-            self._messages[-1] = {**answer, "content": answer["content"] + new_text}
+            node.message = {**node.message, "content": node.message["content"] + new_text}
 
-    def _ask(self, nothing_came: str) -> str | None:
+    def branch(self, typed: str) -> None:
+        """Go to another message, from which the conversation continues."""
+        tree = self._tree
+        if not typed:
+            left = tree.step_back()
+            if left is None:
+                print("there is no message to go back from")
+            else:
+                where = "the beginning" if tree.current is None else f"message {tree.current.number}"
+                print(f"(from {where}, before: {text_of(left.message)})")
+            return
+        node = tree.find(int(typed)) if typed.isascii() and typed.isdigit() else None
+        if node is None:
+            print(f"there is no message {typed}; /tree shows their numbers")
+            return
+        tree.current = node
+        if node.message["role"] == "user":  # it may have been answered: here is another answer
+            self._add_answer("the message stays without a further answer")
+        else:
+            print(f"(from message {node.number}: {text_of(node.message)})")
+
+    def write_alternatives(self, typed: str) -> None:
+        """Write further answers to the last message. They are sampled, since others would be the same."""
+        tree = self._tree
+        asked = tree.current
+        if asked is not None and asked.message["role"] == "assistant":
+            asked = asked.parent
+        count = 1 if not typed else int(typed) if typed.isascii() and typed.isdigit() else 0
+        if asked is None or not 1 <= count <= MAX_ALTERNATIVES:
+            problem = "there is no message to answer" if asked is None else f"/alternatives N: 1 to {MAX_ALTERNATIVES}"
+            print(problem)
+            return
+        for _ in range(count):
+            before, tree.current = tree.current, asked
+            if not self._add_answer("no further answer", varies=True):
+                tree.current = before
+                return
+
+    def _add_answer(self, nothing_came: str, varies: bool = False) -> bool:
+        """Answer the current message, which is the user's, and add the answer to the tree."""
+        new_text = self._ask(nothing_came, varies)
+        if new_text is None:
+            return False
+        node = self._tree.add({"role": "assistant", "content": new_text})
+        print_dim(f"message {node.number}", "")
+        return True
+
+    def save(self, typed: str) -> None:
+        if not typed:
+            print("/save FILE")
+            return
+        path = Path(typed).expanduser()
+        content = {"model": self._answerer.name, "messages": self._tree.messages, "tree": self._tree.as_data()}
+        try:
+            path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            print_error(f"{path} can't be written: {error.strerror}")
+            return
+        print(f"({len(self._tree)} messages are in {path})")
+
+    def _ask(self, nothing_came: str, varies: bool = False) -> str | None:
         """Print new text as it comes. None: it was stopped or failed before any text."""
         begin = time.monotonic()
         with ExitStack() as waiting:
@@ -248,7 +331,7 @@ class Conversation:
                 waiting.enter_context(status("waiting for the first token"))
             answer = PrintedAnswer(on_first=waiting.close)
             try:
-                self._answerer.answer(self._messages, answer)
+                self._answerer.answer(self._tree.messages, answer, varies)
                 answer.finish()
             except KeyboardInterrupt:
                 answer.note = "stopped"
@@ -280,7 +363,7 @@ class Conversation:
 
     def print_stats(self) -> None:
         cached = "" if self._num_cached_tokens is None else f", of them from the cache {self._num_cached_tokens}"
-        print(f"messages       {len(self._messages)}")
+        print(f"messages       {len(self._tree.messages)}")
         print(f"prompt tokens  {self._num_prompt_tokens}{cached}")
         print(f"answer tokens  {self._num_answer_tokens}")
         print(self._answerer.describe_state())

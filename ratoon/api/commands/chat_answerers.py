@@ -6,6 +6,7 @@ An answerer writes into a PrintedAnswer piece by piece. If it is interrupted or 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -18,6 +19,7 @@ from ratoon.api.answer_parts.parser import AUTO, choose_answer_format
 from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta
 from ratoon.api.answer_parts.plan import answer_plan
 from ratoon.api.terminal import DIM, PLAIN, WordWriter, is_coloured
+from ratoon.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]  # its content may be a list of parts
 
 
+VARIED_TEMPERATURE = 0.8  # of further answers to a message, where no temperature is given
 ONLY_REASONING = "ended while reasoning; --max-tokens allows more"
 
 
@@ -93,8 +96,9 @@ class Answerer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
-        """Answer the last message, or continue it if it is the assistant's. Raises RequestError or RemoteError if the
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer, varies: bool = False) -> None:
+        """Answer the last message, or continue it if it is the assistant's. `varies`: the answer should differ from
+        others to the same message, so it is sampled without a seed. Raises RequestError or RemoteError if the
         answer is missing or incomplete."""
 
     def describe_state(self) -> str:
@@ -122,11 +126,15 @@ class LocalAnswerer:
     def name(self) -> str:
         return self._llm.source.name
 
-    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer, varies: bool = False) -> None:
         continued = messages[-1]["content"] if goes_on(messages) else None
         prompt = self._llm.chat_prompt(messages, continue_final_message=goes_on(messages), **self._variables)
         plan = answer_plan(self._format, self._llm.get_tokenizer(), continued=continued)
         parser, params = plan.parser(prompt["prompt"]), plan.params(self._params, prompt["prompt"])
+        if varies and isinstance(params, SamplingParams):
+            params = msgspec.structs.replace(
+                params, temperature=params.temperature or VARIED_TEMPERATURE, seed=secrets.randbits(32)
+            )
         with closing(self._llm.stream(prompt, params, adapter=self._adapter)) as stream:
             for output in stream:
                 choice = output.outputs[0]
@@ -173,20 +181,23 @@ class RemoteAnswerer:
     def name(self) -> str:
         return f"{self._model} at {self._client.url}"
 
-    def answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
-        asyncio.run(self._answer(messages, answer))
+    def answer(self, messages: Sequence[Message], answer: PrintedAnswer, varies: bool = False) -> None:
+        asyncio.run(self._answer(messages, answer, varies))
 
-    async def _answer(self, messages: Sequence[Message], answer: PrintedAnswer) -> None:
+    async def _answer(self, messages: Sequence[Message], answer: PrintedAnswer, varies: bool) -> None:
         from ratoon.api.remote.client import CONTINUE, RefusedError
 
+        varied: dict[str, Any] = {}
+        if varies:
+            varied = {"temperature": self._fields.get("temperature") or VARIED_TEMPERATURE, "seed": secrets.randbits(32)}
         async with self._client as client:
             answered, self._answered = self._answered, None
             if answered is not None and messages[:-1] == answered[1] and await self._server_continues(client):
-                body = {"messages": messages[-1:], "continuation_of": answered[0]}
+                body = {"messages": messages[-1:], "continuation_of": answered[0], **varied}
                 with suppress(RefusedError):  # what is wrong with the conversation is said of all of it
                     await self._stream(client, body, messages, answer)
                     return
-            whole = {"messages": messages, **(CONTINUE if goes_on(messages) else {})}
+            whole = {"messages": messages, **(CONTINUE if goes_on(messages) else {}), **varied}
             await self._stream(client, whole, messages, answer)
 
     async def _stream(

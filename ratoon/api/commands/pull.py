@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ratoon.api.options import Subparsers, add_common_options, status
 from ratoon.core.errors import ModelError
 from ratoon.core.sizes import format_size
+from ratoon.core.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from ratoon.models.hub import Watch
+    from ratoon.models.hub import HubFile, Watch
 
 DESCRIPTION = """Download a model of the Hugging Face hub into its cache. Other commands do so too when given the id;
 this one shows progress and does not load the model. Files in the cache are not downloaded again, and an
-interrupted download is resumed. HF_HOME sets the cache directory, HF_TOKEN gives access to gated models."""
+interrupted download is resumed. Files are compared with the hub's checksums. HF_HOME sets the cache directory,
+HF_TOKEN gives access to gated models."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("pull", help="fetch a model from the hub", description=DESCRIPTION)
     parser.add_argument("model", metavar="HUB_ID", help="such as Qwen/Qwen3-0.6B")
+    parser.add_argument("--revision", metavar="NAME", help="a branch, a tag or a commit; default: main")
+    parser.add_argument("--file", metavar="NAME.gguf", help="fetch only this GGUF file")
     add_common_options(parser)
     parser.set_defaults(run=run)
 
@@ -36,14 +40,34 @@ def run(args: argparse.Namespace) -> int:
     if not hub.HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelError(name, "is no hub id", expected)
     with status(f"asking the hub for {name}"):
-        total = sum(hub.file_sizes(name, expected).values())
+        files = hub.files_of(name, expected, args.revision)
+    chosen = one_file(name, files, args.file) if args.file is not None else hub.wanted_files(name, files)
+    total = sum(file.size for file in chosen.values())
     with download_bar(name, total) as watch, hub.watched(name, watch):
-        # Unsupported families are refused before the weights are downloaded.
-        parse_hf_config(read_json(hub.fetch_config(name, expected)), name)
+        if args.file is None:
+            # Unsupported families are refused before the weights are downloaded.
+            parse_hf_config(read_json(hub.fetch_config(name, expected, args.revision)), name)
         hub.verify_space(name, total - hub.num_bytes_cached(name))
-        folder = hub.download(name, expected)
-    print(f"{name}: {format_size(total)} in {folder}")
+        if args.file is None:
+            place = hub.download(name, expected, args.revision)
+            paths = {place / path: file for path, file in chosen.items()}
+        else:
+            place = hub.download_file(name, args.file, expected, args.revision)
+            paths = {place: chosen[args.file]}
+    with status("comparing checksums"):
+        num_compared = hub.verify_checksums(name, paths)
+    checked = f", {num_compared} checksum{'s' if num_compared > 1 else ''} compared" if num_compared else ""
+    print(f"{name}: {format_size(total)}{checked} in {place}")
     return 0
+
+
+def one_file(name: str, files: Mapping[str, HubFile], wanted: str) -> dict[str, HubFile]:
+    """The GGUF file that was asked for. ModelError: the repository has none of this name."""
+    gguf = sorted(path for path in files if path.endswith(".gguf"))
+    if wanted not in gguf:
+        listed = did_you_mean(wanted, gguf, f"one of {', '.join(gguf)}") if gguf else "a repository with GGUF files"
+        raise ModelError(name, f"has no GGUF file {wanted!r}", listed)
+    return {wanted: files[wanted]}
 
 
 @contextmanager

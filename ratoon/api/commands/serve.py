@@ -43,11 +43,9 @@ EVERYDAY = {
     "keep_alive": "put a model to sleep after so long idle, such as 5m",
     "memory_budget": "memory of all loaded models, such as 16GiB",
     "served_model_name": "the model's names in requests; default: its own",
-    "chat_template": "use this template instead of the model's own",
     "tool_parser": "how the model writes tool calls; default auto",
     "reasoning_parser": "marks around its reasoning; default auto",
     "api_key": "a key that clients must send; may be repeated",
-    "cors_origin": "allow web pages of this origin; may be repeated",
 }
 KEY_VARIABLE = "RATOON_API_KEY"
 ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
@@ -61,14 +59,14 @@ With --nnodes and a --node-rank above 0, it serves nothing: it runs ranks for th
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("serve", help="serve a model over HTTP", description=DESCRIPTION)
+    parser = subparsers.add_parser("serve", help="serve models over HTTP", description=DESCRIPTION)
     parser.add_argument(
         "models",
         metavar="MODEL",
         nargs="*",
-        help="a folder, a GGUF file, a hub id or an embedded name; several: each is loaded when it is first asked for",
+        help="a folder, a GGUF file, a hub id or a name",
     )
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with these options, and a table [[model]] each")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with these options")
     add_server_options(parser)
     limits = parser.add_argument_group("limits")
     add_setting_options(limits, (one for one in SERVER_SETTINGS.values() if one.group == "limits"))

@@ -33,7 +33,9 @@ from ratoon.api.server.routes.service import HealthAnswer, Model, Models
 from ratoon.api.server.runner import HttpRunner, allowed_hosts, loop_factory
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import OwnState, forget_root
+from ratoon.api.server.unknown_fields import IgnoredFieldsLog
 from ratoon.core.health import EngineHealth, EngineState, Health
+from ratoon.core.json_extent import ExtentLimit, extent_limit
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.observe.metrics import NAMESPACE, EngineMetrics
@@ -106,6 +108,7 @@ class HostContext:
     draining: bool = False
     bodies: BodyBudget = field(init=False)
     metrics: EngineMetrics = field(init=False)  # of requests, whatever model answered them
+    ignored_fields: IgnoredFieldsLog = field(default_factory=IgnoredFieldsLog)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.settings.max_total_body)
@@ -114,6 +117,11 @@ class HostContext:
     @property
     def served_names(self) -> tuple[str, ...]:
         return self.host.names
+
+    @property
+    def extent_limit(self) -> ExtentLimit:
+        """The limits on the contents of bodies for the server itself, which are small."""
+        return extent_limit(1, 1, 1)
 
     # The directory of models (model_directory.py)
 

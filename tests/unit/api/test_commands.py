@@ -445,7 +445,7 @@ def test_words_that_mean_nothing_are_refused(client, capsys, arguments):
         (["generate", "fake", "hi", "--top-k"], "error: --top-k: needs one value"),
         (["generate"], "error: MODEL is missing; usage: ratoon generate [OPTION ...] MODEL [PROMPT ...]"),
         (["run", "llama3"], "`ratoon chat MODEL` talks with a model, `ratoon generate MODEL PROMPT` answers"),
-        (["ps"], "/v1/models` shows which model it serves"),
+        (["stop"], "error: MODEL is missing; usage: ratoon stop [OPTION ...] MODEL"),
         (["transcribe", "fake", "a.wav", "--format", "sr"], "error: --format: 'sr' is unknown; one of "),
     ],
 )  # fmt: skip

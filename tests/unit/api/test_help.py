@@ -13,7 +13,8 @@ from ratoon.cli import COMMANDS, main
 ROOT = Path(__file__).parents[3]
 PATHS = [
     [], ["generate"], ["chat"], ["complete"], ["embed"], ["hidden-states"], ["transcribe"], ["serve"], ["models"],
-    ["pull"], ["info"], ["demo"], ["bench"], ["bench", "serve"], ["bench", "latency"], ["bench", "two-stage"],
+    ["pull"], ["rm"], ["ps"], ["stop"], ["info"], ["demo"], ["bench"],
+    ["bench", "serve"], ["bench", "latency"], ["bench", "two-stage"],
 ]  # fmt: skip
 
 

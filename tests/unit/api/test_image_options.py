@@ -92,7 +92,7 @@ class Listener:
     def __init__(self) -> None:
         self.asked: list[list[dict[str, Any]]] = []
 
-    def answer(self, messages: Any, answer: PrintedAnswer) -> None:
+    def answer(self, messages: Any, answer: PrintedAnswer, varies: bool = False) -> None:
         self.asked.append(list(messages))
         answer.add("ok")
 

@@ -374,7 +374,7 @@ async def ps(request: Request) -> Response:
 )
 async def show(request: Request) -> Response:
     asked = await read_body(request, OllamaShowRequest)
-    name = asked.model or asked.name
+    name = asked.name if asked.leaves_model_out else asked.model
     if not name:
         raise refused("model", "is missing", "the name of a model")
     directory = directory_of(request)

@@ -128,8 +128,8 @@ def test_a_share_of_the_budget_is_what_the_weights_leave_of_it() -> None:
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), ("7", 7), (7, 7), (0, 0), ("-1", FOREVER), (-1, FOREVER),
-     ("-1m", FOREVER)],
+    [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), ("7", 7), (7, 7), (0, 0), ("-1", FOREVER),
+     (-1, FOREVER), ("-1m", FOREVER)],
 )  # fmt: skip
 def test_durations_as_ollama_writes_them(written: object, seconds: float) -> None:
     assert parse_keep_alive(written) == seconds
@@ -137,7 +137,7 @@ def test_durations_as_ollama_writes_them(written: object, seconds: float) -> Non
 
 @pytest.mark.parametrize("written", ["", "soon", "5 m", "5x", True, None, [], float("nan")])
 def test_what_is_no_duration_is_refused(written: object) -> None:
-    with pytest.raises(ConfigError, match="keep_alive: .* is not a duration; seconds, or text such as"):
+    with pytest.raises(ConfigError, match=r"keep_alive: .* is not a duration; seconds, or text such as"):
         parse_keep_alive(written)
 
 
@@ -242,8 +242,9 @@ def test_a_size_that_turns_out_larger_than_the_budget_ends_the_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ModelError("a", "is damaged"), 400), (ConfigError("x", "bad"), 400), (EngineError("died"), 503)]
-)  # fmt: skip
+    ("error", "status"),
+    [(ModelError("a", "is damaged"), 400), (ConfigError("x", "bad"), 400), (EngineError("died"), 503)],
+)
 def test_a_load_that_fails_is_the_requests_error_and_the_next_one_tries_again(error: Exception, status: int) -> None:
     async def work() -> None:
         house = House(TWO)

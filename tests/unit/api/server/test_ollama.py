@@ -77,7 +77,7 @@ def test_a_whole_chat_has_the_text_the_counts_and_the_durations() -> None:
 def test_a_stream_is_lines_of_json_and_only_the_last_one_is_done() -> None:
     async def run() -> None:
         async with scripted(say("Tokyo.")) as client:
-            body = {"model": "tiny:latest", "messages": [{"role": "user", "content": "Where?"}]}
+            body: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "Where?"}]}
             answer = await client.post("/api/chat", body)
             assert answer.headers["content-type"].startswith("application/x-ndjson")
             found = lines(answer.body)
@@ -94,6 +94,7 @@ def test_generate_returns_token_ids_that_the_next_request_goes_on_from() -> None
     async def run() -> None:
         async with scripted(say("Tokyo.")) as client:
             first = await package(client).generate("tiny", "Where?", system="Be brief.")
+            assert first.context is not None
             prompt = "<system>Be brief.\n<user>Where?\n<assistant>"
             assert bytes(token for token in first.context if token < 256).decode() == prompt + "Tokyo."
             assert first.response == "Tokyo."
@@ -199,14 +200,15 @@ def test_an_empty_prompt_only_loads_and_one_model_is_never_unloaded() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
-        ("/api/chat", {"model": "other", "messages": [{"role": "user", "content": "x"}]}, 404, "'other' does not exist"),
+        ("/api/generate", {"model": "other", "prompt": "x"}, 404, "'other' does not exist"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix: is not supported"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "options": {"top_p": 7}}, 400, "options.top_p: "),
-        ("/api/generate", {"model": "tiny", "prompt": "x", "options": {"num_predict": "4"}}, 400, "options.num_predict: "),
+        ("/api/generate", {"model": "tiny", "prompt": "x", "options": {"seed": "4"}}, 400, "options.seed: is not a"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "context": [5000]}, 400, "context: token id 5000"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "images": ["!!"]}, 400, "images[0]: is not base64"),
         ("/api/chat", {"model": "tiny", "messages": [{"content": "x"}]}, 400, "messages[0].role: is missing"),
         ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
+        ("/api/show", {}, 400, "model: is missing"),
         ("/api/embed", {"model": "tiny"}, 400, "input: is missing"),
     ],
 )  # fmt: skip
