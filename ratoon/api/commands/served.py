@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from ratoon.api.options import Subparsers, add_common_options
-from ratoon.api.remote.options import DEFAULT_URL, KEY_VARIABLES, open_client
+from ratoon.api.remote.options import DEFAULT_URL, open_client
 from ratoon.core.sizes import format_size
 
 PS = """List the models of a running server (`ratoon serve`): which are loaded, and the memory that they take."""
@@ -25,8 +25,7 @@ def add_parser(subparsers: Subparsers) -> None:
     stop.set_defaults(run=run_stop)
     for parser in (ps, stop):
         parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server; default {DEFAULT_URL}")
-        variables = " or ".join(KEY_VARIABLES)
-        parser.add_argument("--api-key", metavar="KEY", help=f"the server's key (also: {variables} in the environment)")
+        parser.add_argument("--api-key", metavar="KEY", help="the server's key")
         add_common_options(parser)
 
 
