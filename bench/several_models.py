@@ -1,5 +1,5 @@
-"""A server with three models: how long the list of models takes, the first token of a model that is not loaded, and of one
-that sleeps. Prints the medians beside the aims.
+"""A server with three models: how long the list of models takes, the first token of a model that is not loaded, and of
+one that sleeps. Prints the medians beside the aims.
 
     python bench/several_models.py smollm2-135m --rounds 3
 
@@ -9,6 +9,7 @@ Each model is the same one under another name, with an engine process of its own
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import statistics
 import subprocess
@@ -25,12 +26,8 @@ NAMES = ("a", "b", "c")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="measurements of each; the list is asked 100 times as often"
-    )
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="WORD", help="a further word for `ratoon serve`"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each; 100 times as many of the list")
+    parser.add_argument("--option", action="append", default=[], metavar="WORD", help="a word for `ratoon serve`")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
     words = ["--keep-alive", "1s", "--kv-memory", "512MiB", "--port", "0", *args.option]
@@ -50,7 +47,9 @@ def main() -> int:
 
 
 def measure(url: str, rounds: int) -> dict[str, float]:
-    lists = [timed(lambda: states(url)) for _ in range(100 * rounds)]
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    lists = [timed(lambda: states(url, connection)) for _ in range(100 * rounds)]
+    connection.close()
     cold, asleep = [], []
     for number in range(rounds):
         name = NAMES[number % len(NAMES)]
@@ -72,9 +71,10 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def states(url: str) -> dict[str, str]:
-    with urllib.request.urlopen(f"{url}/v1/models") as answer:
-        return {model["id"]: model["state"] for model in json.load(answer)["data"]}
+def states(url: str, connection: http.client.HTTPConnection | None = None) -> dict[str, str]:
+    connection = connection or http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.request("GET", "/v1/models")
+    return {model["id"]: model["state"] for model in json.load(connection.getresponse())["data"]}
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
