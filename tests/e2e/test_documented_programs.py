@@ -226,7 +226,7 @@ class Reader:
 
     def _run_shell(self, step: Step) -> str:
         command = ADDRESS.sub(self._address, step.source)
-        if command.startswith("ratoon complete ") and "--url" not in command:  # its default is 127.0.0.1:8000
+        if command.startswith(("ratoon complete ", "ratoon ps", "ratoon stop ")) and "--url" not in command:  # its default is 127.0.0.1:8000
             command += f" --url {self._address}"
         done = subprocess.run(
             ["bash", "-c", self._definitions + command],

@@ -49,7 +49,7 @@ EVERYDAY = {
 }
 KEY_VARIABLE = "RATOON_API_KEY"
 ADMIN_KEY_VARIABLE = "RATOON_ADMIN_KEY"
-DESCRIPTION = f"""Serve models over HTTP, in OpenAI's, Anthropic's and Ollama's protocols.
+DESCRIPTION = f"""Serve models over HTTP, in OpenAI's protocol and others.
 
 The server listens on 127.0.0.1 unless --host is given. API keys come from --api-key, --api-key-file and
 the variable {KEY_VARIABLE} (several with commas); without any, every client that can reach the server may use it.
