@@ -226,7 +226,8 @@ class Reader:
 
     def _run_shell(self, step: Step) -> str:
         command = ADDRESS.sub(self._address, step.source)
-        if command.startswith(("ratoon complete ", "ratoon ps", "ratoon stop ")) and "--url" not in command:  # its default is 127.0.0.1:8000
+        asks_a_server = command.startswith(("ratoon complete ", "ratoon ps", "ratoon stop "))
+        if asks_a_server and "--url" not in command:  # the default is 127.0.0.1:8000
             command += f" --url {self._address}"
         done = subprocess.run(
             ["bash", "-c", self._definitions + command],

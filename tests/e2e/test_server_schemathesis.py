@@ -35,6 +35,7 @@ EVENTS = "/v1/engine/events"  # a stream that ends by itself only if it is told 
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
     *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
+    *(("post", f"/api/{name}") for name in ("chat", "generate", "embed", "embeddings", "show")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
     *(("post", f"/v1/{name}_lora_adapter") for name in ("load", "unload")),
@@ -45,6 +46,7 @@ WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
     *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache", "replicas")),
     *(("post", "/admin/profile/start"), ("post", "/admin/profile/stop"), ("get", "/admin/stats")),
     *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/version", "/metrics")),
+    *(("get", f"/api/{name}") for name in ("tags", "ps", "version")),
     ("delete", "/v1/requests/{request_id}"),
     *(("delete", f"/v1/engine/{name}/{{request_id}}") for name in ("requests", "leases")),
     ("get", EVENTS),

@@ -74,7 +74,7 @@ GENERATE_EXAMPLE = {"model": MODEL, "prompt": "What is the capital of Japan?", "
 @router.post(
     "/api/chat",
     summary="Answer a conversation, by Ollama's protocol",
-    responses=answers(OllamaChatAnswer, *WITH_BODY, 404, 429, error=OllamaError),
+    responses=answers(OllamaChatAnswer, *WITH_BODY, 404, 429, files=[LineStream.media_type], error=OllamaError),
     openapi_extra=body(OllamaChatRequest, CHAT_EXAMPLE),
 )
 async def chat(request: Request) -> Response:
@@ -93,7 +93,7 @@ async def chat(request: Request) -> Response:
 @router.post(
     "/api/generate",
     summary="Answer a prompt, by Ollama's protocol",
-    responses=answers(OllamaGenerateAnswer, *WITH_BODY, 404, 429, error=OllamaError),
+    responses=answers(OllamaGenerateAnswer, *WITH_BODY, 404, 429, files=[LineStream.media_type], error=OllamaError),
     openapi_extra=body(OllamaGenerateRequest, GENERATE_EXAMPLE),
 )
 async def generate(request: Request) -> Response:
@@ -352,13 +352,19 @@ async def embed_texts(
 # ---- models ----
 
 
-@router.get("/api/tags", summary="List the models, by Ollama's protocol", responses=answers(OllamaModels))
+@router.get(
+    "/api/tags", summary="List the models, by Ollama's protocol", responses=answers(OllamaModels, error=OllamaError)
+)
 async def tags(request: Request) -> Response:
     entries = directory_of(request).entries()
     return json_response(request, {"models": await asyncio.to_thread(lambda: [list_files(one) for one in entries])})
 
 
-@router.get("/api/ps", summary="List the loaded models, by Ollama's protocol", responses=answers(OllamaModels))
+@router.get(
+    "/api/ps",
+    summary="List the loaded models, by Ollama's protocol",
+    responses=answers(OllamaModels, error=OllamaError),
+)
 async def ps(request: Request) -> Response:
     entries = [entry for entry in directory_of(request).entries() if entry.is_in_memory]
     return json_response(
@@ -383,7 +389,7 @@ async def show(request: Request) -> Response:
     return json_response(request, await asyncio.to_thread(describe_files, entry))
 
 
-@router.get("/api/version", summary="The version of Ollama's API", responses=answers(OllamaVersion))
+@router.get("/api/version", summary="The version of Ollama's API", responses=answers(OllamaVersion, error=OllamaError))
 async def version(request: Request) -> Response:
     return json_response(request, {"version": API_VERSION})
 
