@@ -189,7 +189,10 @@ class RemoteAnswerer:
 
         varied: dict[str, Any] = {}
         if varies:
-            varied = {"temperature": self._fields.get("temperature") or VARIED_TEMPERATURE, "seed": secrets.randbits(32)}
+            varied = {
+                "temperature": self._fields.get("temperature") or VARIED_TEMPERATURE,
+                "seed": secrets.randbits(32),
+            }
         async with self._client as client:
             answered, self._answered = self._answered, None
             if answered is not None and messages[:-1] == answered[1] and await self._server_continues(client):
