@@ -1,0 +1,342 @@
+// @ts-check
+// The live map of the engines: blocks, steps, rates, requests and leases.
+
+import { ApiError, call, events } from "./api.js";
+import { classes, html, useEffect, useRef, useState } from "./dom.js";
+import { announce, changed, state } from "./store.js";
+import { apply, CACHED, census, emptyWorld, FREE, hueOf, IN_USE, LEASED, NULL_BLOCK, ownership } from "./map.js";
+
+/** @typedef {import("./map.js").World} World */
+/** @typedef {import("./types").EngineMap} EngineMap */
+
+let world = emptyWorld();
+/** @type {"off" | "connecting" | "open" | "refused" | "lost"} */
+let connection = "off";
+let problem = "";
+
+/** Reads the stream until the signal says stop. A stream that breaks is opened again, later each time.
+ * @param {AbortSignal} signal */
+async function follow(signal) {
+  for (let attempt = 0; !signal.aborted; attempt += 1) {
+    try {
+      connection = "connecting";
+      changed();
+      const response = await call("/v1/engine/events?interval=0.25", { signal, admin: true });
+      for await (const { event, data } of events(response)) {
+        world = apply(world, event, JSON.parse(data), performance.now() / 1000);
+        connection = "open";
+        attempt = 0;
+        changed();
+      }
+      connection = "lost";
+    } catch (error) {
+      if (signal.aborted) break;
+      problem = /** @type {Error} */ (error).message;
+      if (error instanceof ApiError && error.status < 500) {
+        connection = "refused";
+        changed();
+        return;
+      }
+      connection = "lost";
+    }
+    changed();
+    await new Promise((resolve) => setTimeout(resolve, Math.min(10000, 500 * 2 ** attempt)));
+  }
+  connection = "off";
+}
+
+export function Engine() {
+  const [attempt, setAttempt] = useState(0);
+  useEffect(() => {
+    const controller = new AbortController();
+    follow(controller.signal);
+    return () => controller.abort();
+  }, [attempt, state.key, state.adminKey]);
+  const engines = [...world.engines.values()].sort((a, b) => a.index - b.index);
+  if (connection === "refused") {
+    return html`<section class="engine padded" aria-label="Engine">
+      <p class="error" role="alert">${problem}</p>
+      <form class="line" onSubmit=${(/** @type {any} */ event) => {
+        event.preventDefault();
+        state.adminKey = new FormData(event.target).get("key")?.toString() ?? "";
+        setAttempt(attempt + 1);
+      }}>
+        <label class="inline">Admin key <input name="key" type="password" autocomplete="off" /></label>
+        <button type="submit">Open the map</button>
+      </form>
+      <p class="hint">It is kept in memory until the page is closed, and sent to this server only.</p>
+    </section>`;
+  }
+  return html`<section class="engine" aria-label="Engine">
+    ${connection !== "open" && html`<p class="notice-line" role="status">${connection === "lost" ? `The stream ended (${problem || "closed by the server"}); it is opened again.` : "Opening the stream of events…"}</p>`}
+    <${Rates} />
+    <div class="engines">${engines.map((engine) => html`<${EngineBlocks} key=${engine.index} engine=${engine} several=${engines.length > 1} />`)}</div>
+    <${Steps} />
+    <${Requests} />
+    <${Leases} />
+  </section>`;
+}
+
+/** @param {number | null | undefined} value */
+function asShare(value) {
+  return value === null || value === undefined ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`;
+}
+
+/** @param {number | null | undefined} value */
+function asCount(value) {
+  return value === null || value === undefined ? "–" : value >= 100 ? Math.round(value).toLocaleString("en") : String(Math.round(value * 10) / 10);
+}
+
+/** @param {number | null | undefined} bytes */
+function asBytes(bytes) {
+  if (bytes === null || bytes === undefined) return "–";
+  const unit = bytes >= 2 ** 30 ? [2 ** 30, "GiB"] : [2 ** 20, "MiB"];
+  return `${(bytes / Number(unit[0])).toFixed(unit[1] === "GiB" ? 1 : 0)} ${unit[1]}`;
+}
+
+const TILES = /** @type {[string, string, (value: any) => string][]} */ ([
+  ["output_tokens_per_s", "tokens written / s", asCount],
+  ["prompt_tokens_per_s", "prompt tokens / s", asCount],
+  ["prefix_hit_rate", "prefix hits", asShare],
+  ["draft_acceptance", "drafts accepted", asShare],
+  ["kv_usage", "KV cache in use", asShare],
+  ["memory_bytes", "memory", asBytes],
+  ["num_running", "running", asCount],
+  ["num_waiting", "waiting", asCount],
+]);
+
+function Rates() {
+  return html`<dl class="tiles">
+    ${TILES.map(([name, label, format]) => html`<div class="tile" key=${name}>
+      <dt>${label}</dt><dd>${format(world.rates[name])}</dd>
+      <${Spark} values=${world.history.map((rates) => rates[name] ?? 0)} />
+    </div>`)}
+  </dl>`;
+}
+
+/** @param {{values: number[]}} props */
+function Spark({ values }) {
+  if (values.length < 2) return html`<svg class="spark" viewBox="0 0 100 18" aria-hidden="true"></svg>`;
+  const most = Math.max(...values, 1e-9);
+  const points = values.map((value, at) => `${((at / (values.length - 1)) * 100).toFixed(1)},${(17 - (value / most) * 16).toFixed(1)}`).join(" ");
+  return html`<svg class="spark" viewBox="0 0 100 18" preserveAspectRatio="none" aria-hidden="true"><polyline points=${points} /></svg>`;
+}
+
+/** The colours of the style sheet, for canvases. */
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const value = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+  return { free: value("--free"), cached: value("--cached"), used: value("--used"), leased: value("--leased"), none: value("--null"), text: value("--muted"), line: value("--line"), accent: value("--accent"), dark: value("--dark") === "1" };
+}
+
+/** @param {{engine: EngineMap, several: boolean}} props */
+function EngineBlocks({ engine, several }) {
+  const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
+  const [over, setOver] = useState(-1);
+  const counts = census(engine);
+  const { owner, owners } = ownership(world, engine);
+  const layout = useRef({ columns: 1, cell: 10 });
+  useEffect(() => {
+    const element = canvas.current;
+    if (!element) return;
+    layout.current = drawBlocks(element, engine, owner, owners);
+  });
+  const holder = over >= 0 && owner[over] >= 0 ? owners[owner[over]] : null;
+  const names = { [FREE]: "free", [CACHED]: "free, cached", [IN_USE]: "in use", [LEASED]: "leased", [NULL_BLOCK]: "the null block" };
+  const summary = `${engine.num_blocks} blocks of ${engine.block_size} tokens: ${counts[IN_USE]} in use, ${counts[LEASED]} leased, ${counts[CACHED]} cached, ${counts[FREE]} free`;
+  return html`<article class="blocks">
+    <header>
+      <h3>Engine ${engine.index}</h3>
+      <span class=${classes("state", engine.state === "ok" && "ok")}>${engine.state}${engine.paused ? ", paused" : ""}${engine.asleep ? ", asleep" : ""}</span>
+      <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
+      ${engine.host_blocks && html`<span class="chip">host ${engine.host_blocks.used} of ${engine.host_blocks.total}</span>`}
+      <span class="muted small">${several ? "" : ""}</span>
+    </header>
+    <canvas
+      ref=${canvas}
+      role="img"
+      aria-label=${summary}
+      onMouseMove=${(/** @type {MouseEvent} */ event) => {
+        const { columns, cell } = layout.current;
+        const column = Math.floor(event.offsetX / cell);
+        const id = column < columns ? Math.floor(event.offsetY / cell) * columns + column : -1;
+        setOver(id < engine.num_blocks ? id : -1);
+      }}
+      onMouseLeave=${() => setOver(-1)}
+    ></canvas>
+    ${engine.host_blocks && html`<div class="host" role="img" aria-label=${`${engine.host_blocks.used} of ${engine.host_blocks.total} blocks on the host`}><span style=${{ width: `${(engine.host_blocks.used / Math.max(1, engine.host_blocks.total)) * 100}%` }}></span></div>`}
+    <p class="legend">
+      <span class="key used"></span>${counts[IN_USE]} in use (a colour for each request)
+      <span class="key leased"></span>${counts[LEASED]} leased
+      <span class="key cached"></span>${counts[CACHED]} cached
+      <span class="key free"></span>${counts[FREE]} free
+      <span class="over">${over >= 0 ? `block ${over}: ${names[engine.blocks[over]] ?? ""}${holder ? `, ${holder.id}` : ""}` : `${engine.num_blocks} blocks of ${engine.block_size} tokens`}</span>
+    </p>
+  </article>`;
+}
+
+/** @param {HTMLCanvasElement} canvas @param {EngineMap} engine @param {Int32Array} owner @param {any[]} owners */
+function drawBlocks(canvas, engine, owner, owners) {
+  const width = canvas.clientWidth;
+  const count = engine.blocks.length;
+  // The largest cells with which the field stays within about 260 pixels of height.
+  let cell = 14;
+  while (cell > 3 && Math.ceil(count / Math.floor(width / cell)) * cell > 260) cell -= 1;
+  const columns = Math.max(1, Math.floor(width / cell));
+  const height = Math.min(4000, Math.ceil(count / columns) * cell);
+  const context = sized(canvas, width, height);
+  const palette = colours();
+  const plain = [palette.free, palette.cached, palette.used, palette.leased, palette.none];
+  const gap = cell > 5 ? 1 : cell > 3 ? 0.5 : 0;
+  for (let id = 0; id < count; id += 1) {
+    const code = engine.blocks[id];
+    const holder = owner[id] >= 0 ? owners[owner[id]] : null;
+    let colour = plain[code] ?? palette.free;
+    if (holder && code === IN_USE) colour = `hsl(${hueOf(holder.id)} 62% ${palette.dark ? 58 : 48}%)`;
+    const x = (id % columns) * cell;
+    const y = Math.floor(id / columns) * cell;
+    context.fillStyle = colour;
+    context.fillRect(x, y, cell - gap, cell - gap);
+    if (code === LEASED && cell > 5) {
+      context.fillStyle = holder ? `hsl(${hueOf(holder.id)} 62% ${palette.dark ? 70 : 38}%)` : palette.text;
+      context.fillRect(x, y + cell - gap - 2, cell - gap, 2);
+    }
+  }
+  return { columns, cell };
+}
+
+/** A canvas with as many pixels as the screen has. @param {HTMLCanvasElement} canvas @param {number} width @param {number} height */
+function sized(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.height = `${height}px`;
+  }
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+/** The last steps: tokens as bars, those of prompts above those decoded; milliseconds as a line; what was waited for below. */
+function Steps() {
+  const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
+  const [over, setOver] = useState(-1);
+  const steps = world.steps;
+  useEffect(() => {
+    if (canvas.current) drawSteps(canvas.current, steps, over);
+  });
+  const step = steps[over] ?? steps[steps.length - 1];
+  return html`<article class="steps">
+    <header><h3>Last ${steps.length} steps</h3>
+      <span class="muted">${step ? `${over >= 0 ? "step" : "newest"}: ${step[3]} prompt + ${step[4]} decoded tokens of ${step[5]} requests in ${step[2].toFixed(1)} ms${step[6] ? `, waited for ${step[6]}` : ""}` : "none yet"}</span>
+    </header>
+    <canvas
+      ref=${canvas}
+      role="img"
+      aria-label="Tokens and milliseconds of the last steps"
+      onMouseMove=${(/** @type {any} */ event) => setOver(Math.min(steps.length - 1, Math.floor((event.offsetX / Math.max(1, event.target.clientWidth)) * Math.max(steps.length, 100))))}
+      onMouseLeave=${() => setOver(-1)}
+    ></canvas>
+    <p class="legend"><span class="key prompt"></span>prompt tokens <span class="key decoded"></span>decoded tokens <span class="key time"></span>milliseconds <span class="key waited"></span>waited</p>
+  </article>`;
+}
+
+/** @param {HTMLCanvasElement} canvas @param {import("./types").Step[]} steps @param {number} over */
+function drawSteps(canvas, steps, over) {
+  const width = canvas.clientWidth;
+  const height = 120;
+  const context = sized(canvas, width, height);
+  const palette = colours();
+  const places = Math.max(steps.length, 100);
+  const wide = width / places;
+  // Prompts have hundreds of tokens in a step and answers a few: roots make both visible.
+  const most = Math.sqrt(Math.max(1, ...steps.map((step) => step[3] + step[4])));
+  const slowest = Math.max(1, ...steps.map((step) => step[2]));
+  const floor = height - 8;
+  const scale = (/** @type {number} */ tokens) => (Math.sqrt(tokens) / most) * (floor - 6);
+  context.fillStyle = palette.line;
+  context.fillRect(0, floor, width, 1);
+  steps.forEach((step, at) => {
+    const x = at * wide;
+    const bar = Math.max(1, wide - (wide > 3 ? 1 : 0));
+    const all = scale(step[3] + step[4]);
+    const decoded = scale(step[4]);
+    context.globalAlpha = over < 0 || over === at ? 1 : 0.55;
+    context.fillStyle = palette.leased;
+    context.fillRect(x, floor - all, bar, all - Math.min(all, decoded));
+    context.fillStyle = palette.accent;
+    context.fillRect(x, floor - decoded, bar, decoded);
+    if (step[6]) {
+      context.fillStyle = palette.used;
+      context.fillRect(x, floor + 3, bar, 4);
+    }
+  });
+  context.globalAlpha = 1;
+  context.strokeStyle = palette.text;
+  context.lineWidth = 1;
+  context.beginPath();
+  steps.forEach((step, at) => {
+    const y = floor - (step[2] / slowest) * (floor - 6);
+    if (at) context.lineTo(at * wide + wide / 2, y);
+    else context.moveTo(wide / 2, y);
+  });
+  context.stroke();
+}
+
+/** @param {number} seconds */
+function asTime(seconds) {
+  return seconds >= 90 ? `${(seconds / 60).toFixed(1)} min` : `${seconds.toFixed(1)} s`;
+}
+
+/** @param {[number, number][]} ranges */
+function countBlocks(ranges) {
+  return (ranges ?? []).reduce((sum, [first, last]) => sum + last - first + 1, 0);
+}
+
+function Requests() {
+  const now = performance.now() / 1000;
+  const rows = [...world.requests.values()].sort((a, b) => b.age - a.age);
+  return html`<article>
+    <header><h3>Requests</h3><span class="muted">${rows.filter((row) => row.state === "running").length} running, ${rows.filter((row) => row.state !== "running").length} waiting</span></header>
+    <div class="table" tabindex="0" role="region" aria-label="Requests"><table>
+      <thead><tr><th scope="col"></th><th scope="col">id</th><th scope="col">owner</th><th scope="col">kind</th><th scope="col">state</th><th scope="col">age</th><th scope="col">prompt</th><th scope="col">written</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <tbody>${rows.map((row) => html`<tr key=${row.id}>
+        <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
+        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${row.kind}</td><td>${row.state}</td>
+        <td>${asTime(row.age + now - (row.seen ?? now))}</td><td>${row.prompt_tokens}</td><td>${row.output_tokens}</td><td>${countBlocks(row.blocks)}</td>
+        <td><button type="button" class="quiet danger" aria-label=${`Abort ${row.id}`} onClick=${() => remove(`/v1/engine/requests/${encodeURIComponent(row.id)}`, "Aborted")}>Abort</button></td>
+      </tr>`)}</tbody>
+    </table></div>
+    ${rows.length === 0 && html`<p class="muted">No request is in the engine.</p>`}
+  </article>`;
+}
+
+function Leases() {
+  const now = performance.now() / 1000;
+  const rows = [...world.leases.values()].sort((a, b) => a.seconds_left - b.seconds_left);
+  return html`<article>
+    <header><h3>Leases</h3><span class="muted">${rows.length} finished answers keep their memory</span></header>
+    <div class="table" tabindex="0" role="region" aria-label="Leases"><table>
+      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <tbody>${rows.map((row) => html`<tr key=${row.id}>
+        <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
+        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${countBlocks(row.blocks)}</td>
+        <td><button type="button" class="quiet danger" aria-label=${`Drop ${row.id}`} onClick=${() => remove(`/v1/requests/${encodeURIComponent(row.id)}`, "Dropped")}>Drop</button></td>
+      </tr>`)}</tbody>
+    </table></div>
+    ${rows.length === 0 && html`<p class="muted">None.</p>`}
+  </article>`;
+}
+
+/** @param {string} path @param {string} done */
+async function remove(path, done) {
+  try {
+    // On a server with both kinds of keys, leases belong to API keys and other owners' requests to the admin key.
+    await call(path, { method: "DELETE", admin: path.startsWith("/v1/engine/") });
+    announce(done, true);
+  } catch (error) {
+    announce(/** @type {Error} */ (error).message, true);
+  }
+}
