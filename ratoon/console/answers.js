@@ -150,7 +150,10 @@ async function run(request, blank, promptIds) {
   const started = performance.now();
   const at = (/** @type {number} */ index) => {
     while (written.length <= index) {
-      const fields = { ...blank(), status: /** @type {const} */ ("running"), choice: written.length, group, sent: request };
+      // What the first chunk said holds for all choices, also for those that come later.
+      const { requestId, promptIds: before, continuation } = written[0] ?? {};
+      const known = written.length ? { requestId, continuation, ...(before ? { promptIds: before } : {}) } : {};
+      const fields = { ...blank(), ...known, status: /** @type {const} */ ("running"), choice: written.length, group, sent: request };
       written.push(addMessage(tree, fields));
     }
     return written[index];

@@ -55,7 +55,12 @@ export function difference(left, right) {
 /** What is compared: tokens where both have them, else words.
  * @param {Message} message @param {boolean} byToken */
 function units(message, byToken) {
-  if (byToken) return textsOf(message.tokens ?? []);
+  if (byToken) {
+    // A token that ends the answer is not part of its text.
+    let left = message.text.length;
+    const texts = textsOf(message.tokens ?? []).map((text) => text.slice(0, Math.max(0, (left -= text.length) + text.length)));
+    if (texts.join("") === message.text) return texts.filter(Boolean);
+  }
   return message.text.match(/\s+|\w+|[^\s\w]/gu) ?? [];
 }
 

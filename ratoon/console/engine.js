@@ -70,7 +70,7 @@ export function Engine() {
   return html`<section class="engine" aria-label="Engine">
     ${connection !== "open" && html`<p class="notice-line" role="status">${connection === "lost" ? `The stream ended (${problem || "closed by the server"}); it is opened again.` : "Opening the stream of events…"}</p>`}
     <${Rates} />
-    <div class="engines">${engines.map((engine) => html`<${EngineBlocks} key=${engine.index} engine=${engine} several=${engines.length > 1} />`)}</div>
+    <div class="engines">${engines.map((engine) => html`<${EngineBlocks} key=${engine.index} engine=${engine} />`)}</div>
     <${Steps} />
     <${Requests} />
     <${Leases} />
@@ -129,8 +129,8 @@ function colours() {
   return { free: value("--free"), cached: value("--cached"), used: value("--used"), leased: value("--leased"), none: value("--null"), text: value("--muted"), line: value("--line"), accent: value("--accent"), dark: value("--dark") === "1" };
 }
 
-/** @param {{engine: EngineMap, several: boolean}} props */
-function EngineBlocks({ engine, several }) {
+/** @param {{engine: EngineMap}} props */
+function EngineBlocks({ engine }) {
   const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
   const [over, setOver] = useState(-1);
   const counts = census(engine);
@@ -150,7 +150,6 @@ function EngineBlocks({ engine, several }) {
       <span class=${classes("state", engine.state === "ok" && "ok")}>${engine.state}${engine.paused ? ", paused" : ""}${engine.asleep ? ", asleep" : ""}</span>
       <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
       ${engine.host_blocks && html`<span class="chip">host ${engine.host_blocks.used} of ${engine.host_blocks.total}</span>`}
-      <span class="muted small">${several ? "" : ""}</span>
     </header>
     <canvas
       ref=${canvas}
@@ -323,7 +322,7 @@ function Leases() {
       <tbody>${rows.map((row) => html`<tr key=${row.id}>
         <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
         <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${countBlocks(row.blocks)}</td>
-        <td><button type="button" class="quiet danger" aria-label=${`Drop ${row.id}`} onClick=${() => remove(`/v1/requests/${encodeURIComponent(row.id)}`, "Dropped")}>Drop</button></td>
+        <td><button type="button" class="quiet danger" aria-label=${`Drop ${row.id}`} onClick=${() => remove(`/v1/engine/leases/${encodeURIComponent(row.id)}`, "Dropped")}>Drop</button></td>
       </tr>`)}</tbody>
     </table></div>
     ${rows.length === 0 && html`<p class="muted">None.</p>`}
@@ -333,8 +332,7 @@ function Leases() {
 /** @param {string} path @param {string} done */
 async function remove(path, done) {
   try {
-    // On a server with both kinds of keys, leases belong to API keys and other owners' requests to the admin key.
-    await call(path, { method: "DELETE", admin: path.startsWith("/v1/engine/") });
+    await call(path, { method: "DELETE", admin: true });
     announce(done, true);
   } catch (error) {
     announce(/** @type {Error} */ (error).message, true);

@@ -72,7 +72,9 @@ async function look(message, index) {
     layers: "all",
     lens: TOP,
   };
-  return (await call("/v1/hidden_states", { json })).json();
+  const found = await (await call("/v1/hidden_states", { json })).json();
+  if (!found.lens || !found.norms) throw new Error("This server reads hidden states, but has no logit lens");
+  return found;
 }
 
 /** @param {{data: Found, message: Message, index: number}} props */

@@ -96,7 +96,8 @@ function Cost({ message }) {
   const { continuation, usage } = message;
   const inherited = continuation?.inherited ?? usage?.cached ?? null;
   const computed = continuation?.computed ?? (usage ? usage.prompt - usage.cached : null);
-  const written = usage?.completion ?? null;
+  // Usage counts the answers of one request together.
+  const written = message.group && message.status !== "running" ? message.tokens?.length ?? null : usage?.completion ?? null;
   const source = continuation?.fallback
     ? "the answer was no longer known: its text was sent again"
     : continuation
@@ -265,7 +266,7 @@ function Composer() {
         ref=${field}
         rows="1"
         aria-label="Message"
-        placeholder="Message (Enter sends, Shift+Enter begins a line); drop an image or a recording"
+        placeholder="Message, or drop an image or a recording"
         value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)}
         onPaste=${(/** @type {ClipboardEvent} */ event) => event.clipboardData?.files.length && take(event.clipboardData.files)}

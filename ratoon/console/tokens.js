@@ -3,6 +3,7 @@
 // card beside it, from which the answer branches.
 
 import { branch, bytesOf, goTo } from "./answers.js";
+import { call } from "./api.js";
 import { Component, classes, html, useEffect, useLayoutEffect, useRef } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { announce, changed, state } from "./store.js";
@@ -223,7 +224,9 @@ export function TokenCard() {
     return () => document.removeEventListener("mousedown", outside);
   }, []);
   if (!touched || !message || !token) return null;
-  const others = token.top.some((other) => other.id === token.id && other.text === token.text)
+  /** Alternatives may come without ids: then the text has to do. */
+  const isOwn = (/** @type {import("./types").Alternative} */ other) => other.text === token.text && (other.id === null || other.id === token.id);
+  const others = token.top.some(isOwn)
     ? token.top
     : [{ text: token.text, id: token.id, logprob: token.logprob ?? -Infinity }, ...token.top];
   const branches = siblingsOf(state.tree, message)
@@ -246,12 +249,12 @@ export function TokenCard() {
       ? html`<p class="muted">Its probability was not asked for.</p>`
       : html`<ul>
           ${others.map((other) => {
-            const own = other.id === token.id && other.text === token.text;
+            const own = isOwn(other);
             return html`<li>
               <button
                 type="button"
                 class=${classes("alternative", own && "own")}
-                disabled=${own || other.id === null || message.status === "running" || !message.requestId}
+                disabled=${own || message.status === "running" || !message.requestId}
                 title=${own ? "This is the token that stands here" : "Branch here with this token"}
                 onClick=${() => take(message, touched.index, other)}
               >
@@ -275,9 +278,15 @@ export function TokenCard() {
 }
 
 /** @param {Message} message @param {number} index @param {import("./types").Alternative | null} other */
-function take(message, index, other) {
+async function take(message, index, other) {
   state.touched = null;
-  branch(message, index, other);
+  changed();
+  if (!other || other.id !== null) return branch(message, index, other);
+  // The text of a token is that token alone, or there is no way to name it.
+  const json = { prompt: other.text, add_special_tokens: false };
+  const { tokens } = await (await call("/tokenize", { json })).json();
+  if (tokens.length === 1) await branch(message, index, { ...other, id: tokens[0] });
+  else announce("The server did not say which token this is", true);
 }
 
 /** @param {KeyboardEvent} event @param {Message} message */
