@@ -73,7 +73,9 @@ function pathHasNoAnswer(message) {
  * @param {Message} asked @param {number} [round] */
 export async function answer(asked, round = 0) {
   const blank = () => ({ role: /** @type {const} */ ("assistant"), parent: asked.id, tokens: [], calls: [] });
-  const request = prepared(asked.id, () => chatRequest(state.tree, asked, state.settings, state.model));
+  // With results at hand a call is no longer required: else the model could never answer.
+  const settings = asked.role === "tool" && state.settings.toolChoice === "required" ? { ...state.settings, toolChoice: "auto" } : state.settings;
+  const request = prepared(() => chatRequest(state.tree, asked, settings, state.model));
   if (!request) return;
   const written = await run(request, blank, null);
   const only = written.length === 1 ? written[0] : null;
@@ -111,7 +113,7 @@ export async function branch(old, at, token) {
     branchOf: old.id,
     branchAt: at,
   });
-  const request = prepared(old.id, () => branchRequest(old, at, token?.id ?? null, state.settings, state.model));
+  const request = prepared(() => branchRequest(old, at, token?.id ?? null, state.settings, state.model));
   if (request) await run(request, blank, promptIds);
 }
 
@@ -122,9 +124,9 @@ export async function goOn(old) {
 }
 
 /** A request, or null where the settings can't be sent; the panel then says why.
- * @template T @param {string} id @param {() => T} build
+ * @template T @param {() => T} build
  * @returns {T | null} */
-function prepared(id, build) {
+function prepared(build) {
   try {
     state.formatError = null;
     return build();

@@ -56,15 +56,7 @@ export function Engine() {
   if (connection === "refused") {
     return html`<section class="engine padded" aria-label="Engine">
       <p class="error" role="alert">${problem}</p>
-      <form class="line" onSubmit=${(/** @type {any} */ event) => {
-        event.preventDefault();
-        state.adminKey = new FormData(event.target).get("key")?.toString() ?? "";
-        setAttempt(attempt + 1);
-      }}>
-        <label class="inline">Admin key <input name="key" type="password" autocomplete="off" /></label>
-        <button type="submit">Open the map</button>
-      </form>
-      <p class="hint">It is kept in memory until the page is closed, and sent to this server only.</p>
+      <${AdminKey} open=${() => setAttempt(attempt + 1)} />
     </section>`;
   }
   return html`<section class="engine" aria-label="Engine">
@@ -74,7 +66,23 @@ export function Engine() {
     <${Steps} />
     <${Requests} />
     <${Leases} />
+    ${state.config?.needs_admin_key && html`<details class="admin"><summary>Admin key</summary><${AdminKey} open=${() => setAttempt(attempt + 1)} /></details>`}
   </section>`;
+}
+
+/** An API key sees its own requests; an admin key sees all. @param {{open: () => void}} props */
+function AdminKey({ open }) {
+  return html`<form onSubmit=${(/** @type {any} */ event) => {
+    event.preventDefault();
+    state.adminKey = String(new FormData(event.target).get("admin") ?? "").trim();
+    open();
+  }}>
+    <div class="line">
+      <label class="inline">Admin key <input name="admin" type="password" autocomplete="off" /></label>
+      <button type="submit">Show the requests of all keys</button>
+    </div>
+    <p class="hint">It is kept in memory until the page is closed, and sent to this server only.</p>
+  </form>`;
 }
 
 /** @param {number | null | undefined} value */

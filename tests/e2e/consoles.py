@@ -1,0 +1,96 @@
+"""The console in a real browser: Debian's Chromium without a window, driven by Playwright.
+
+Where there is no Chromium, or no Playwright, the tests are skipped, and say so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.waiting import PATIENCE
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# The tests are their own users: nothing that the browser would fetch by itself belongs to them.
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: the console is not tested")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium: the console is not tested")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=path, args=OPTIONS)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+class Console:
+    """A page of the console, what it asked for, and what went wrong in it."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(viewport={"width": 1300, "height": 850}, **options)
+        self.context.set_default_timeout(PATIENCE * 1000)
+        self.page = self.context.new_page()
+        self.url = url
+        self.requests: list[str] = []
+        self.faults: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.faults.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
+        # Answers with an error status are logged by the browser; the page shows them.
+        self.page.on(
+            "console",
+            lambda message: (
+                self.faults.append(message.text)
+                if message.type == "error" and "the server responded with a status of" not in message.text
+                else None
+            ),
+        )
+
+    def open(self) -> Console:
+        self.page.goto(self.url)
+        self.page.wait_for_selector("#composer")
+        self.page.wait_for_function("document.querySelector('.bar .model')?.textContent || document.querySelector('dialog')")
+        return self
+
+    def set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            self.page.fill(f"input[name={name}]", str(value))
+
+    def ask(self, text: str) -> None:
+        """Sends a message, and waits until its answer is there."""
+        self.page.fill("#composer", text)
+        self.page.press("#composer", "Enter")
+        self.idle()
+
+    def idle(self) -> None:
+        """Until nothing is being written: the field for messages then has its button Send again."""
+        self.page.wait_for_selector(".composer button[type=submit]")
+
+    def answers(self) -> list[str]:
+        return self.page.locator(".message.assistant .answer-text").all_inner_texts()
+
+    def rows(self) -> list[str]:
+        return self.page.locator(".outline .row .label").all_inner_texts()
+
+    def chips(self) -> list[str]:
+        return self.page.locator(".message.assistant").last.locator(".chip").all_inner_texts()
+
+    def run(self, module: str, expression: str, *arguments: Any) -> Any:
+        """The value of an expression over `m`, a module of the page, and `a`, the arguments."""
+        return self.page.evaluate(f"async (a) => {{ const m = await import('/console/{module}'); return {expression}; }}", arguments)
+
+    def close(self) -> None:
+        self.context.close()
+        assert not self.faults
+        foreign = [url for url in self.requests if not url.startswith((self.url, "data:", "blob:"))]
+        assert not foreign, "the page asked another host"

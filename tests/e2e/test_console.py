@@ -1,0 +1,429 @@
+"""The console in a browser, against a server with the embedded model: what a reader does, and what an attacker would."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratoon.console import FOLDER
+from tests.e2e.consoles import Console, browser
+from tests.e2e.servers import Server, serving
+
+MAX_SCRIPTS = 150_000  # bytes, compressed
+
+# One process runs all of them: each has a page of its own, and all have one server.
+pytestmark = pytest.mark.xdist_group("console")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(chromium: Any) -> Iterator[Server]:
+    with serving("smollm2-135m", "--load-format", "auto", "--threads", "2") as started:
+        yield started
+
+
+@pytest.fixture
+def console(chromium: Any, server: Server) -> Iterator[Console]:
+    opened = Console(chromium, server.url)
+    yield opened.open()
+    opened.close()
+
+
+def test_scripts_are_small_and_the_libraries_versions_are_written_down():
+    scripts = sorted(FOLDER.rglob("*.js"))
+    assert sum(len(gzip.compress(path.read_bytes())) for path in scripts) < MAX_SCRIPTS
+    page = (FOLDER / "index.html").read_text()
+    preloaded = set(re.findall(r'href="console/([^"]+\.js)"', page)) | {"main.js"}
+    assert preloaded == {str(path.relative_to(FOLDER)) for path in scripts}, "each script is fetched without waiting for another"
+    licences = (FOLDER / "vendor" / "LICENSES.md").read_text()
+    for path in (FOLDER / "vendor").glob("*.js"):
+        assert re.search(rf"`{re.escape(path.name)}` \|.*\| \d+\.\d+\.\d+ \| (MIT|Apache-2\.0)", licences), path.name
+
+
+def test_a_conversation_streams_and_each_turn_inherits_the_one_before(console: Console):
+    console.set(temperature=0, max_tokens=12)
+    console.ask("What is the capital of France?")
+    with console.page.expect_request("**/v1/chat/completions") as asked:
+        console.ask("And of Italy?")
+    body = asked.value.post_data_json
+    assert [message["content"] for message in body["messages"]] == ["And of Italy?"], "only the new message is sent"
+    assert body["continuation_of"].startswith("chatcmpl-")
+    inherited, computed = (int(chip.split()[0]) for chip in console.chips())
+    assert inherited > computed > 0
+    assert len(console.rows()) == 4
+    assert console.page.locator("[role=status]").inner_text() == "Answer complete: 12 tokens"
+
+
+def test_editing_and_retrying_keep_what_was_there(console: Console):
+    console.set(temperature=1, seed=1, max_tokens=6)
+    console.ask("Name a colour.")
+    first = console.answers()[0]
+    console.set(seed=7)
+    console.page.locator(".message.assistant >> text=Retry").click()
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    inherited = int(console.chips()[0].split()[0])
+    assert inherited > 20, "the prompt is inherited, not computed again"
+    console.page.locator("[aria-label='Previous version']").click()
+    assert console.answers() == [first]
+    console.page.locator(".message.user >> text=Edit").click()
+    console.page.fill(".edit textarea", "Name a city.")
+    console.page.press(".edit textarea", "Enter")
+    console.page.wait_for_selector(".message.user >> text=Name a city.")
+    console.idle()
+    assert sorted(row for row in console.rows() if row.startswith("Name")) == ["Name a city.", "Name a colour."]
+    assert len(console.rows()) == 5
+
+
+def test_a_click_on_an_alternative_branches_there(console: Console):
+    console.set(temperature=0, max_tokens=10)
+    console.ask("Tell me a story about a fox.")
+    whole = console.answers()[0]
+    console.page.locator(".token[data-token='4']").first.click()
+    other = console.page.locator(".card button.alternative:not([disabled])").first
+    text = other.locator("code").inner_text()
+    assert re.fullmatch(r"[\d.]+ %|< 0.01 %", other.locator(".share").inner_text())
+    with console.page.expect_request("**/v1/completions") as asked:
+        other.click()
+    console.idle()
+    body = asked.value.post_data_json
+    assert len(body["continuation_suffix"]) == 1
+    assert body["continuation_at"] == len(body["prompt"]) - 1, "prompt and four tokens are kept"
+    assert console.chips()[1] == "1 computed", "the chosen token; the others are inherited"
+    branched = console.answers()[0]
+    forced = console.page.locator(".token.forced")
+    assert forced.inner_text() == text.replace("␣", " ")
+    assert branched != whole
+    kept = "".join(console.page.locator(f".token[data-token='{index}']").first.inner_text() for index in range(4))
+    assert whole.startswith(kept)
+    assert console.page.locator(".outline .badge").inner_text().startswith("@5 ")
+    # The conversation goes on from the branch.
+    with console.page.expect_request("**/v1/chat/completions") as asked:
+        console.ask("Go on.")
+    assert asked.value.post_data_json["continuation_of"].startswith("cmpl-")
+
+
+def test_beams_are_shown_as_the_tree_that_they_are(console: Console):
+    console.page.check("text=Search with beams")
+    console.set(n=3, max_tokens=6)
+    console.ask("Name a colour.")
+    leaves = console.page.locator(".choices button.leaf")
+    leaves.first.wait_for()
+    scores = [float(re.search(r"score (-[\d.]+)", text)[1]) for text in leaves.all_inner_texts()]
+    assert len(scores) == 3
+    best = float(re.search(r"score (-[\d.]+)", console.chips()[0])[1])
+    assert best == max(scores)
+    console.page.wait_for_selector(".choices .token[title$='%']")
+    # What answers share stands in the drawing once, so it has fewer tokens than they have together.
+    drawn = console.page.locator(".choices .token").count()
+    written = sum(
+        console.run("store.js", "Object.values(m.state.tree.messages).filter((x) => x.role === 'assistant').map((x) => x.tokens.length)")
+    )
+    assert 0 < drawn < written
+    worst = leaves.last
+    worst.click()
+    console.page.wait_for_selector(".versions")
+
+
+def test_what_each_layer_would_have_said_is_a_picture(console: Console):
+    console.set(temperature=0, max_tokens=6)
+    console.ask("What is the capital of France?")
+    console.page.locator(".token[data-token='3']").first.click()
+    console.page.click("text=Look inside")
+    rows = console.page.locator(".layers tbody tr")
+    rows.first.wait_for()
+    assert rows.count() == 31, "the embeddings and thirty layers"
+    last = rows.first.locator("td.own")
+    assert "right" in last.get_attribute("class"), "greedy: what the last layer says is what was written"
+    norms = [float(text) for text in console.page.locator(".layers td.norm").all_inner_texts()]
+    assert len(norms) == 31
+    assert all(norm > 0 for norm in norms)
+
+
+def test_everything_can_be_done_with_keys(console: Console):
+    press = console.page.keyboard.press
+    console.set(temperature=0, max_tokens=5)
+    press("Escape")
+    press("/")
+    console.page.keyboard.type("Name a fruit.")
+    press("Enter")
+    console.page.wait_for_selector(".message.assistant")
+    console.idle()
+    press("Escape")
+    press("t")
+    assert console.page.locator(".answer-text.coloured").count() == 1
+    press("a")
+    press("ArrowRight")
+    press("ArrowRight")
+    assert console.page.locator(".token.touched").first.get_attribute("data-token") == "1"
+    press("Enter")
+    assert "alternative" in console.page.evaluate("document.activeElement.className")
+    press("Enter")
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    console.page.focus("[role=tree]")
+    here = console.page.locator("[role=treeitem][aria-selected=true]")
+    assert here.get_attribute("aria-level") == "2"
+    press("ArrowLeft")
+    assert console.page.locator(".versions").inner_text().split() == ["‹", "1/2", "›"]
+    press("ArrowUp")
+    assert here.get_attribute("aria-level") == "1"
+    press("ArrowDown")
+    assert here.get_attribute("aria-level") == "2"
+    press("3")
+    console.page.wait_for_selector(".engine")
+    press("1")
+    press("?")
+    assert console.page.locator("dialog[aria-label=Keys]").is_visible()
+    press("Escape")
+    console.page.wait_for_selector("dialog", state="detached")
+
+
+def ask_in_thread(server: Server, **fields: object) -> tuple[threading.Thread, dict[str, Any]]:
+    """A request that runs for long, and how it ended."""
+    ended: dict[str, Any] = {}
+
+    def ask() -> None:
+        body = json.dumps({"prompt": "Once", "max_tokens": 8000, "ignore_eos": True, **fields}).encode()
+        request = urllib.request.Request(f"{server.api}/completions", body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request) as response:
+                ended.update(json.load(response))
+        except urllib.error.HTTPError as error:
+            ended.update(json.load(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, ended
+
+
+def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server):
+    console.set(temperature=0, max_tokens=4)
+    console.ask("Hello.")
+    thread, ended = ask_in_thread(server, request_id="endless")
+    console.page.click("nav >> text=Engine")
+    row = console.page.locator("tr", has_text="cmpl-endless")
+    row.wait_for()
+    assert "running" in row.inner_text()
+    label = console.page.locator(".blocks canvas").get_attribute("aria-label")
+    assert re.search(r"600 blocks of 16 tokens: [1-9]\d* in use, [1-9]\d* leased", label), label
+    colours = """() => { const c = document.querySelector('.blocks canvas');
+        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; const found = new Set();
+        for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]); return found.size; }"""
+    assert console.page.evaluate(colours) >= 4, "free, in use, leased, the null block"
+    console.page.wait_for_function("/Last [1-9]\\d* steps/.test(document.querySelector('.steps h3').textContent)")
+    row.locator("text=Abort").click()
+    row.wait_for(state="detached")
+    thread.join()
+    assert ended, "the request has been answered"
+    assert "choices" not in ended or ended["choices"][0]["finish_reason"] == "abort"
+    leases = console.page.locator("[aria-label=Leases] tbody tr")
+    before = leases.count()
+    assert before >= 1
+    name = leases.first.locator("code").inner_text()
+    leases.first.locator("text=Drop").click()
+    console.page.locator("[aria-label=Leases] tr", has_text=name).wait_for(state="detached")
+
+
+def test_a_wrong_schema_gets_the_servers_error_beside_it(console: Console):
+    console.page.click("summary:has-text('Form of the answer')")
+    console.page.select_option("label:has-text('It must be') select", "json_schema")
+    schema = {"type": "object", "properties": {"age": {"not": {}}}, "required": ["age"]}
+    console.page.fill("textarea.editor", json.dumps(schema))
+    console.page.click("text=Check")
+    console.page.wait_for_selector("#format-error:visible")
+    assert "'not' at #/properties/age is not supported" in console.page.inner_text("#format-error")
+    console.page.fill("textarea.editor", "{")
+    console.page.click("text=Check")
+    console.page.wait_for_selector("#format-error:visible >> text=is not JSON")
+    console.page.fill("textarea.editor", '{"enum": ["red", "green"]}')
+    console.page.click("text=Check")
+    console.page.wait_for_selector("text=The server accepts it.")
+    console.ask("Name a colour.")
+    assert console.answers()[0].strip() in ('"red"', '"green"')
+
+
+def test_a_called_tool_gets_its_canned_result(console: Console):
+    console.set(temperature=0, max_tokens=60)
+    console.page.click("summary:has-text('Tools')")
+    console.page.click("text=Add a tool")
+    console.page.select_option("label:has-text('Choice') select", "required")
+    console.ask("What is the weather in Paris?")
+    console.page.wait_for_selector(".message.tool")
+    console.idle()
+    assert console.page.locator(".call code").first.inner_text().startswith("weather({")
+    assert "celsius" in console.page.locator(".message.tool .said").first.inner_text()
+    assert console.page.locator(".message.assistant").count() >= 2
+
+
+def test_a_picture_for_a_model_of_text_gets_the_servers_error(console: Console):
+    dot = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    console.page.evaluate(
+        """(data) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0)); const files = new DataTransfer();
+        files.items.add(new File([bytes], 'dot.png', {type: 'image/png'}));
+        document.querySelector('.composer').dispatchEvent(new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); }""",
+        dot,
+    )
+    console.page.wait_for_selector(".attachment img[alt='dot.png']")
+    console.ask("What is this?")
+    assert "image" in console.page.inner_text(".message.assistant .error")
+
+
+def test_what_was_sent_can_be_sent_again_from_python_and_curl(console: Console, server: Server, tmp_path: Path):
+    console.set(temperature=0, max_tokens=4)
+    console.ask("It's “new”: a\\b\n'quoted'")
+    sent = "Object.values((await import('/console/store.js')).state.tree.messages).find((x) => x.sent).sent"
+    program = console.run("request.js", f"m.asPython({sent}, document.baseURI, false)")
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    printed = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True).stdout
+    pieces = re.findall(r"'delta': \{'content': (['\"].+?['\"])\}", printed)
+    assert pieces
+    command = console.run("request.js", f"m.asCurl({sent}, document.baseURI, false)")
+    shell = subprocess.run(["sh", "-c", command.replace("curl -N", "printf '%s\\n'")], capture_output=True, text=True, check=True)
+    assert json.loads(shell.stdout[shell.stdout.index("{") :])["messages"][0]["content"] == "It's “new”: a\\b\n'quoted'"
+
+
+def test_a_conversation_is_exported_and_imported(console: Console, tmp_path: Path):
+    console.set(temperature=0, max_tokens=4)
+    console.ask("Name a river.")
+    answers, rows = console.answers(), console.rows()
+    console.page.click("summary[aria-label=Menu]")
+    with console.page.expect_download() as download:
+        console.page.click("text=Export as JSON")
+    path = tmp_path / "conversation.json"
+    download.value.save_as(path)
+    console.page.click("summary[aria-label=Menu]")
+    console.page.click("text=Clear everything")
+    console.page.wait_for_selector(".welcome")
+    console.page.set_input_files("[aria-label='File to import']", path)
+    console.page.wait_for_selector(".message.assistant")
+    assert (console.answers(), console.rows()) == (answers, rows)
+    # Its tokens are still there to branch from.
+    console.page.locator(".token[data-token='1']").first.click()
+    console.page.locator(".card button.alternative:not([disabled])").first.click()
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    path.write_text(json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [{"id": "a", "role": "user", "parent": "a"}]}))
+    console.page.set_input_files("[aria-label='File to import']", path)
+    console.page.wait_for_selector(".toast.shown >> text=are no tree")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_at_the_width_of_a_phone_nothing_overflows(chromium: Any, server: Server, scheme: str):
+    console = Console(chromium, server.url, color_scheme=scheme)
+    console.page.set_viewport_size({"width": 360, "height": 740})
+    console.open()
+    console.ask("Hello.")
+    for view in ("Conversation", "Compare", "Engine"):
+        console.page.click(f"nav >> text={view}")
+        assert console.page.evaluate("document.documentElement.scrollWidth") == 360
+    background = console.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", background))) / 3
+    assert (light > 200) if scheme == "light" else (light < 50)
+    console.close()
+
+
+ATTACKS = [
+    "<script>window.pwned = 1</script>",
+    "<img src=x onerror='window.pwned = 1'>",
+    "<svg/onload=window.pwned=1>",
+    "<iframe srcdoc='<script>parent.pwned=1</script>'></iframe>",
+    "<a href='javascript:window.pwned=1'>x</a>",
+    "[click](javascript:window.pwned=1) [click](JaVaScRiPt:window.pwned=1) [click](\tjavascript:window.pwned=1)",
+    "[click](data:text/html,<script>window.pwned=1</script>) [click](vbscript:x) [click](file:///etc/passwd)",
+    "[click](//evil.example/x) [click](https://user:password@evil.example/)",
+    "![track](https://evil.example/pixel.png) ![x](x 'onerror=alert(1)')",
+    "<https://evil.example/?q=\"onmouseover=window.pwned=1>",
+    '[a](https://evil.example/"onmouseover="window.pwned=1)',
+    "`<b>x</b>` **<i onclick=window.pwned=1>x</i>**",
+    "```html\n<script>window.pwned = 1</script>\n```",
+    "| <script>window.pwned=1</script> | b |\n|---|---|\n| <img src=x onerror=window.pwned=1> | y |",
+    "{{constructor.constructor('window.pwned=1')()}} ${window.pwned=1}",
+    "<style>@import 'https://evil.example/x.css'</style><link rel=stylesheet href=https://evil.example/x.css>",
+    "<meta http-equiv=refresh content='0;url=https://evil.example'><base href=https://evil.example>",
+    "<form action=https://evil.example><input name=a></form>",
+    "__proto__ [constructor](https://evil.example/constructor)",
+    "\u202e\u0000<think><script>window.pwned=1</script></think>",
+]
+FLOODS = ["*" * 20000, "[" * 20000, "`" * 9999 + " " + "`" * 9998, "> " * 5000, "- " * 5000, "**a " * 5000, "|" * 10000 + "\n|-", "_a" * 9999]
+
+
+def answer_with(text: str) -> str:
+    """The stream of an answer with this text, its tool call, and its tokens."""
+    token = {"token": text, "logprob": -0.1, "bytes": None, "top_logprobs": [{"token": text, "logprob": -0.1}]}
+    call = {"index": 0, "id": text, "type": "function", "function": {"name": text, "arguments": text}}
+    delta = {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]}
+    chunks = [
+        {"id": "chatcmpl-x", "choices": [{"index": 0, "delta": delta, "logprobs": {"content": [token]}, "token_ids": [1]}]},
+        {"id": "chatcmpl-x", "choices": [{"index": 0, "delta": {}, "finish_reason": text}]},
+    ]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def test_hostile_output_stays_text(console: Console):
+    text = "\n\n".join(ATTACKS)
+    console.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=answer_with(text)),
+    )
+    for rendered in (True, False):
+        console.ask("Attack.")
+        console.page.locator(".reasoning summary").last.click()
+        console.page.locator(".token[data-token='0']").first.hover()
+        console.page.wait_for_selector(".card")
+        for view in ("Compare", "Conversation"):
+            console.page.click(f"nav >> text={view}")
+        if rendered:
+            console.page.click("text=Verbatim")
+    assert console.page.evaluate("window.pwned") is None
+    assert console.page.locator("#app :is(script, iframe, svg svg, style, link, meta, base, object, embed, [onerror], [onload])").count() == 0
+    assert console.page.locator(".message.assistant img, .message.assistant form:not(.results)").count() == 0
+    console.page.click("text=Verbatim")
+    links = console.page.locator(".answer-text a").evaluate_all("all => all.map((a) => [a.href, a.rel, a.target])")
+    assert links, "some of them are links of the web"
+    assert all(href.startswith("https://evil.example/") and "noopener" in rel for href, rel, _ in links)
+    assert all("@" not in href for href, _, _ in links)
+    shown = console.page.locator(".answer-text a + .target").all_inner_texts()
+    assert any("evil.example" in target for target in shown), "where a link leads can be read"
+    # An error is text as well.
+    console.page.unroute("**/v1/chat/completions")
+    error = {"error": {"message": ATTACKS[1], "param": ATTACKS[0]}}
+    console.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=error))
+    console.ask("Attack.")
+    assert ATTACKS[1] in console.page.locator(".message .error").last.inner_text()
+    assert console.page.evaluate("window.pwned") is None
+
+
+def test_no_text_takes_more_than_linear_time_to_render(console: Console):
+    for text in FLOODS:
+        assert console.run("markdown.js", "m.parse(a[0]).length", text) >= 0
+
+
+def test_a_hostile_file_is_refused_or_cleaned(console: Console):
+    picture = {"url": "https://evil.example/x.png", "name": "x"}
+    script = {"url": "data:text/html;base64,AAAA", "name": "x"}
+    message = {"id": "a", "role": "user", "parent": None, "text": ATTACKS[1], "attachments": [picture, script], "onclick": "x"}
+    read = "m.readTree(JSON.parse(a[0])).messages.a"
+    found = console.run("tree.js", read, json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [message]}))
+    assert found["attachments"] == []
+    assert "onclick" not in found
+    for wrong in ({**message, "id": "__proto__"}, {**message, "id": "<b>"}, {**message, "parent": "b"}, {**message, "role": "system"}):
+        text = json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [wrong]})
+        refused = "(() => { try { m.readTree(JSON.parse(a[0])); return ''; } catch (error) { return error.message; } })()"
+        assert console.run("tree.js", refused, text)
