@@ -3,7 +3,6 @@
 // card beside it, from which the answer branches.
 
 import { branch, bytesOf, goTo } from "./answers.js";
-import { call } from "./api.js";
 import { Component, classes, html, useEffect, useLayoutEffect, useRef } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { announce, changed, state } from "./store.js";
@@ -224,8 +223,7 @@ export function TokenCard() {
     return () => document.removeEventListener("mousedown", outside);
   }, []);
   if (!touched || !message || !token) return null;
-  /** Alternatives may come without ids: then the text has to do. */
-  const isOwn = (/** @type {import("./types").Alternative} */ other) => other.text === token.text && (other.id === null || other.id === token.id);
+  const isOwn = (/** @type {import("./types").Alternative} */ other) => other.id === token.id && other.text === token.text;
   const others = token.top.some(isOwn)
     ? token.top
     : [{ text: token.text, id: token.id, logprob: token.logprob ?? -Infinity }, ...token.top];
@@ -254,7 +252,7 @@ export function TokenCard() {
               <button
                 type="button"
                 class=${classes("alternative", own && "own")}
-                disabled=${own || message.status === "running" || !message.requestId}
+                disabled=${own || other.id === null || message.status === "running" || !message.requestId}
                 title=${own ? "This is the token that stands here" : "Branch here with this token"}
                 onClick=${() => take(message, touched.index, other)}
               >
@@ -278,15 +276,9 @@ export function TokenCard() {
 }
 
 /** @param {Message} message @param {number} index @param {import("./types").Alternative | null} other */
-async function take(message, index, other) {
+function take(message, index, other) {
   state.touched = null;
-  changed();
-  if (!other || other.id !== null) return branch(message, index, other);
-  // The text of a token is that token alone, or there is no way to name it.
-  const json = { prompt: other.text, add_special_tokens: false };
-  const { tokens } = await (await call("/tokenize", { json })).json();
-  if (tokens.length === 1) await branch(message, index, { ...other, id: tokens[0] });
-  else announce("The server did not say which token this is", true);
+  branch(message, index, other);
 }
 
 /** @param {KeyboardEvent} event @param {Message} message */

@@ -59,7 +59,7 @@ class Console:
     def open(self) -> Console:
         self.page.goto(self.url)
         self.page.wait_for_selector("#composer")
-        self.page.wait_for_function("document.querySelector('.bar .model')?.textContent || document.querySelector('dialog')")
+        self.page.wait_for_selector(".bar .model:not(:empty), dialog")
         return self
 
     def set(self, **fields: object) -> None:

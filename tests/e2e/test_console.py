@@ -80,6 +80,7 @@ def test_editing_and_retrying_keep_what_was_there(console: Console):
     inherited = int(console.chips()[0].split()[0])
     assert inherited > 20, "the prompt is inherited, not computed again"
     console.page.locator("[aria-label='Previous version']").click()
+    console.page.wait_for_selector(".versions >> text=1/2")
     assert console.answers() == [first]
     console.page.locator(".message.user >> text=Edit").click()
     console.page.fill(".edit textarea", "Name a city.")
@@ -166,30 +167,30 @@ def test_everything_can_be_done_with_keys(console: Console):
     console.idle()
     press("Escape")
     press("t")
-    assert console.page.locator(".answer-text.coloured").count() == 1
+    console.page.wait_for_selector(".answer-text.coloured")
     press("a")
     press("ArrowRight")
     press("ArrowRight")
-    assert console.page.locator(".token.touched").first.get_attribute("data-token") == "1"
+    console.page.wait_for_selector(".token.touched[data-token='1']")
     press("Enter")
     assert "alternative" in console.page.evaluate("document.activeElement.className")
     press("Enter")
     console.page.wait_for_selector(".versions >> text=2/2")
     console.idle()
     console.page.focus("[role=tree]")
-    here = console.page.locator("[role=treeitem][aria-selected=true]")
-    assert here.get_attribute("aria-level") == "2"
+    here = "[role=treeitem][aria-selected=true]"
+    console.page.wait_for_selector(f"{here}[aria-level='2']")
     press("ArrowLeft")
-    assert console.page.locator(".versions").inner_text().split() == ["‹", "1/2", "›"]
+    console.page.wait_for_selector(".versions >> text=1/2")
     press("ArrowUp")
-    assert here.get_attribute("aria-level") == "1"
+    console.page.wait_for_selector(f"{here}[aria-level='1']")
     press("ArrowDown")
-    assert here.get_attribute("aria-level") == "2"
+    console.page.wait_for_selector(f"{here}[aria-level='2']")
     press("3")
     console.page.wait_for_selector(".engine")
     press("1")
     press("?")
-    assert console.page.locator("dialog[aria-label=Keys]").is_visible()
+    console.page.wait_for_selector("dialog[aria-label=Keys]")
     press("Escape")
     console.page.wait_for_selector("dialog", state="detached")
 
@@ -226,7 +227,7 @@ def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server)
         const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; const found = new Set();
         for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]); return found.size; }"""
     assert console.page.evaluate(colours) >= 4, "free, in use, leased, the null block"
-    console.page.wait_for_function("/Last [1-9]\\d* steps/.test(document.querySelector('.steps h3').textContent)")
+    console.page.locator(".steps h3", has_text=re.compile(r"Last [1-9]\d* steps")).wait_for()
     row.locator("text=Abort").click()
     row.wait_for(state="detached")
     thread.join()
@@ -332,6 +333,7 @@ def test_at_the_width_of_a_phone_nothing_overflows(chromium: Any, server: Server
     console.ask("Hello.")
     for view in ("Conversation", "Compare", "Engine"):
         console.page.click(f"nav >> text={view}")
+        console.page.wait_for_selector(f"section[aria-label={view}]")
         assert console.page.evaluate("document.documentElement.scrollWidth") == 360
     background = console.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", background))) / 3
@@ -385,7 +387,7 @@ def test_hostile_output_stays_text(console: Console):
     for rendered in (True, False):
         console.ask("Attack.")
         console.page.locator(".reasoning summary").last.click()
-        console.page.locator(".token[data-token='0']").first.hover()
+        console.page.locator(".token[data-token='0']:visible").first.hover()
         console.page.wait_for_selector(".card")
         for view in ("Compare", "Conversation"):
             console.page.click(f"nav >> text={view}")
@@ -395,6 +397,7 @@ def test_hostile_output_stays_text(console: Console):
     assert console.page.locator("#app :is(script, iframe, svg svg, style, link, meta, base, object, embed, [onerror], [onload])").count() == 0
     assert console.page.locator(".message.assistant img, .message.assistant form:not(.results)").count() == 0
     console.page.click("text=Verbatim")
+    console.page.wait_for_selector(".answer-text a", state="attached")
     links = console.page.locator(".answer-text a").evaluate_all("all => all.map((a) => [a.href, a.rel, a.target])")
     assert links, "some of them are links of the web"
     assert all(href.startswith("https://evil.example/") and "noopener" in rel for href, rel, _ in links)

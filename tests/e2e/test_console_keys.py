@@ -34,7 +34,7 @@ def test_the_key_is_asked_for_and_kept_in_memory_alone(chromium: Any, server: Se
     assert page.locator(".bar .model").inner_text() == "", "without a key no model is named"
     page.fill("dialog input[name=key]", KEY)
     page.press("dialog input[name=key]", "Enter")
-    page.wait_for_function("document.querySelector('.bar .model').textContent === 'tiny'")
+    page.wait_for_selector(".bar .model >> text=tiny")
     kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, document.documentElement.outerHTML])")
     assert KEY not in kept
     assert console.context.cookies() == []
@@ -52,7 +52,7 @@ def test_the_map_is_the_key_s_own_and_an_admin_key_opens_all(chromium: Any, serv
     page = console.page
     page.fill("dialog input[name=key]", KEY)
     page.press("dialog input[name=key]", "Enter")
-    page.wait_for_function("document.querySelector('.bar .model').textContent === 'tiny'")
+    page.wait_for_selector(".bar .model >> text=tiny")
     page.click("nav >> text=Engine")
     page.wait_for_selector(".blocks canvas")
     with page.expect_request("**/v1/engine/events*") as asked:

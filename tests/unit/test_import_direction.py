@@ -24,6 +24,7 @@ BELOW = {
     "media": ("core",),
     "engine": ("scheduling", "distributed", "media"),
     "transcription": ("engine",),
+    "console": (),
     "api": ("transcription",),
     "benchmarks": ("api",),
 }
