@@ -67,8 +67,12 @@ function units(message, byToken) {
 export function Compare() {
   const { tree } = state;
   const answers = Object.values(tree.messages).filter((message) => message.role === "assistant" && message.text);
-  const here = [...pathTo(tree, tree.cursor)].reverse().find((message) => message.role === "assistant");
-  const other = (state.marked && tree.messages[state.marked]) || answers.find((message) => message.parent === here?.parent && message.id !== here?.id) || null;
+  // Without a mark: the last answer of the branch that has other versions, and the one that it branched off.
+  const read = [...pathTo(tree, tree.cursor)].reverse().filter((message) => message.role === "assistant");
+  const marked = state.marked ? tree.messages[state.marked] : null;
+  const versions = (/** @type {Message} */ message) => answers.filter((other) => other.parent === message.parent && other.id !== message.id);
+  const here = (marked && read[0]) || read.find((message) => versions(message).length) || read[0];
+  const other = marked ?? (here && (versions(here).find((message) => message.id === here.branchOf) ?? versions(here)[0])) ?? answers.find((message) => message.id !== here?.id);
   if (!here || answers.length < 2) {
     return html`<section class="compare padded" aria-label="Compare"><p class="muted">There are no two answers yet. Retry one, or branch at a token; then mark one of them.</p></section>`;
   }

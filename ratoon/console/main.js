@@ -276,6 +276,7 @@ async function loadModels() {
 
 async function start() {
   restore();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed); // canvases have no style sheet
   render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));
   try {
     state.config = await (await call("/console/config.json")).json();
