@@ -52,7 +52,8 @@ export function Engine() {
     follow(controller.signal);
     return () => controller.abort();
   }, [attempt, state.key, state.adminKey]);
-  const engines = [...world.engines.values()].sort((a, b) => a.index - b.index);
+  // A first event may name an engine whose blocks come with the next one.
+  const engines = [...world.engines.values()].filter((engine) => engine.blocks.length).sort((a, b) => a.index - b.index);
   if (connection === "refused") {
     return html`<section class="engine padded" aria-label="Engine">
       <p class="error" role="alert">${problem}</p>
@@ -246,7 +247,7 @@ function Steps() {
       onMouseMove=${(/** @type {any} */ event) => setOver(Math.min(steps.length - 1, Math.floor((event.offsetX / Math.max(1, event.target.clientWidth)) * Math.max(steps.length, 100))))}
       onMouseLeave=${() => setOver(-1)}
     ></canvas>
-    <p class="legend"><span class="key prompt"></span>prompt tokens <span class="key decoded"></span>decoded tokens <span class="key time"></span>milliseconds <span class="key waited"></span>waited</p>
+    <p class="legend"><span class="key prompt"></span>prompt tokens <span class="key decoded"></span>decoded tokens <span class="key time"></span>milliseconds <span class="key waited"></span>waited (grey: for the device)</p>
   </article>`;
 }
 
@@ -276,7 +277,7 @@ function drawSteps(canvas, steps, over) {
     context.fillStyle = palette.accent;
     context.fillRect(x, floor - decoded, bar, decoded);
     if (step[6]) {
-      context.fillStyle = palette.used;
+      context.fillStyle = step[6] === "device" ? palette.none : palette.used; // a step that waits for the device is the usual one
       context.fillRect(x, floor + 3, bar, 4);
     }
   });

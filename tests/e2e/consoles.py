@@ -21,7 +21,9 @@ OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disabl
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: the console is not tested")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed: the console is not tested"
+    )
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("there is no Chromium: the console is not tested")
@@ -87,7 +89,9 @@ class Console:
 
     def run(self, module: str, expression: str, *arguments: Any) -> Any:
         """The value of an expression over `m`, a module of the page, and `a`, the arguments."""
-        return self.page.evaluate(f"async (a) => {{ const m = await import('/console/{module}'); return {expression}; }}", arguments)
+        return self.page.evaluate(
+            f"async (a) => {{ const m = await import('/console/{module}'); return {expression}; }}", arguments
+        )
 
     def close(self) -> None:
         self.context.close()

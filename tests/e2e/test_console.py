@@ -49,7 +49,9 @@ def test_scripts_are_small_and_the_libraries_versions_are_written_down():
     assert sum(len(gzip.compress(path.read_bytes())) for path in scripts) < MAX_SCRIPTS
     page = (FOLDER / "index.html").read_text()
     preloaded = set(re.findall(r'href="console/([^"]+\.js)"', page)) | {"main.js"}
-    assert preloaded == {str(path.relative_to(FOLDER)) for path in scripts}, "each script is fetched without waiting for another"
+    assert preloaded == {str(path.relative_to(FOLDER)) for path in scripts}, (
+        "each script is fetched without waiting for another"
+    )
     licences = (FOLDER / "vendor" / "LICENSES.md").read_text()
     for path in (FOLDER / "vendor").glob("*.js"):
         assert re.search(rf"`{re.escape(path.name)}` \|.*\| \d+\.\d+\.\d+ \| (MIT|Apache-2\.0)", licences), path.name
@@ -133,7 +135,10 @@ def test_beams_are_shown_as_the_tree_that_they_are(console: Console):
     # What answers share stands in the drawing once, so it has fewer tokens than they have together.
     drawn = console.page.locator(".choices .token").count()
     written = sum(
-        console.run("store.js", "Object.values(m.state.tree.messages).filter((x) => x.role === 'assistant').map((x) => x.tokens.length)")
+        console.run(
+            "store.js",
+            "Object.values(m.state.tree.messages).filter((x) => x.role === 'assistant').map((x) => x.tokens.length)",
+        )
     )
     assert 0 < drawn < written
     worst = leaves.last
@@ -296,7 +301,9 @@ def test_what_was_sent_can_be_sent_again_from_python_and_curl(console: Console, 
     pieces = re.findall(r"'delta': \{'content': (['\"].+?['\"])\}", printed)
     assert pieces
     command = console.run("request.js", f"m.asCurl({sent}, document.baseURI, false)")
-    shell = subprocess.run(["sh", "-c", command.replace("curl -N", "printf '%s\\n'")], capture_output=True, text=True, check=True)
+    shell = subprocess.run(
+        ["sh", "-c", command.replace("curl -N", "printf '%s\\n'")], capture_output=True, text=True, check=True
+    )
     assert json.loads(shell.stdout[shell.stdout.index("{") :])["messages"][0]["content"] == "It's “new”: a\\b\n'quoted'"
 
 
@@ -320,7 +327,11 @@ def test_a_conversation_is_exported_and_imported(console: Console, tmp_path: Pat
     console.page.locator(".card button.alternative:not([disabled])").first.click()
     console.page.wait_for_selector(".versions >> text=2/2")
     console.idle()
-    path.write_text(json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [{"id": "a", "role": "user", "parent": "a"}]}))
+    path.write_text(
+        json.dumps(
+            {"format": "ratoon.conversation", "version": 1, "messages": [{"id": "a", "role": "user", "parent": "a"}]}
+        )
+    )
     console.page.set_input_files("[aria-label='File to import']", path)
     console.page.wait_for_selector(".toast.shown >> text=are no tree")
 
@@ -351,7 +362,7 @@ ATTACKS = [
     "[click](data:text/html,<script>window.pwned=1</script>) [click](vbscript:x) [click](file:///etc/passwd)",
     "[click](//evil.example/x) [click](https://user:password@evil.example/)",
     "![track](https://evil.example/pixel.png) ![x](x 'onerror=alert(1)')",
-    "<https://evil.example/?q=\"onmouseover=window.pwned=1>",
+    '<https://evil.example/?q="onmouseover=window.pwned=1>',
     '[a](https://evil.example/"onmouseover="window.pwned=1)',
     "`<b>x</b>` **<i onclick=window.pwned=1>x</i>**",
     "```html\n<script>window.pwned = 1</script>\n```",
@@ -363,7 +374,16 @@ ATTACKS = [
     "__proto__ [constructor](https://evil.example/constructor)",
     "\u202e\u0000<think><script>window.pwned=1</script></think>",
 ]
-FLOODS = ["*" * 20000, "[" * 20000, "`" * 9999 + " " + "`" * 9998, "> " * 5000, "- " * 5000, "**a " * 5000, "|" * 10000 + "\n|-", "_a" * 9999]
+FLOODS = [
+    "*" * 20000,
+    "[" * 20000,
+    "`" * 9999 + " " + "`" * 9998,
+    "> " * 5000,
+    "- " * 5000,
+    "**a " * 5000,
+    "|" * 10000 + "\n|-",
+    "_a" * 9999,
+]
 
 
 def answer_with(text: str) -> str:
@@ -372,7 +392,10 @@ def answer_with(text: str) -> str:
     call = {"index": 0, "id": text, "type": "function", "function": {"name": text, "arguments": text}}
     delta = {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]}
     chunks = [
-        {"id": "chatcmpl-x", "choices": [{"index": 0, "delta": delta, "logprobs": {"content": [token]}, "token_ids": [1]}]},
+        {
+            "id": "chatcmpl-x",
+            "choices": [{"index": 0, "delta": delta, "logprobs": {"content": [token]}, "token_ids": [1]}],
+        },
         {"id": "chatcmpl-x", "choices": [{"index": 0, "delta": {}, "finish_reason": text}]},
     ]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -394,7 +417,12 @@ def test_hostile_output_stays_text(console: Console):
         if rendered:
             console.page.click("text=Verbatim")
     assert console.page.evaluate("window.pwned") is None
-    assert console.page.locator("#app :is(script, iframe, svg svg, style, link, meta, base, object, embed, [onerror], [onload])").count() == 0
+    assert (
+        console.page.locator(
+            "#app :is(script, iframe, svg svg, style, link, meta, base, object, embed, [onerror], [onload])"
+        ).count()
+        == 0
+    )
     assert console.page.locator(".message.assistant img, .message.assistant form:not(.results)").count() == 0
     console.page.click("text=Verbatim")
     console.page.wait_for_selector(".answer-text a", state="attached")
@@ -421,12 +449,28 @@ def test_no_text_takes_more_than_linear_time_to_render(console: Console):
 def test_a_hostile_file_is_refused_or_cleaned(console: Console):
     picture = {"url": "https://evil.example/x.png", "name": "x"}
     script = {"url": "data:text/html;base64,AAAA", "name": "x"}
-    message = {"id": "a", "role": "user", "parent": None, "text": ATTACKS[1], "attachments": [picture, script], "onclick": "x"}
+    message = {
+        "id": "a",
+        "role": "user",
+        "parent": None,
+        "text": ATTACKS[1],
+        "attachments": [picture, script],
+        "onclick": "x",
+    }
     read = "m.readTree(JSON.parse(a[0])).messages.a"
-    found = console.run("tree.js", read, json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [message]}))
+    found = console.run(
+        "tree.js", read, json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [message]})
+    )
     assert found["attachments"] == []
     assert "onclick" not in found
-    for wrong in ({**message, "id": "__proto__"}, {**message, "id": "<b>"}, {**message, "parent": "b"}, {**message, "role": "system"}):
+    for wrong in (
+        {**message, "id": "__proto__"},
+        {**message, "id": "<b>"},
+        {**message, "parent": "b"},
+        {**message, "role": "system"},
+    ):
         text = json.dumps({"format": "ratoon.conversation", "version": 1, "messages": [wrong]})
-        refused = "(() => { try { m.readTree(JSON.parse(a[0])); return ''; } catch (error) { return error.message; } })()"
+        refused = (
+            "(() => { try { m.readTree(JSON.parse(a[0])); return ''; } catch (error) { return error.message; } })()"
+        )
         assert console.run("tree.js", refused, text)

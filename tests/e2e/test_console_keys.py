@@ -35,7 +35,9 @@ def test_the_key_is_asked_for_and_kept_in_memory_alone(chromium: Any, server: Se
     page.fill("dialog input[name=key]", KEY)
     page.press("dialog input[name=key]", "Enter")
     page.wait_for_selector(".bar .model >> text=tiny")
-    kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, document.documentElement.outerHTML])")
+    kept = page.evaluate(
+        "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, document.documentElement.outerHTML])"
+    )
     assert KEY not in kept
     assert console.context.cookies() == []
     assert all(KEY not in url for url in console.requests)
