@@ -1,4 +1,4 @@
-"""The console in a browser, against a server with the embedded model: what a reader does, and what an attacker would."""
+"""The console in a browser, with the embedded model: what a reader does, and what an attacker would."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from tests.e2e.consoles import Console, browser
 from tests.e2e.servers import Server, serving
 
 MAX_SCRIPTS = 150_000  # bytes, compressed
-
-# One process runs all of them: each has a page of its own, and all have one server.
-pytestmark = pytest.mark.xdist_group("console")
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +227,8 @@ def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server)
     assert re.search(r"600 blocks of 16 tokens: [1-9]\d* in use, [1-9]\d* leased", label), label
     colours = """() => { const c = document.querySelector('.blocks canvas');
         const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; const found = new Set();
-        for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]); return found.size; }"""
+        for (let i = 0; i < d.length; i += 4) if (d[i + 3] === 255) found.add(d.slice(i, i + 3).join());
+        return found.size; }"""
     assert console.page.evaluate(colours) >= 4, "free, in use, leased, the null block"
     console.page.locator(".steps h3", has_text=re.compile(r"Last [1-9]\d* steps")).wait_for()
     row.locator("text=Abort").click()
@@ -280,9 +278,11 @@ def test_a_called_tool_gets_its_canned_result(console: Console):
 def test_a_picture_for_a_model_of_text_gets_the_servers_error(console: Console):
     dot = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     console.page.evaluate(
-        """(data) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0)); const files = new DataTransfer();
+        """(data) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+        const files = new DataTransfer();
         files.items.add(new File([bytes], 'dot.png', {type: 'image/png'}));
-        document.querySelector('.composer').dispatchEvent(new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); }""",
+        document.querySelector('.composer').dispatchEvent(
+            new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); }""",
         dot,
     )
     console.page.wait_for_selector(".attachment img[alt='dot.png']")

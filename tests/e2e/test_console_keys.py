@@ -12,7 +12,6 @@ from tests.e2e.servers import ADMIN_KEY, Server, serving
 from tests.unit.api.server.harness import write_tiny_model
 
 KEY = "key-of-the-reader"
-pytestmark = pytest.mark.xdist_group("console")
 
 
 @pytest.fixture(scope="module")
