@@ -17,6 +17,7 @@ from tests.unit.engine.fakes_async import FakeAsyncClient, fake_source, on_event
 
 LIFE = {"start", "shutdown", "close"}  # an LLM starts when it is built, and has nothing to drain
 OF_A_SERVICE = {"add_replica", "drain_replica"}  # whose engines change while it runs
+WATCHED = {"engine_maps", "end_leases", "find_running"}  # by others than the program whose requests run
 ABOVE = {"transcribe"}  # transcription is in api/, above AsyncLLM: async_transcriber(llm) does the same
 OF_A_BATCH = {"progress", "use_tqdm"}  # a bar for a call that waits for many
 OF_THE_ENGINE = {"process", "client"}  # where the engine runs
@@ -43,7 +44,7 @@ def parameters(method: Any) -> list[tuple[str, Any, Any]]:
 
 
 def test_both_have_the_same_methods() -> None:
-    assert methods(LLM) ^ methods(AsyncLLM) <= LIFE | ABOVE | OF_A_SERVICE
+    assert methods(LLM) ^ methods(AsyncLLM) <= LIFE | ABOVE | OF_A_SERVICE | WATCHED
     properties = {name for name, member in inspect.getmembers(BaseLLM) if isinstance(member, property)}
     for kind in (LLM, AsyncLLM):
         assert {name for name, member in inspect.getmembers(kind) if isinstance(member, property)} == properties

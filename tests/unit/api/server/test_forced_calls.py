@@ -81,9 +81,9 @@ async def test_calls_come_behind_the_reasoning_of_a_prompt(folder):
 async def test_a_beam_search_calls_too(folder):
     async with serving(folder) as connect:
         fields = {"tools": [WEATHER], "max_tokens": 200, "use_beam_search": True, "beam_width": 2}
-        (choice,) = (await connect().chat("x", **fields, tool_choice="required", parallel_tool_calls=False)).json()[
-            "choices"
-        ]
+        answer = await connect().chat("x", **fields, tool_choice="required", parallel_tool_calls=False)
+        assert answer.status == 200, answer.json()
+        (choice,) = answer.json()["choices"]
         assert check_calls(choice["message"]) == ["weather"]
 
 

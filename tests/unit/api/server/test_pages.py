@@ -19,7 +19,7 @@ LINKS = ("/docs", "/v1/models", "/health", "/metrics")
 
 @on_event_loop
 async def test_the_first_page_says_what_this_is():
-    async with scripted() as client:
+    async with scripted(console=False) as client:
         page = await client.get("/", headers=BROWSER)
         assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         text = page.body.decode()
@@ -49,7 +49,7 @@ async def test_where_keys_are_asked_for_the_pages_are_open_and_say_nothing_priva
 
 @on_event_loop
 async def test_a_name_in_a_page_is_text():
-    async with scripted(served_names=("<script>alert(1)</script>",)) as client:
+    async with scripted(served_names=("<script>alert(1)</script>",), console=False) as client:
         page = (await client.get("/", headers={**BROWSER, "host": '"><b>'})).body
         assert b"<script>" not in page and b"<b>" not in page
 
@@ -82,6 +82,7 @@ async def test_every_example_of_the_document_works(tmp_path):
                     "/audio/" in path or "/responses/" in path or method == "delete"
                 ):  # need a recording, or an answer's id
                     continue
+                path += "?count=1" if path.endswith("/events") else ""  # a stream without an end
                 answer = await client.open(method.upper(), path, content and content["example"]).answer()
                 assert answer.status == 200, (path, answer.body)
                 asked.append(path)
