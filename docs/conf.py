@@ -28,9 +28,13 @@ NAVIGATION = {
     },
     "Serve it": {
         "Run a server": "docs/serving",
+        "Open its page": "docs/console",
         "Ask a server": "docs/clients",
+        "Serve several models": "docs/several-models",
         "Keep conversations": "docs/responses",
         "Speak Anthropic's protocol": "docs/messages",
+        "Speak Ollama's protocol": "docs/ollama",
+        "Keep answers over restarts": "docs/tiers",
         "Run it on a CPU": "docs/cpu",
         "Run it on a GPU": "docs/gpu",
         "Run it on several devices": "docs/parallel",

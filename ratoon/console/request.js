@@ -172,9 +172,7 @@ export function chatRequest(tree, message, settings, model) {
   const parent = last >= 0 ? path[last] : null;
   const added = path.slice(last + 1);
   const options = { ...(model ? { model } : {}), ...optionFields(settings), ...toolFields(settings), ...answerFields(settings, true) };
-  // New images are part of a prompt, not of a continuation's new messages.
-  const continues = parent?.requestId && !added.some((other) => other.attachments?.length);
-  const body = continues
+  const body = parent?.requestId
     ? {
         messages: added.map(protocolMessage),
         continuation_of: parent.requestId,
@@ -193,18 +191,30 @@ export function branchRequest(answer, at, token, settings, model) {
   const kept = (answer.tokens ?? []).slice(0, at).map((other) => other.id);
   const known = answer.promptIds?.length && kept.every((id) => id !== null);
   const suffix = token === null ? [] : [token];
+  // An answer that had to match something goes on in its grammar, from the place of the branch. That needs the answer
+  // itself: a prompt of the same tokens has no grammar to go on in.
+  const constrained = isConstrained(answer);
+  const format = constrained ? { structured_outputs: { continue_grammar: true } } : {};
   const body = {
     ...(model ? { model } : {}),
     continuation_of: answer.requestId,
     ...(answer.choice ? { continuation_choice: answer.choice } : {}),
     continuation_at: (answer.promptIds?.length ?? 0) + at,
     ...(suffix.length ? { continuation_suffix: suffix } : {}),
-    ...(known ? { prompt: [...(answer.promptIds ?? []), ...kept, ...suffix] } : {}),
+    ...(known && !constrained ? { prompt: [...(answer.promptIds ?? []), ...kept, ...suffix] } : {}),
     max_tokens: 256,
-    ...optionFields(settings),
+    ...optionFields({ ...settings, format: "text" }),
+    ...format,
     ...answerFields(settings, false),
   };
   return { path: "/v1/completions", body };
+}
+
+/** Whether the text of an answer had to match a schema, an expression or a grammar.
+ * @param {Message} answer */
+function isConstrained(answer) {
+  const body = answer.sent?.body ?? {};
+  return Boolean(body.response_format || body.structured_outputs);
 }
 
 /** @param {{path: string, body: unknown}} sent @param {string} base @param {boolean} withKey */

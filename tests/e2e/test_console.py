@@ -118,6 +118,22 @@ def test_a_click_on_an_alternative_branches_there(console: Console):
     assert asked.value.post_data_json["continuation_of"].startswith("cmpl-")
 
 
+def test_a_branch_within_a_form_goes_on_in_its_grammar(console: Console):
+    console.set(temperature=0, max_tokens=30)
+    console.page.click("summary:has-text('Form of the answer')")
+    console.page.select_option("label:has-text('It must be') select", "regex")
+    console.page.fill("textarea.editor", "I (like|love|hate) (cats|dogs|birds)\\.")
+    console.ask("What do you feel?")
+    assert re.fullmatch(r"I (like|love|hate) (cats|dogs|birds)\.", console.answers()[0])
+    console.page.locator(".token[data-token='2']").first.click()
+    with console.page.expect_request("**/v1/completions") as asked:
+        console.page.locator(".card >> text=Draw again from here").click()
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    assert asked.value.post_data_json["structured_outputs"] == {"continue_grammar": True}
+    assert re.fullmatch(r"I (like|love|hate) (cats|dogs|birds)\.", console.answers()[0])
+
+
 def test_beams_are_shown_as_the_tree_that_they_are(console: Console):
     console.page.check("text=Search with beams")
     console.set(n=3, max_tokens=6)
