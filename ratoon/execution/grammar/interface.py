@@ -113,7 +113,7 @@ class GrammarCost:
     def __init__(self) -> None:
         self.is_slow = False
         self.num_fast = 0  # masks in a row that were fast
-        self.num_slow = 0  # masks that were slow, since so many in a row were fast that it is no longer slow
+        self.num_slow = 0  # masks that were slow, less one for each that was not
         self.seconds = 0.0  # of all masks that were measured
 
     @property
@@ -125,7 +125,9 @@ class GrammarCost:
         self.num_fast = self.num_fast + 1 if seconds < FAST_SECONDS else 0
         if seconds >= SLOW_SECONDS:
             self.num_slow += 1
-            self.is_slow = self.num_slow >= NUM_SLOW_OF_SLOW  # a single one may be the machine's fault
+            self.is_slow = self.is_slow or self.num_slow >= NUM_SLOW_OF_SLOW  # some may be the machine's fault
+        elif not self.is_slow:
+            self.num_slow = max(0, self.num_slow - 1)
         elif self.num_fast >= NUM_FAST_OF_SLOW:
             self.is_slow, self.num_slow = False, 0
 

@@ -106,6 +106,17 @@ def test_texts_of_a_grammar_that_turns_out_slow_leave_the_queue_of_the_others() 
     assert cost.is_slow
 
 
+def test_a_mask_that_is_slow_now_and_then_is_the_machines_fault() -> None:
+    cost = GrammarCost()
+    for _ in range(20):
+        cost.note(0.01)
+        cost.note(0.002)
+    assert not cost.is_slow
+    for _ in range(NUM_SLOW_OF_SLOW):
+        cost.note(0.01)
+    assert cost.is_slow
+
+
 def test_a_grammar_is_slow_until_it_was_fast_for_a_while() -> None:
     cost = slow()
     for _ in range(31):
