@@ -17,6 +17,7 @@ from tests.waiting import wait_until
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PROMPT = {"prompt": list(range(3, 80)), "max_tokens": 30, **GREEDY}
 NEXT = {"continuation_suffix": [5, 6, 7], "max_tokens": 6, **GREEDY}
+TURN = {"temperature": 0, "max_output_tokens": 40}
 BLOCK = 16
 
 
@@ -27,9 +28,9 @@ def processes_of(parent: int) -> list[int]:
     return [parent, *(pid for child in children for pid in processes_of(child))]
 
 
-def kill_all(server, path) -> None:
+def kill_all(server, path, num_blocks: int) -> None:
     pids = processes_of(server.process.pid)
-    wait_until("the blocks of the answer are written", lambda: len(list(path.rglob("*.kv"))) >= 106 // BLOCK)
+    wait_until("the blocks of the answers are written", lambda: len(list(path.rglob("*.kv"))) >= num_blocks)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
@@ -45,7 +46,13 @@ def test_answers_outlive_all_processes(tmp_path, front_ends):
         first = client.post("/v1/completions", **PROMPT, request_id="named")
         wanted = client.post("/v1/completions", continuation_of="named", **NEXT)
         assert wanted["continuation"]["source"] == "prefix_cache"
-        kill_all(server, files)
+        response = client.post("/v1/responses", input="Once upon a time", **TURN)
+        # The last token of a text is not computed. The continuation shares the blocks of its parent.
+        lengths = (
+            len(PROMPT["prompt"]) + PROMPT["max_tokens"] + 3 + NEXT["max_tokens"],
+            response["usage"]["total_tokens"],
+        )
+        kill_all(server, files, sum((length - 1) // BLOCK for length in lengths))
     with serving(folder, *options) as server:
         client = FrontEnd(server, key=None)
         num_tokens = len(PROMPT["prompt"]) + PROMPT["max_tokens"]
@@ -54,5 +61,10 @@ def test_answers_outlive_all_processes(tmp_path, front_ends):
             assert found["choices"][0]["token_ids"] == wanted["choices"][0]["token_ids"]
             assert found["continuation"]["inherited_tokens"] >= (num_tokens - 1) // BLOCK * BLOCK
             assert not found["continuation"]["fallback"]
+        kept = client.get(f"/v1/responses/{response['id']}")
+        assert kept["output"] == response["output"] and kept["usage"] == response["usage"]
+        turn = client.post("/v1/responses", input="And then?", previous_response_id=response["id"], **TURN)
+        num_tokens = response["usage"]["total_tokens"]
+        assert turn["usage"]["input_tokens_details"]["cached_tokens"] >= (num_tokens - 1) // BLOCK * BLOCK > 0
         status, gone = client.ask("POST", "/v1/completions", {"model": MODEL, "continuation_of": "other", **NEXT})
         assert status == 404, gone

@@ -46,6 +46,7 @@ class Turn:
     output: StoredItems = NO_ITEMS  # until the response has ended
     num_holders: int = 0  # in the store: its response, and turns behind it
     num_counted_bytes: int = 0  # by the store, while it has holders
+    number: int = 0  # in the log of the store; 0: it is not there
 
     @property
     def own_bytes(self) -> int:
@@ -248,13 +249,32 @@ def encode_head(fields: dict[str, Any]) -> bytes:
     return _encode(fields)[1:-1]
 
 
+class StoreLog(Protocol):
+    """What responses outlive the process in."""
+
+    def read(self) -> list[StoredResponse]:
+        """Those of earlier processes, in the order in which they ended."""
+        ...
+
+    def ended(self, response: StoredResponse) -> None:
+        """A response that is stored has ended. May be called again."""
+
+    def gone(self, response: StoredResponse, left: Iterable[StoredResponse], num_left: int) -> None:
+        """A response was deleted or evicted; `left` are those that are still stored."""
+
+
 class ResponseStore:
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
+    def __init__(self, max_responses: int, max_bytes: int, log: StoreLog | None = None) -> None:
+        self._log: StoreLog | None = None  # while responses are read from it, nothing is written to it
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_owner: dict[str | None, OrderedDict[str, StoredResponse]] = {}
         self._sizes: dict[str, int] = {}  # as counted, by id, without turns
         self._num_bytes = 0
+        if log is not None:
+            for response in log.read():
+                self.add(response)
+            self._log = log
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -278,6 +298,8 @@ class ResponseStore:
         if response.id not in self._sizes:
             return []  # deleted
         self._count(response)
+        if self._log is not None and not response.is_running:
+            self._log.ended(response)
         evicted = []
         while len(self) > self._max_responses or self._num_bytes > self._max_bytes:
             victim = self._next_victim(response)
@@ -359,6 +381,8 @@ class ResponseStore:
             del self._by_owner[response.owner]
         self._num_bytes -= self._sizes.pop(response.id)
         self._let_go(response.turn)
+        if self._log is not None:
+            self._log.gone(response, self, len(self))
 
     def _next_victim(self, newest: StoredResponse) -> StoredResponse | None:
         """Returns the response to evict: the newest one only if there is no other."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from ratoon.api.server.connections import release
 from ratoon.api.server.response_directory import OwnResponses
+from ratoon.api.server.response_log import ResponseLog
 from ratoon.api.server.response_store import CANCELLED, FAILED, EventLog, ResponseStore, StoredResponse, Turn
 from ratoon.api.server.runner import EXIT_DONE, EXIT_ENGINE, WATCH_INTERVAL, listening_to_signals, loop_factory
 from ratoon.api.server.service_calls import (
@@ -148,7 +149,9 @@ class Service:
         self._have_joined = False  # a front end, with the adapters of the settings
         most = num_names(self._config.max_roots, settings.max_queue)
         self._names = RequestNames(most, open_record_log(self._config, "names"))
-        store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+        records = open_record_log(self._config, "responses")
+        log = None if records is None else ResponseLog(records)
+        store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
         self._responses = ServiceResponses(store, self._forget_root)
         self._responses.hub = self._hub
         self._recent_turns: OrderedDict[tuple[str | None, str], Turn] = OrderedDict()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from ratoon.api.server.response_directory import OwnResponses, ResponseDirectory
+from ratoon.api.server.response_log import ResponseLog
 from ratoon.api.server.response_store import ResponseStore, StoredResponse
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.adapters import Adapter
@@ -145,7 +146,9 @@ class OwnState:
         self.queue = Queue(settings.max_queue)
         most = num_names(llm.config.max_roots, settings.max_queue)
         self.names = RequestNames(most, open_record_log(llm.config, "names"))
-        store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+        records = open_record_log(llm.config, "responses")
+        log = None if records is None else ResponseLog(records)
+        store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
         self.responses = OwnResponses(store, self._forget_root)
 
     async def take_places(self, owner: str | None, count: int) -> str | None:
