@@ -231,6 +231,17 @@ class CacheConfig:
         16 * 2**30, "that the files of kv_files take at most, such as 100GiB", name="kv_files_size", size=True
     )
 
+    kv_events: str | None = setting(
+        None,
+        "an address such as tcp://127.0.0.1:5557 on which events of the KV cache are published in vLLM's format; of "
+        "several engines, engine i has a port that is higher by i",
+        metavar="ADDRESS",
+    )
+    kv_events_replay: str | None = setting(
+        None, "an address on which subscribers of kv_events ask for what they missed", metavar="ADDRESS"
+    )
+    kv_events_topic: str = setting("", "the first frame of messages of kv_events")
+
     @property
     def host_bytes(self) -> int:
         """Host memory for blocks. Those of files pass through it, so there is some where nothing was said of it."""
@@ -562,6 +573,10 @@ def verify_engine_config(config: EngineConfig) -> None:
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
     _verify_connector(config.cache)
+    if config.cache.kv_events is not None and not config.cache.enable_prefix_caching:
+        raise ConfigError("kv_events", "no block can be found without a prefix cache", "leave enable_prefix_caching on")
+    if config.cache.kv_events_replay is not None and config.cache.kv_events is None:
+        raise ConfigError("kv_events_replay", "has no effect without kv_events", "set kv_events too")
     if config.cache.connector is not None and config.num_ranks > 1:
         name = "kv_connector" if config.cache.kv_files is None else "kv_files"
         problem = f"keeps blocks of whole models, and {config.num_ranks} ranks have parts"

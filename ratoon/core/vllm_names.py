@@ -53,9 +53,12 @@ SPECIAL = {
     "swap_space": "`swap_memory`, in GiB",
     "tokenizer": "only the model's own is accepted",
     "kv_transfer_config": "`kv_connector` and `kv_connector_options`, as an object of vLLM's fields",
+    "kv_events_config": "`kv_events`, `kv_events_replay` and `kv_events_topic`, as an object of vLLM's fields",
     "speculative_config": "`speculate` and `speculate_tokens`, as an object of vLLM's fields",
 }
 TRANSFER_FIELDS = {"kv_connector": "kv_connector", "kv_connector_extra_config": "kv_connector_options"}
+EVENT_FIELDS = {"endpoint": "kv_events", "replay_endpoint": "kv_events_replay", "topic": "kv_events_topic"}
+DEFAULT_EVENTS = "tcp://*:5557"
 VLLM_NAMES = (*RENAMED, *NEGATED, *SPECIAL, *RULES, *NO_EFFECT)
 
 
@@ -81,6 +84,7 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("swap_space", f"{swap!r} is out of range", "a number of GiB, 0 for none")
     _rename(given, "swap_space", "swap_memory", None if swap is None else int(swap * GIB))
     _rename_transfer(given)
+    _rename_events(given)
     _rename_speculation(given)
     if given.get("quantization") is None:
         given.pop("quantization", None)
@@ -111,6 +115,28 @@ def _rename_transfer(given: dict[str, Any]) -> None:
             raise ConfigError("kv_transfer_config", f"and {ours} are the same setting", "one of the two")
         else:
             given[ours] = value
+
+
+def _rename_events(given: dict[str, Any]) -> None:
+    """vLLM's object that says where events of the KV cache are published."""
+    asked = json_object("kv_events_config", given.pop("kv_events_config", None))
+    if not asked:
+        return
+    if asked.pop("publisher", "zmq") != "zmq":
+        raise ConfigError("kv_events_config.publisher", "is not supported", "zmq")
+    for name in ("buffer_steps", "hwm", "max_queue_size"):  # sizes of buffers, which are fixed here
+        asked.pop(name, None)
+    is_on = asked.pop("enable_kv_cache_events", False)
+    for name in asked:
+        if name not in EVENT_FIELDS:
+            expected = f"one of {', '.join(['enable_kv_cache_events', 'publisher', *EVENT_FIELDS])}"
+            raise ConfigError(f"kv_events_config.{name}", "is not supported", expected)
+    if not is_on:
+        return
+    for name, value in {"endpoint": DEFAULT_EVENTS, **asked}.items():
+        if given.get(ours := EVENT_FIELDS[name]):
+            raise ConfigError("kv_events_config", f"and {ours} are the same setting", "one of the two")
+        given[ours] = value
 
 
 def _rename_speculation(given: dict[str, Any]) -> None:

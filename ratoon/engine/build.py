@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ratoon.attention.early_kernels import expected_launches
-from ratoon.core.config import EngineConfig, fit_to_device, fit_to_model, fit_to_stages
+from ratoon.core.config import CacheConfig, EngineConfig, fit_to_device, fit_to_model, fit_to_stages
+from ratoon.core.errors import ConfigError
 from ratoon.engine.core import EngineCore
 from ratoon.engine.processes.garbage import no_garbage_collection
 from ratoon.engine.processes.torch_parts import without_unused_parts
@@ -19,10 +20,14 @@ from ratoon.models.source import ModelSource
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 
+if TYPE_CHECKING:
+    from ratoon.engine.kv_events import KVEventPublisher
+
 logger = get_logger(__name__)
 
 
-def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -> EngineCore:
+def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer, index: int | None = None) -> EngineCore:
+    """`index`: of one of several engines of a service."""
     launches = expected_launches(config, source.config)
     with (
         timer.phase("import torch"),
@@ -43,8 +48,20 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer) -
     finally:
         end_compiler()
     core = EngineCore(config, executor)
+    if config.cache.kv_events is not None:
+        core.publish_events(_open_publisher(config.cache, index))
     logger.info("%s is ready: %s", source.name, describe(core))
     return core
+
+
+def _open_publisher(cache: CacheConfig, index: int | None) -> KVEventPublisher:
+    try:
+        from ratoon.engine.kv_events import KVEventPublisher, with_port_of
+    except ImportError:
+        raise ConfigError("kv_events", "pyzmq is not installed", "pip install 'ratoon[serve]'") from None
+    assert cache.kv_events is not None
+    replay = None if cache.kv_events_replay is None else with_port_of(cache.kv_events_replay, index or 0)
+    return KVEventPublisher(with_port_of(cache.kv_events, index or 0), replay, cache.kv_events_topic, index)
 
 
 def note_missing_bytecode(package: ModuleType) -> None:

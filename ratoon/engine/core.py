@@ -28,7 +28,11 @@ from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreR
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
 from ratoon.engine.map import EngineMap, prompt_tokens_in
+from ratoon.memory.block_events import BlockEvents
 from ratoon.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ratoon.engine.kv_events import KVEventPublisher
 
 if TYPE_CHECKING:
     from ratoon.distributed.executor import Executor, StepHandle
@@ -95,7 +99,20 @@ class EngineCore:
         self._running = threading.Event()  # not paused
         self._running.set()
         self._sleep_level = 0  # 0: awake
+        self._publisher: KVEventPublisher | None = None
         self.num_passes = 0  # of the model over tokens, submitted so far
+
+    def publish_events(self, publisher: KVEventPublisher) -> None:
+        """Subscribers are told which blocks can be found here, from now on."""
+        medium = "GPU" if self.executor.facts.device.startswith("cuda") else "CPU"
+        self.scheduler.kv_cache.collect_events(BlockEvents(medium))
+        self._publisher = publisher
+        self._publish()
+
+    def _publish(self) -> None:
+        events = self.scheduler.kv_cache.events
+        if self._publisher is not None and events is not None and (new := events.take()):
+            self._publisher.publish(new)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then. One with structured output waits for
@@ -180,6 +197,8 @@ class EngineCore:
                 plan, _ = self._in_flight[0]
                 outputs += self._finish_oldest()
                 advanced = plan.tokens_without_sample()
+            if self._publisher is not None:
+                self._publish()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
         return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now, advanced=advanced)
@@ -296,7 +315,9 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """False while requests hold blocks."""
-        return self.scheduler.reset_prefix_cache()
+        is_empty = self.scheduler.reset_prefix_cache()
+        self._publish()
+        return is_empty
 
     def stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
@@ -362,3 +383,5 @@ class EngineCore:
         self.executor.close()
         if self._index is not None:
             self._index.close()
+        if self._publisher is not None:
+            self._publisher.close()

@@ -51,6 +51,9 @@ class BlockPool:
         self._cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         # Called with a cached block and its hash before the block is taken for other content
         self.on_evict: Callable[[Block, bytes], None] | None = None
+        # Called with a hash and its group when no block has it any more, and when none has any
+        self.on_forget: Callable[[bytes, int], None] | None = None
+        self.on_reset: Callable[[], None] | None = None
         # Ids of blocks whose state may have changed since they were taken from here; None: no map is drawn of the pool
         self.changed: set[int] | None = None
 
@@ -168,6 +171,8 @@ class BlockPool:
             for block in cached.values():
                 block.block_hash = None
             cached.clear()
+        if self.on_reset is not None:
+            self.on_reset()
         return True
 
     def note_changed(self, blocks: Iterable[Block]) -> list[Block]:
@@ -180,6 +185,8 @@ class BlockPool:
     def _forget_hash(self, block: Block) -> None:
         assert block.block_hash is not None
         del self._cached[block.group][block.block_hash]
+        if self.on_forget is not None:
+            self.on_forget(block.block_hash, block.group)
         block.block_hash = None
 
     def _unlink(self, block: Block) -> None:

@@ -16,6 +16,7 @@ from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockCopy, BlockIds, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_copies import BlockCopies
+from ratoon.memory.block_events import GROUP, BlockEvents
 from ratoon.memory.block_pool import Block, BlockPool
 from ratoon.memory.block_store import BlockStore, HostTier, Lookup
 from ratoon.memory.cross_tables import CrossTables
@@ -58,6 +59,7 @@ class KVCacheManager:
         ]
         self._copies = BlockCopies()
         self.store = BlockStore(self.pool, self._copies, kv_config.fingerprint)
+        self.events: BlockEvents | None = None  # what happens to blocks, for an index elsewhere
         if kv_config.num_host_blocks:
             num_groups = len(kv_config.all_groups)
             self.store.attach(HostTier(kv_config.num_host_blocks, num_groups, kv_config.fingerprint))
@@ -186,6 +188,12 @@ class KVCacheManager:
     @property
     def has_unregistered_blocks(self) -> bool:
         return self._unregistered is not None
+
+    def collect_events(self, events: BlockEvents) -> None:
+        """Tells what happens to blocks that can be found from now on."""
+        self.events = events
+        self.pool.on_forget = events.removed
+        self.pool.on_reset = events.cleared
 
     def register_blocks(self) -> None:
         """Add to the prefix cache what the last allocation left for later. To be called while a step runs; before the
@@ -748,6 +756,8 @@ class KVCacheManager:
                     block = table[place]
                     if block is not null:
                         cache_full_block(block, block_hashes[place], group)
+            if self.events is not None and GROUP in groups:  # now: a block may have taken the place of another one
+                self.events.stored(block_hashes[:num_full], first // size, branch.token_ids, size)
         branch.num_registered_tokens = num_tokens
 
 

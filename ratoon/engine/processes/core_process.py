@@ -138,7 +138,7 @@ class EngineCoreProcess:
             source = resolve_model(launch.config.model, launch.config.hf_overrides)
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
-        core = build_core(config, source, timer)
+        core = build_core(config, source, timer, launch.index if launch.num_engines > 1 else None)
         core.executor.collective_rpc("allow_idle_work").result()  # this process has no other user of the device
         core.executor.when_failed = lambda problem: self._inputs.put(Fault("EngineError", "", problem))
         core.preparing.when_ready = lambda: self._inputs.put(Wake())

@@ -43,6 +43,7 @@ SPECIAL = {
 }
 # Settings without which another is refused
 NEEDED_WITH: dict[str, dict[str, Any]] = {
+    "kv_events_replay": {"kv_events": "tcp://127.0.0.1:5557"},
     "kv_connector": {"swap_memory": "1GiB"},
     "nnodes": {"pipeline_parallel_size": 7},
     "node_rank": {"nnodes": 8, "pipeline_parallel_size": 8},
