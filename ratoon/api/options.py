@@ -113,6 +113,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, without: Sequence[str] = (
     group.add_argument("--swap-space", type=float, metavar="GIB", help="--swap-memory in GiB")
     group.add_argument("--tokenizer", metavar="MODEL", help="only the model's own is accepted")
     group.add_argument("--kv-transfer-config", metavar="JSON", help="--kv-connector and --kv-connector-options")
+    group.add_argument("--kv-events-config", metavar="JSON", help="--kv-events and its address for replay")
     group.add_argument("--speculative-config", metavar="JSON", help="--speculate and --speculate-tokens")
     rules = {name: (rule.kind, rule.expected) for name, rule in RULES.items()}
     no_effect = {name: (kind, "no effect") for name, kind in NO_EFFECT.items()}
