@@ -148,7 +148,7 @@ def test_a_client_that_reads_late_gets_the_whole_answer(server: Server, client: 
     asked = {"model": MODEL, "prompt": "x", "max_tokens": 400, "n": 64, "seed": 5}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
     body = json.dumps({**asked, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -353,9 +353,8 @@ def test_a_client_that_hangs_up_costs_nothing(server: Server, client: openai.Ope
         next(iter(stream))
     wait_until("the stream's request is gone", lambda: is_idle(server))
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 400, "n": 64}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         ask_engine(server, "pause")
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -493,7 +492,9 @@ def test_a_unix_socket_keys_from_a_file_a_log_on_a_full_disk_and_other_names(fol
 def get_from_unix_socket(path: Path, target: str, key: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        request = f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+        request = (
+            f"GET {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+        )
         connection.sendall(request.encode())
         return b"".join(iter(lambda: connection.recv(65536), b""))
 

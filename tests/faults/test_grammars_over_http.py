@@ -141,7 +141,7 @@ def test_a_client_that_leaves_takes_its_check_with_it(server: Server) -> None:
     assert address.hostname is not None and address.port is not None
     data = json.dumps(body_of(bombs(1)["lark, intersected lengths"])).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {HOSTILE}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {HOSTILE}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     with socket.create_connection((address.hostname, address.port)) as connection:
