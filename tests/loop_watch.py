@@ -22,14 +22,24 @@ LONGEST_CALLBACK = 0.05  # seconds that nothing on the event loop of a server ma
 class LoopWatch:
     longest: float = 0.0
     callback: str = ""
+    second: float = 0.0  # the longest of the others
     _collecting_since: float = 0.0
     _collected: float = 0.0
 
     def check(self) -> None:
-        assert self.longest < LONGEST_CALLBACK, f"{self.longest * 1000:.0f} ms on the event loop: {self.callback}"
+        """A virtual machine counts time in which it had no processor as processor time: a single callback may have been
+        in that, and be twice as long."""
+        is_short = self.second < LONGEST_CALLBACK and self.longest < 2 * LONGEST_CALLBACK
+        assert is_short, f"{self.longest * 1000:.0f} ms on the event loop: {self.callback}"
 
     def begin_again(self) -> None:
-        self.longest, self.callback = 0.0, ""
+        self.longest, self.callback, self.second = 0.0, "", 0.0
+
+    def note(self, seconds: float, handle: asyncio.Handle) -> None:
+        if seconds > self.longest:
+            self.longest, self.callback, self.second = seconds, repr(handle)[:500], self.longest
+        elif seconds > self.second:
+            self.second = seconds
 
 
 @contextmanager
@@ -43,9 +53,7 @@ def watching_loop() -> Iterator[LoopWatch]:
         try:
             run(handle)
         finally:
-            seconds = time.thread_time() - start - (watch._collected - collected)
-            if seconds > watch.longest:
-                watch.longest, watch.callback = seconds, repr(handle)[:500]
+            watch.note(time.thread_time() - start - (watch._collected - collected), handle)
 
     def note_collection(phase: str, info: dict[str, Any]) -> None:
         if phase == "start":

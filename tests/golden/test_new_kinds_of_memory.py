@@ -84,7 +84,8 @@ class LatentBackend(TorchReferenceBackend):
 def engine_of(kind: type[AttentionLayer], **settings: Any) -> Iterator[LLM]:
     """Layers without a window are of this kind."""
 
-    def make(*args: Any) -> AttentionLayer:
+    def make(*args: Any, soft_cap: float | None) -> AttentionLayer:
+        assert soft_cap is None
         layer = AttentionLayer(*args)
         return kind(*args) if layer.window is None else layer
 

@@ -51,7 +51,8 @@ class EngineEvents(AnswerModel):
 
 
 def _described() -> dict[int | str, dict[str, Any]]:
-    stream = {EVENT_STREAM: {"schema": {"type": "string"}}}
+    an_event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+    stream = {EVENT_STREAM: {"schema": an_event}}
     errors = {status: found for status, found in answers(EngineEvents, 400).items() if status != 200}
     return {200: {"content": stream, "description": "Server-sent events: snapshot, then delta"}, **errors}
 
