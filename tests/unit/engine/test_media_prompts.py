@@ -108,7 +108,7 @@ def test_a_video_has_the_time_between_its_frames_in_its_positions() -> None:
     assert request.prompt_token_ids == [VIDEO_TOKEN] * 4 + [98]
     positions = np.frombuffer(request.rope.packed, np.int32).reshape(3, -1)
     assert positions[0].tolist() == [0, 0, 4, 4, 2]  # two seconds, of two tokens each
-    assert request.rope.delta == 0
+    assert request.rope.delta == -2  # the next position is 3, behind five tokens
     (feature,) = request.mm_features
     assert feature.data.modality == VIDEO and feature.data.grid == (2, 2, 4)
     slower = process({**prompt, "multi_modal_data": {"video": (frames, {"fps": 0.5})}})
@@ -116,15 +116,15 @@ def test_a_video_has_the_time_between_its_frames_in_its_positions() -> None:
     assert slower.mm_features[0].content_hash != feature.content_hash  # its keys are rotated by other positions
 
 
-def test_time_that_runs_ahead_of_tokens_leaves_room_for_fewer_and_must_fit() -> None:
+def test_time_that_runs_ahead_of_tokens_must_fit() -> None:
     def video(fps: float) -> dict[str, Any]:
         small = {"min_pixels": 784, "max_pixels": 2 * 784}
         frames = (np.stack([PICTURE] * 4), {"fps": fps})
         return {"prompt": "~b", "multi_modal_data": {"video": frames}, "mm_processor_kwargs": small}
 
     request = processor().process("r", video(0.25), SamplingParams(max_tokens=100))
-    assert request.rope is not None and request.rope.delta == 12  # 5 tokens, and positions up to 16
-    assert request.params.max_tokens == 40 - 5 - 12
+    assert request.rope is not None and request.rope.delta == -2  # positions up to 16; the text behind goes on from 3
+    assert request.params.max_tokens == 40 - 5
     error = refusal_of(video(0.1))
     assert error.field == "multi_modal_data" and "position 40, and those below 39 fit" in error.problem
 
