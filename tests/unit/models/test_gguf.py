@@ -139,7 +139,7 @@ def test_llama3_factors_are_recognised_and_others_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("architecture", "metadata", "message"),
     [
-        ("mamba", {}, r"unknown architecture 'mamba'; known in GGUF: gemma3, gpt2, llama"),
+        ("mamba", {}, r"unknown architecture 'mamba'; known in GGUF: .*gemma3, .*gpt2, .*llama"),
         ("clip", {}, r"of a model that reads images \(clip\); the model's Hugging Face folder"),
         ("qwen2vl", {}, r"of a model that reads images \(qwen2vl\)"),
         ("llama", llama_metadata(block_count=None), r"lacks the metadata key llama.block_count"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -102,9 +103,13 @@ LONG = [
 def test_twice_the_text_takes_about_twice_the_time(name: str, before: str, unit: str) -> None:
     """A ratio of 4 is that of reading all of the text again for every part of it."""
     length = 40_000 + MOST_READ_AGAIN
-    short = min(seconds_to_read(name, hostile(before, unit, length)) for _ in range(2))
-    long = min(seconds_to_read(name, hostile(before, unit, 2 * length)) for _ in range(2))
-    assert long < 3.2 * short + 0.02
+    short = long = inf
+    for _ in range(6):  # the shortest times count: a machine that is slow for a moment may spoil some
+        short = min(short, seconds_to_read(name, hostile(before, unit, length)))
+        long = min(long, seconds_to_read(name, hostile(before, unit, 2 * length)))
+        if long < 3.2 * short + 0.02:
+            return
+    raise AssertionError(f"{short:.3f} s, and {long:.3f} s for twice the text")
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10**6])
