@@ -17,7 +17,7 @@ def moved(copies: list[tuple[int, int]]) -> list[list[int]]:
     tensors._move = lambda plan: KVTensors._move(tensors, plan)
     tensors._copy_rows = lambda plan: KVTensors._copy_rows(tensors, plan)
     blocks = [SimpleNamespace(src=source, dst=target) for source, target in copies]
-    plan: Any = SimpleNamespace(block_copies=blocks, stores=[], loads=[])
+    plan: Any = SimpleNamespace(block_copies=blocks, fetches=[], stores=[], loads=[])
     KVTensors.move_blocks(tensors, plan)
     assert torch.equal(tensors._tensors[0][:, 0], 2 * tensors._tensors[1][:, 0])
     return tensors._tensors[1].flatten().tolist()
