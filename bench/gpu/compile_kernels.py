@@ -40,9 +40,21 @@ from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
-from ratoon.layers.ops import RMSWeights
+from ratoon.layers.ops import FusedProduct, RMSWeights
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
-from ratoon.layers.triton import bits, elementwise, gemv, low_rank, matmul, norms, penalties, quantize, sampling, top
+from ratoon.layers.triton import (
+    bits,
+    elementwise,
+    gemv,
+    joined,
+    low_rank,
+    matmul,
+    norms,
+    penalties,
+    quantize,
+    sampling,
+    top,
+)
 from ratoon.layers.triton.compilation import Launch, launches_go_to
 from ratoon.layers.triton.kernel_requests import AbsentDevice
 
@@ -294,6 +306,11 @@ def choices(compilation: Compilation) -> None:
     bits.allow_bits(torch.empty(2, logits.shape[1]), ids[:2], words)
 
 
+def outputs_of(weight: Tensor) -> FusedProduct:
+    """A product whose numbers do not matter."""
+    return lambda x, norm, residual: torch.zeros(len(x), len(weight), dtype=x.dtype)
+
+
 def adapters(compilation: Compilation) -> None:
     cpu = torch.device("cpu")
     for model, hidden, inner in (("0.6B", 1024, 3072), ("8B", 4096, 14336)):
@@ -307,6 +324,12 @@ def adapters(compilation: Compilation) -> None:
                 slots = torch.zeros(num_rows, dtype=torch.int32)
                 products.add(y, x, slots)
                 products.add(y, x, slots, norm)
+            weight = torch.zeros(2 * inner, 16, dtype=BF16)  # its own product is another kernel
+            whole = joined.TritonJoined(weight, [inner, inner], 8, 16, outputs_of, dependent)
+            for num_rows in (1, 32, 2048):
+                compilation.part = f"adapters: {model}, joined, {num_rows} rows, {launch}"
+                slots = torch.zeros(num_rows, dtype=torch.int32)
+                whole.multiply(torch.zeros(num_rows, 16, dtype=BF16), None, None, slots)
         compilation.part = f"adapters: {model}, head"
         head = low_rank.TritonLowRank(hidden, [151936], 8, 64, cpu, BF16, takes_weights=True)
         head.add(torch.zeros(32, 151936, dtype=BF16), x[:32], slots[:32])

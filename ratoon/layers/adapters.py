@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.ops import LowRankProducts, Ops, RMSWeights, SavedTables
+from ratoon.layers.ops import JoinedProducts, LowRankProducts, Ops, Product, RMSWeights, SavedTables
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ class AdapterRows:
 class AdaptedProduct:
     """The adapters beside one product, whose columns are those of one or more layers of the checkpoint."""
 
-    __slots__ = ("_num_inputs", "_ops", "_parts", "_products", "max_rank", "takes_weights")
+    __slots__ = ("_num_inputs", "_ops", "_parts", "_products", "base", "joined", "max_rank", "takes_weights")
 
     def __init__(self, ops: Ops, num_inputs: int, takes_weights: bool = False) -> None:
         """`takes_weights`: an adapter may have a whole weight in place of the product's own."""
@@ -39,7 +39,9 @@ class AdaptedProduct:
         self.takes_weights = takes_weights
         self._num_inputs = num_inputs  # of this rank
         self._parts: list[int] = []  # columns of each layer
-        self._products: LowRankProducts | None = None  # None: no slots are open
+        self._products: LowRankProducts | None = None  # None: no slots are open, or they are joined with the product
+        self.base: Product | None = None  # the product, where adapters may be joined with it
+        self.joined: JoinedProducts | None = None  # the product and its adapters as one
         self.max_rank = 0
 
     def add_part(self, num_columns: int) -> int:
@@ -49,15 +51,19 @@ class AdaptedProduct:
 
     def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes room for adapters. A slot that was never loaded adds nothing. Does nothing where they are open."""
-        if self._products is None:
-            make, size = self._ops.make_low_rank, self._num_inputs
-            self._products = make(size, self._parts, num_slots, max_rank, device, dtype, self.takes_weights)
+        if self._products is None and self.joined is None:
+            if self.base is not None:
+                self.joined = self._ops.join_low_rank(self.base, self._parts, num_slots, max_rank)
+            if self.joined is None:
+                make, size = self._ops.make_low_rank, self._num_inputs
+                self._products = make(size, self._parts, num_slots, max_rank, device, dtype, self.takes_weights)
             self.max_rank = max_rank
 
     @property
-    def products(self) -> LowRankProducts:
-        assert self._products is not None, "no slots are open"
-        return self._products
+    def products(self) -> LowRankProducts | JoinedProducts:
+        found = self.joined or self._products
+        assert found is not None, "no slots are open"
+        return found
 
     def add(self, y: Tensor, x: Tensor, adapters: AdapterRows, norm: RMSWeights | None = None) -> None:
         """x [T, in], of which the norm is taken first if there is one; y [T, columns]: adds to it in place."""
@@ -96,8 +102,9 @@ class AdapterTarget:
 
     @property
     def numbers_of_rank(self) -> int:
-        """The numbers that an adapter has here for each unit of its rank, in this rank's part."""
-        return len(self._inputs) + sum(map(len, self._outputs))
+        """The numbers that an adapter has here for each unit of its rank, in this rank's part, and that have no memory
+        yet."""
+        return 0 if self.product.joined is not None else len(self._inputs) + sum(map(len, self._outputs))
 
     def open_slots(self, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype) -> None:
         self.product.open_slots(num_slots, max_rank, device, dtype)

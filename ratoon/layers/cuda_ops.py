@@ -15,7 +15,16 @@ from torch.nn import functional
 from ratoon.layers import fp8
 from ratoon.layers.gpu import has_gluon, has_wgmma
 from ratoon.layers.invariant_choices import Segments, segments_of, wide_of
-from ratoon.layers.ops import FusedProduct, LowRankProducts, Product, RMSWeights, SavedTables, WeightFormat, WeightUse
+from ratoon.layers.ops import (
+    FusedProduct,
+    JoinedProducts,
+    LowRankProducts,
+    Product,
+    RMSWeights,
+    SavedTables,
+    WeightFormat,
+    WeightUse,
+)
 from ratoon.layers.product_choices import (
     PANEL_OUTPUTS,
     Choice,
@@ -30,6 +39,7 @@ from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
+from ratoon.layers.triton.joined import TritonJoined, can_join
 from ratoon.layers.triton.low_rank import TritonLowRank, TritonTables
 from ratoon.layers.triton.matmul import matmul
 from ratoon.layers.triton.quantize import quantize_rows
@@ -285,6 +295,26 @@ class CudaOps(TorchOps):
         return TritonLowRank(
             num_inputs, num_outputs, num_slots, max_rank, device, dtype, dependent, one_tile, takes_weights
         )
+
+    def join_low_rank(
+        self, product: Product, num_outputs: Sequence[int], num_slots: int, max_rank: int
+    ) -> JoinedProducts | None:
+        if not isinstance(product, CudaLinear) or product.scales is not None or self.batch_invariant:
+            return None
+        if product.weight.is_meta or not can_join(num_outputs, num_slots, max_rank):
+            return None
+        bias = product.bias
+
+        def make_product(weight: Tensor) -> FusedProduct:
+            """The choices are those of the weight without the further rows, which are few."""
+            more = None if bias is None else functional.pad(bias, (0, len(weight) - len(bias)))
+            return CudaLinear(weight, more, product.choices, product.beyond, self.dependent_launch).fused
+
+        joined = TritonJoined(
+            product.weight, num_outputs, num_slots, max_rank, make_product, dependent=self.dependent_launch
+        )
+        product.weight = joined.weight  # one copy is kept
+        return joined
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
         return TritonTables(num_slots, rows, device, dtype)

@@ -53,7 +53,7 @@ class Linear:
             parts += [_take_weight(piece, outputs, in_features, inputs, transposed) for outputs in piece.outputs]
             shape = (piece.out_features, in_features)
             piece.weights.add_target(self.adapted, shape, inputs, piece.outputs, piece.order)
-        self.multiply = make_product(weights.ops, parts, _take_bias(pieces))
+        self.multiply = self.adapted.base = make_product(weights.ops, parts, _take_bias(pieces))
         self.fused = weights.ops.fuse(self.multiply)
         self.reduce = None if len(inputs) == in_features else weights.shard.all_reduce
 
@@ -63,6 +63,10 @@ class Linear:
         return self.reduce is not None
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
+        if adapters is not None and self.adapted.joined is not None:
+            stream, norm = (x.stream, x.rms) if isinstance(x, Normed) else (x, None)
+            y = self.adapted.joined.multiply(stream, norm, None, adapters.slots)
+            return y if self.reduce is None else self.reduce(y)
         if isinstance(x, Normed):
             if self.fused is not None and self.reduce is None:
                 y = self.fused(x.stream, x.rms, None)
@@ -80,6 +84,9 @@ class Linear:
         product and the addition are not one operation."""
         if self.fused is None or self.reduce is not None:
             return self(x, adapters)
+        if adapters is not None and self.adapted.joined is not None:
+            self.adapted.joined.multiply(x, None, stream, adapters.slots)
+            return None
         self.fused(x, None, stream)
         if adapters is not None:
             self.adapted.add(stream, x, adapters)

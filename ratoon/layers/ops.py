@@ -75,6 +75,19 @@ class LowRankProducts(Protocol):
         ...
 
 
+class JoinedProducts(Protocol):
+    """A product together with the adapters beside it, in slots, as LowRankProducts are; a slot has no whole weight."""
+
+    def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def multiply(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None, slots: Tensor) -> Tensor:
+        """The product of x [T, in], or of its norm, with what the adapter in each row's slot [T] int32 adds to it; -1:
+        nothing. It is added to `residual` [T, out] in place where that is given, which is returned then."""
+        ...
+
+
 class SavedTables(Protocol):
     """Tables of tokens that adapters have in place of the model's, in slots."""
 
@@ -135,6 +148,13 @@ class Ops(Protocol):
         """The adapters of so many slots, up to this rank, beside a product of so many inputs, whose columns are those
         of parts with these numbers of outputs. No memory is taken for their matrices yet. `takes_weights`: adapters may
         have whole weights, too."""
+        ...
+
+    def join_low_rank(
+        self, product: Product, num_outputs: Sequence[int], num_slots: int, max_rank: int
+    ) -> JoinedProducts | None:
+        """A product of this Ops and the adapters beside it as one, with memory for the matrices of all slots. None:
+        they are computed apart."""
         ...
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:

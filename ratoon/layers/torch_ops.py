@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ratoon.layers.ops import FusedProduct, Lookup, LowRankProducts, Product, SavedTables, WeightFormat, WeightUse
+from ratoon.layers.ops import (
+    FusedProduct,
+    JoinedProducts,
+    Lookup,
+    LowRankProducts,
+    Product,
+    SavedTables,
+    WeightFormat,
+    WeightUse,
+)
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_adapters import TorchLowRank, TorchTables
 
@@ -58,6 +67,11 @@ class TorchOps:
         takes_weights: bool = False,
     ) -> LowRankProducts:
         return TorchLowRank(num_outputs, self.rms_norm, device, dtype)
+
+    def join_low_rank(
+        self, product: Product, num_outputs: Sequence[int], num_slots: int, max_rank: int
+    ) -> JoinedProducts | None:
+        return None
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
         return TorchTables(rows, device, dtype)

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from ratoon.core.errors import ModelError
+from ratoon.layers.cuda_ops import CudaLinear, CudaOps
 from ratoon.layers.ops import RMSWeights
 from ratoon.layers.torch_adapters import TorchLowRank, TorchTables
 from ratoon.layers.torch_ops import TorchOps
@@ -122,3 +124,45 @@ def test_tables_of_adapters_replace_rows(rows: range) -> None:
     assert torch.equal(*results)
     own = table[19] if 19 in rows else torch.zeros(24)
     assert torch.equal(results[0][1].cpu(), own) and torch.equal(results[0][2], base[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("rows", "slots", "max_rank"), [(1, 8, 16), (19, 3, 40), (140, 16, 16)])
+def test_a_product_joined_with_its_adapters_is_the_product_and_theirs(
+    rows: int, slots: int, max_rank: int, has_residual: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    outputs, num_inputs = [96, 32, 64], 48
+    product = CudaLinear(torch.randn(192, num_inputs, device=DEVICE, dtype=dtype) / 8, None, ())
+    apart = TorchLowRank(outputs, TorchOps().rms_norm, DEVICE, dtype)
+    norm = None if has_residual else RMSWeights(torch.randn(num_inputs, device=DEVICE, dtype=dtype), 1e-5)
+    x = torch.randn(rows, num_inputs, device=DEVICE, dtype=dtype)
+    stream = torch.randn(rows, 192, device=DEVICE, dtype=dtype)
+    expected = product.fused(x, norm, stream.clone() if has_residual else None)
+    joined = CudaOps().join_low_rank(product, outputs, slots, max_rank)
+    assert joined is not None
+    torch.testing.assert_close(product.fused(x, norm, stream.clone() if has_residual else None), expected)
+    load([joined, apart], 0, 0, 5, num_inputs, 96, 0.5)
+    load([joined, apart], 0, 2, 1, num_inputs, 64)
+    load([joined, apart], slots - 1, 1, 16, num_inputs, 32, 2.0)
+    load([joined, apart], 1, 0, max_rank, num_inputs, 96)
+    joined.clear(1)
+    apart.clear(1)
+    of_rows = torch.randint(-1, slots, (rows,), dtype=torch.int32, device=DEVICE)
+    of_rows[0] = slots - 1
+    apart.add(expected, x, of_rows, norm)
+    found = joined.multiply(x, norm, stream if has_residual else None, of_rows)
+    assert (found is stream) == has_residual
+    torch.testing.assert_close(found / 8, expected / 8, **CLOSE[dtype])
+
+
+def test_products_are_joined_with_few_adapters_of_small_rank_alone() -> None:
+    ops, product = CudaOps(), CudaLinear(torch.randn(64, 32, device=DEVICE), None, ())
+    assert ops.join_low_rank(product, [64], 8, 64) is None
+    assert ops.join_low_rank(product, [40, 24], 2, 16) is None
+    assert CudaOps(batch_invariant=True).join_low_rank(product, [64], 2, 16) is None
+    joined = ops.join_low_rank(product, [64], 2, 16)
+    assert joined is not None
+    with pytest.raises(ModelError, match="not finite"):
+        joined.load(0, 0, torch.zeros(4, 32), torch.full((64, 4), torch.inf), 1.0)
