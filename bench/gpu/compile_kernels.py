@@ -329,7 +329,9 @@ def adapters(compilation: Compilation) -> None:
             for num_rows in (1, 32, 2048):
                 compilation.part = f"adapters: {model}, joined, {num_rows} rows, {launch}"
                 slots = torch.zeros(num_rows, dtype=torch.int32)
-                whole.multiply(torch.zeros(num_rows, 16, dtype=BF16), None, None, slots)
+                narrow = torch.zeros(num_rows, 16, dtype=BF16)
+                whole.multiply(narrow, None, None, slots)
+                whole.multiply_gate(narrow, None, slots)
         compilation.part = f"adapters: {model}, head"
         head = low_rank.TritonLowRank(hidden, [151936], 8, 64, cpu, BF16, takes_weights=True)
         head.add(torch.zeros(32, 151936, dtype=BF16), x[:32], slots[:32])

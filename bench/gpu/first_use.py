@@ -77,6 +77,8 @@ def main() -> None:
         settings = {"load_format": "dummy", "device": args.device, "max_model_len": 2048, "max_num_seqs": 256}
         with LLM(str(folder), process=args.process, **settings) as llm:
             print(f"start-up {time.perf_counter() - begin:.1f} s")
+            if args.process and args.tokenizer is not None:
+                llm.start_grammars()  # as a server does
             time.sleep(args.idle)
             for kind, run in kinds(llm, args.tokenizer is not None).items():
                 seconds = []

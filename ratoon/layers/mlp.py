@@ -65,7 +65,7 @@ class GatedMLP:
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
         if adapters is not None or self.multiply is None:
-            return self.down(self.activate(self.gate_up(x, adapters)), adapters)
+            return self.down(self._gate(x, adapters), adapters)
         if isinstance(x, Normed):
             if self.fused is not None:
                 return self.fused(x.stream, x.rms, None)
@@ -75,7 +75,7 @@ class GatedMLP:
 
     def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
         if adapters is not None or self.multiply is None:
-            return self.down.add_to(stream, self.activate(self.gate_up(x, adapters)), adapters)
+            return self.down.add_to(stream, self._gate(x, adapters), adapters)
         if self.fused is None:
             return self(x)
         if isinstance(x, Normed):
@@ -83,6 +83,14 @@ class GatedMLP:
         else:
             self.fused(x, None, stream)
         return None
+
+    def _gate(self, x: LinearInput, adapters: AdapterRows | None) -> Tensor:
+        """[T, H] → [T, I]: the first product and the activation."""
+        joined = self.gate_up.adapted.joined
+        if adapters is None or joined is None or self.multiply is None:
+            return self.activate(self.gate_up(x, adapters))
+        stream, norm = (x.stream, x.rms) if isinstance(x, Normed) else (x, None)
+        return joined.multiply_gate(stream, norm, adapters.slots)
 
 
 class MLP:

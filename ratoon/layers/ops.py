@@ -87,6 +87,10 @@ class JoinedProducts(Protocol):
         nothing. It is added to `residual` [T, out] in place where that is given, which is returned then."""
         ...
 
+    def multiply_gate(self, x: Tensor, norm: RMSWeights | None, slots: Tensor) -> Tensor:
+        """silu_and_mul of it: [T, out / 2]."""
+        ...
+
 
 class SavedTables(Protocol):
     """Tables of tokens that adapters have in place of the model's, in slots."""

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.ops import FusedProduct, RMSWeights
+from ratoon.layers.triton import elementwise
 from ratoon.layers.triton.dependent import launch_options, wait_for_kernel_before
 from ratoon.layers.triton.launch import Launcher
 
@@ -93,14 +94,25 @@ class TritonJoined:
         self._columns[slot] = 0
 
     def multiply(self, x: Tensor, norm: RMSWeights | None, residual: Tensor | None, slots: Tensor) -> Tensor:
-        found = self._multiply(x, norm, None)  # [T, outputs + parts · slots · rank]
+        return self._add(self._multiply(x, norm, None), residual, slots, False)
+
+    def multiply_gate(self, x: Tensor, norm: RMSWeights | None, slots: Tensor) -> Tensor:
+        if self._num_outputs // 2 % self._block:  # halves of one part
+            return elementwise.gated_activation(self.multiply(x, norm, None, slots), "silu", self._dependent)
+        return self._add(self._multiply(x, norm, None), None, slots, True)
+
+    def _add(self, found: Tensor, residual: Tensor | None, slots: Tensor, is_gate: bool) -> Tensor:
+        """`found` [T, outputs + parts · slots · rank]: what the product gave."""
         num_rows, outputs = found.shape[0], self._num_outputs
-        y = found.new_empty(num_rows, outputs) if residual is None else residual
+        width = outputs // 2 if is_gate else outputs
+        y = found.new_empty(num_rows, width) if residual is None else residual
         tile = FEW_ROWS if num_rows <= FEW_ROWS else SOME_ROWS if num_rows < MANY_FROM else MANY_ROWS
         is_one_block = self._depth <= BLOCK_DEPTH
-        launcher = _launcher(tile, self._block, self._rank, is_one_block, residual is not None, self._dependent)
+        launcher = _launcher(
+            tile, self._block, self._rank, is_one_block, residual is not None, is_gate, self._dependent
+        )  # fmt: skip
         launcher(
-            (outputs // self._block, -(-num_rows // tile)),
+            (width // self._block, -(-num_rows // tile)),
             found, slots, self._columns, self._scales, y, num_rows, found.stride(0), y.stride(0), outputs, self._depth,
             self._num_slots, self._bounds[1], self._bounds[2],
         )  # fmt: skip
@@ -108,10 +120,12 @@ class TritonJoined:
 
 
 @cache
-def _launcher(tile: int, block: int, rank: int, is_one_block: bool, has_residual: bool, dependent: bool) -> Launcher:
+def _launcher(
+    tile: int, block: int, rank: int, is_one_block: bool, has_residual: bool, is_gate: bool, dependent: bool
+) -> Launcher:
     return Launcher(
         _add_kernel, ROWS=tile, OUTPUTS=block, DEPTH=BLOCK_DEPTH, RANK=rank, IS_ONE_BLOCK=is_one_block,
-        HAS_RESIDUAL=has_residual, num_warps=4, **launch_options(dependent),
+        HAS_RESIDUAL=has_residual, IS_GATE=is_gate, num_warps=4, **launch_options(dependent),
     )  # fmt: skip
 
 
@@ -119,52 +133,91 @@ def _launcher(tile: int, block: int, rank: int, is_one_block: bool, has_residual
 def _add_kernel(
     found, slots, columns, scales, y, num_rows, found_stride, y_stride, num_outputs, depth, num_slots, second, third,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, IS_ONE_BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, IS_GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """y [T, outputs] = found [T, outputs], + y itself if that is the residual stream, + what the slot of a row adds.
-    Behind the outputs, a row of `found` has the low-rank numbers [parts, depth]; `columns` [depth, outputs] are the
-    second matrices. `second` and `third`: the first outputs of the parts behind the first."""
+    IS_GATE: y [T, outputs / 2] is silu of the first half of that times the second. Behind the outputs, a row of `found`
+    has the low-rank numbers [parts, depth]; `columns` [depth, outputs] are the second matrices. `second` and `third`:
+    the first outputs of the parts behind the first."""
     kind = found.dtype.element_ty
     first = tl.program_id(0) * OUTPUTS
-    outputs = first + tl.arange(0, OUTPUTS)
-    part = (first >= second).to(tl.int32) + (first >= third).to(tl.int32)
-    places = tl.arange(0, DEPTH)
     # A slot is loaded between steps, so its matrices are there before any kernel of the step
-    matrix = tl.load(
-        columns + places[:, None].to(tl.int64) * num_outputs + outputs[None, :],
-        mask=(places < depth)[:, None],
-        other=0,
+    matrix, factors = _load_block(
+        columns, scales, first, 0, num_outputs, depth, num_slots, second, third, OUTPUTS, DEPTH, RANK
     )
-    factors = tl.load(scales + part * num_slots + places // RANK, mask=places < depth, other=0)
+    if IS_GATE:
+        behind = first + num_outputs // 2
+        up_matrix, up_factors = _load_block(
+            columns, scales, behind, 0, num_outputs, depth, num_slots, second, third, OUTPUTS, DEPTH, RANK
+        )
     if DEPENDENT:
         wait_for_kernel_before()
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    own = tl.load(slots + rows, mask=is_row, other=-1)
-    starts = rows.to(tl.int64)[:, None] * found_stride
-    sums = tl.load(found + starts + outputs[None, :], mask=is_row[:, None], other=0).to(tl.float32)
-    out = y + rows.to(tl.int64)[:, None] * y_stride + outputs[None, :]
+    is_row = (rows < num_rows)[:, None]
+    own = tl.load(slots + rows, mask=rows < num_rows, other=-1)
+    starts = found + rows.to(tl.int64)[:, None] * found_stride
+    sums = _sum_up(
+        starts, own, is_row, matrix, factors, columns, scales, first, num_outputs, depth, num_slots, second, third,
+        OUTPUTS, DEPTH, RANK, IS_ONE_BLOCK, kind,
+    )  # fmt: skip
+    if IS_GATE:
+        up = _sum_up(
+            starts, own, is_row, up_matrix, up_factors, columns, scales, behind, num_outputs, depth, num_slots, second,
+            third, OUTPUTS, DEPTH, RANK, IS_ONE_BLOCK, kind,
+        )  # fmt: skip
+        sums = sums.to(kind).to(tl.float32)  # as if both were kept between
+        sums = sums * tl.sigmoid(sums) * up.to(kind).to(tl.float32)
+    out = y + rows.to(tl.int64)[:, None] * y_stride + (first + tl.arange(0, OUTPUTS))[None, :]
     if HAS_RESIDUAL:
-        sums += tl.load(out, mask=is_row[:, None], other=0).to(tl.float32)
-    low = found + starts + num_outputs + part * depth
-    sums = _add_block(sums, low, own, factors, matrix, places, depth, RANK, kind)
-    if not IS_ONE_BLOCK:
-        for begin in range(DEPTH, depth, DEPTH):
-            inside = begin + places
-            is_inside = inside < depth
-            matrix = tl.load(
-                columns + inside[:, None].to(tl.int64) * num_outputs + outputs[None, :],
-                mask=is_inside[:, None],
-                other=0,
-            )
-            factors = tl.load(scales + part * num_slots + inside // RANK, mask=is_inside, other=0)
-            sums = _add_block(sums, low, own, factors, matrix, inside, depth, RANK, kind)
-    tl.store(out, sums.to(kind), mask=is_row[:, None])
+        sums += tl.load(out, mask=is_row, other=0).to(tl.float32)
+    tl.store(out, sums.to(kind), mask=is_row)
 
 
 @triton.jit
-def _add_block(sums, low, own, factors, matrix, inside, depth, RANK: tl.constexpr, kind: tl.constexpr):
-    """What the slots of some places add: for each row, that of its own."""
-    is_own = (own[:, None] == (inside // RANK)[None, :]) & (inside < depth)[None, :]
-    numbers = tl.load(low + inside[None, :], mask=is_own, other=0).to(tl.float32) * factors[None, :]
+def _part_of(first, second, third):
+    return (first >= second).to(tl.int32) + (first >= third).to(tl.int32)
+
+
+@triton.jit
+def _load_block(
+    columns, scales, first, begin, num_outputs, depth, num_slots, second, third, OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """The second matrices of some slots, from place `begin` of the depth on, and their scales."""
+    places = begin + tl.arange(0, DEPTH)
+    outputs = first + tl.arange(0, OUTPUTS)
+    is_inside = places < depth
+    starts = columns + places[:, None].to(tl.int64) * num_outputs
+    matrix = tl.load(starts + outputs[None, :], mask=is_inside[:, None], other=0)
+    of_part = scales + _part_of(first, second, third) * num_slots
+    return matrix, tl.load(of_part + places // RANK, mask=is_inside, other=0)
+
+
+@triton.jit
+def _sum_up(
+    starts, own, is_row, matrix, factors, columns, scales, first, num_outputs, depth, num_slots, second, third,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, IS_ONE_BLOCK: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """The product's own outputs, and what the slots of the rows add to them. `matrix`: the first block."""
+    outputs = first + tl.arange(0, OUTPUTS)
+    low = starts + num_outputs + _part_of(first, second, third) * depth
+    sums = tl.load(starts + outputs[None, :], mask=is_row, other=0).to(tl.float32)
+    sums = _add_block(sums, low, own, factors, matrix, 0, depth, DEPTH, RANK, kind)
+    if not IS_ONE_BLOCK:
+        for begin in range(DEPTH, depth, DEPTH):
+            matrix, factors = _load_block(
+                columns, scales, first, begin, num_outputs, depth, num_slots, second, third, OUTPUTS, DEPTH, RANK
+            )
+            sums = _add_block(sums, low, own, factors, matrix, begin, depth, DEPTH, RANK, kind)
+    return sums
+
+
+@triton.jit
+def _add_block(
+    sums, low, own, factors, matrix, begin, depth, DEPTH: tl.constexpr, RANK: tl.constexpr, kind: tl.constexpr
+):  # fmt: skip
+    """What the slots of one block add: for each row, that of its own."""
+    places = begin + tl.arange(0, DEPTH)
+    is_own = (own[:, None] == (places // RANK)[None, :]) & (places < depth)[None, :]
+    numbers = tl.load(low + places[None, :], mask=is_own, other=0).to(tl.float32) * factors[None, :]
     return tl.dot(numbers.to(kind), matrix, sums, input_precision="ieee")

@@ -155,6 +155,9 @@ def test_a_product_joined_with_its_adapters_is_the_product_and_theirs(
     found = joined.multiply(x, norm, stream if has_residual else None, of_rows)
     assert (found is stream) == has_residual
     torch.testing.assert_close(found / 8, expected / 8, **CLOSE[dtype])
+    if not has_residual:
+        gated = joined.multiply_gate(x, norm, of_rows)
+        torch.testing.assert_close(gated / 8, TorchOps().silu_and_mul(found) / 8, **CLOSE[dtype])
 
 
 def test_products_are_joined_with_few_adapters_of_small_rank_alone() -> None:
