@@ -25,7 +25,16 @@ from ratoon.layers.native_formats import (
     QuantisedGatedMLP,
     QuantisedLinear,
 )
-from ratoon.layers.ops import FusedProduct, Lookup, LowRankProducts, Product, SavedTables, WeightFormat, WeightUse
+from ratoon.layers.ops import (
+    FusedProduct,
+    JoinedProducts,
+    Lookup,
+    LowRankProducts,
+    Product,
+    SavedTables,
+    WeightFormat,
+    WeightUse,
+)
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import mask_lookup
 
@@ -199,6 +208,11 @@ class NativeOps:
         takes_weights: bool = False,
     ) -> LowRankProducts:
         return NativeLowRank(num_inputs, num_outputs, num_slots, self._has_few_bits)
+
+    def join_low_rank(
+        self, product: Product, num_outputs: Sequence[int], num_slots: int, max_rank: int
+    ) -> JoinedProducts | None:
+        return None  # a pass that is recorded reads the table of slots at each run
 
     def make_saved_tables(self, num_slots: int, rows: range, device: torch.device, dtype: torch.dtype) -> SavedTables:
         return NativeTables(num_slots, rows)
