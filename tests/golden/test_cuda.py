@@ -13,7 +13,9 @@ from ratoon.engine.core import EngineCore
 from ratoon.execution import worker
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
+from tests.golden.engines import model_folder, tiny_model
 from tests.golden.grammar_engines import forced_texts
+from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import random_token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -26,6 +28,7 @@ FAMILIES = [
     tiny_models.tiny_gpt2,
 ]
 LENGTHS = [1, 5, 16, 33, 40, 61]
+WIDE = "qwen3 untied with heads that the native kernels take"  # layers of whole tiles of outputs
 
 
 def core_of(tiny, device, **cache):
@@ -233,3 +236,28 @@ def test_launching_a_step_waits_for_nothing_on_the_device(monkeypatch):
     runner = core.executor._worker.runner
     monkeypatch.setattr(runner, "execute_model", without_waiting(runner.execute_model))
     assert greedy_tokens(core)
+
+
+@pytest.mark.parametrize(("max_loras", "max_lora_rank"), [(3, 8), (8, 64)], ids=["joined", "apart"])
+def test_requests_with_adapters_get_what_peft_gives_each(max_loras, max_lora_rank, tmp_path, monkeypatch):
+    from ratoon.layers.triton.joined import TritonJoined
+
+    calls, add = [], TritonJoined._add
+    monkeypatch.setattr(TritonJoined, "_add", lambda *args: calls.append(1) or add(*args))
+    tiny = tiny_model(WIDE)
+    adapters = {name: PeftAdapter(tiny, tmp_path / name, seed=seed) for seed, name in enumerate("abcd")}
+    names = [None, "a", "b", "c", "d", "a", None, "c"]
+    prompts = [random_token_ids(5 + 7 * index, seed=index) for index in range(len(names))]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    settings = {"device": "cuda", "dtype": "float32", "num_blocks": 200, "max_lora_rank": max_lora_rank}
+    folders = {name: str(adapter.folder) for name, adapter in adapters.items()}
+    with LLM(str(model_folder(WIDE)), adapters=folders, max_loras=max_loras, **settings) as llm:
+        texts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(texts, params, adapter=names, progress=False)
+    assert bool(calls) == (max_lora_rank == 8)
+    for name, prompt, output in zip(names, prompts, outputs):
+        tokens = list(prompt)
+        for _ in range(8):
+            logits = logits_of(tiny.oracle, tokens) if name is None else adapters[name].logits(tokens)
+            tokens.append(int(logits[-1].argmax()))
+        assert list(output.outputs[0].token_ids) == tokens[len(prompt) :], name
