@@ -577,10 +577,6 @@ def verify_engine_config(config: EngineConfig) -> None:
         raise ConfigError("kv_events", "no block can be found without a prefix cache", "leave enable_prefix_caching on")
     if config.cache.kv_events_replay is not None and config.cache.kv_events is None:
         raise ConfigError("kv_events_replay", "has no effect without kv_events", "set kv_events too")
-    if config.cache.connector is not None and config.num_ranks > 1:
-        name = "kv_connector" if config.cache.kv_files is None else "kv_files"
-        problem = f"{config.cache.connector[0]!r} keeps blocks of whole models, and {config.num_ranks} ranks have parts"
-        raise ConfigError(name, problem, f"one rank, or no {name}")
     _verify_nodes(config)
 
 

@@ -127,6 +127,7 @@ class KVFingerprint(msgspec.Struct, frozen=True):
     specs: tuple[str, ...] = ()  # of the KV groups: kind, sizes, dtype of keys and values
     layout: PageLayout = PageLayout((), ())
     page_orders: tuple[str, ...] = ()  # of the KV groups: how a backend arranges the elements of a page
+    part: str = ""  # of the model that a worker has, by its rank and stage; empty: all of it
     version: int = KV_FORMAT_VERSION
 
     @property

@@ -78,6 +78,31 @@ class BlockMover(ABC):
         return
 
 
+class IndexOfRanks(BlockIndex):
+    """The indexes of all ranks of a model, each of which has its part of a block: a block can be loaded if all parts
+    of it can be."""
+
+    def __init__(self, indexes: Sequence[BlockIndex]) -> None:
+        self._indexes = list(indexes)
+        self.keeps_ended_texts = all(index.keeps_ended_texts for index in indexes)
+
+    def find(self, key: bytes) -> bool:
+        return all(index.find(key) for index in self._indexes)
+
+    def offer(self, key: bytes) -> bool:
+        """Every rank is offered its part. All of them save it if one does: a plan is the same for all."""
+        answers = [index.offer(key) for index in self._indexes]
+        return any(answers)
+
+    def lose(self, key: bytes) -> None:
+        for index in self._indexes:
+            index.lose(key)
+
+    def close(self) -> None:
+        for index in self._indexes:
+            index.close()
+
+
 class KVConnector(ABC):
     """What a package registers: a class, or a function, that makes one of these from `kv_connector_options`, and raises
     ValueError for options that it does not have. Both halves may be opened in one process."""
@@ -87,6 +112,12 @@ class KVConnector(ABC):
 
     @abstractmethod
     def open_mover(self, fingerprint: KVFingerprint) -> BlockMover: ...
+
+
+def open_index(connector: KVConnector, fingerprints: Sequence[KVFingerprint]) -> BlockIndex:
+    """The scheduler's half for an engine whose ranks have blocks of these kinds."""
+    indexes = [connector.open_index(fingerprint) for fingerprint in fingerprints]
+    return indexes[0] if len(indexes) == 1 else IndexOfRanks(indexes)
 
 
 def block_key(group: int, block_hash: bytes) -> bytes:

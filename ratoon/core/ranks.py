@@ -59,7 +59,8 @@ class ToWorker(enum.Enum):
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """A step has ended. Ranks other than the one whose output is read send their failures alone."""
+    """A step has ended. Ranks other than the one whose output is read send their failures, and what became of blocks
+    that a connector was asked for."""
 
     step: int
     output: ModelRunnerOutput | None = None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ratoon.core.errors import ConfigError, EngineError
-from ratoon.core.kv import KVCacheConfig, SwapCosts, kv_config_of
+from ratoon.core.kv import KVCacheConfig, KVFingerprint, SwapCosts, kv_config_of
 from ratoon.core.stats import GraphStats
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.wire import Buffer, Decoder, WireError, encode
@@ -70,6 +70,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kernel_choices: list[dict[str, Any]] = []
     step_bytes: int = 0
     swap_costs: SwapCosts | None = None  # measured on a GPU, where preempted sequences may be swapped out
+    # Of the blocks of each rank, where an executor has several: `kv_config` is that of the first
+    rank_fingerprints: list[KVFingerprint] = []
     draft_cost: float = 0.0  # of a token that a model or head on the device drafts, in steps of the model
 
 

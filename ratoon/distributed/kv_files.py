@@ -17,9 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import xxhash
@@ -39,9 +39,11 @@ HEADER = struct.Struct("<8sIIQ16s")  # magic, version, bytes of the key, bytes o
 DEFAULT_BYTES = 16 * 2**30
 MAX_QUEUED_BYTES = 256 * 2**20  # that wait to be written; what comes beyond is not kept
 NUM_READERS = 8  # threads that load blocks: a disk is fastest with several requests
+SECONDS_WITHOUT_PROGRESS = 5.0  # after which what is read or written is given up: the device has stalled
 SECONDS_BETWEEN_LOOKS = 2.0  # at what other engines wrote and removed
 SECONDS_AFTER_FAILURE = 10.0  # in which nothing is written, for example because the disk is full
 SHARE_KEPT = 0.9  # of the bytes, when files are removed because there are too many
+SHARE_BETWEEN_COUNTS = 1 / 16  # of the bytes that one mover writes before it counts what all of them have written
 SECONDS_UNFINISHED = 600.0  # after which an unfinished file belongs to an engine that is gone
 
 
@@ -140,7 +142,7 @@ class FilesIndex(BlockIndex):
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(SECONDS_WITHOUT_PROGRESS)  # a daemon: it may look at a device that has stalled
 
 
 def _keys_in(folder: str) -> set[bytes]:
@@ -165,9 +167,17 @@ class FilesMover(BlockMover):
         self._changed = threading.Condition()
         self._closed = False
         self._silent_until = 0.0
-        self._num_bytes = sum(file.size for file in _files_of(root))
+        self._num_bytes = sum(file.size for file in _files_of(root))  # as far as is known: others write, too
+        self._num_bytes_since_count = 0
         self._num_written = 0
-        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-files-read")
+        self._reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._read_all, name=f"kv-files-read-{number}", daemon=True)
+            for number in range(NUM_READERS)
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._stalled_until = 0.0
         self._writer = threading.Thread(target=self._write_all, name="kv-files-write", daemon=True)
         self._writer.start()
 
@@ -214,7 +224,7 @@ class FilesMover(BlockMover):
         handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
-                head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, [content])) + key
+                head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, content)) + key
                 _write_whole(handle, [head, content])
             finally:
                 os.close(handle)
@@ -224,13 +234,18 @@ class FilesMover(BlockMover):
                 os.unlink(unfinished)
             raise
         self._num_bytes += len(head) + len(content)
-        if self._num_bytes > self._max_bytes:
+        self._num_bytes_since_count += len(head) + len(content)
+        if max(self._num_bytes, self._num_bytes_since_count / SHARE_BETWEEN_COUNTS) > self._max_bytes:
             self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Another engine may do the same at the same time: a file that is gone is none that has to be removed."""
+        """Counts the files, and removes the oldest if there are too many. Another engine, or another rank of this one,
+        may do the same at the same time: a file that is gone is none that has to be removed."""
         files = sorted(_files_of(self._root))
         num_bytes, most = sum(file.size for file in files), int(self._max_bytes * SHARE_KEPT)
+        self._num_bytes_since_count = 0
+        if num_bytes <= self._max_bytes:
+            files = []
         for file in files:
             if num_bytes <= most:
                 break
@@ -242,16 +257,63 @@ class FilesMover(BlockMover):
     # ---- load ----
 
     def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        (is_there,) = self.load_all([(key, parts)])
+        return is_there
+
+    def load_all(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
+        """A device that stalls is waited for as long as one block after another arrives. What has not arrived then
+        counts as lost, and nothing is asked for in the next seconds."""
+        if time.monotonic() < self._stalled_until:
+            return [False] * len(wanted)
+        done: SimpleQueue[None] = SimpleQueue()
+        reads = [Read(key, parts, done) for key, parts in wanted]
+        for read in reads:
+            self._reads.put(read)
+        try:
+            for _ in reads:
+                done.get(timeout=SECONDS_WITHOUT_PROGRESS)
+        except Empty:
+            self._stalled_until = time.monotonic() + SECONDS_AFTER_FAILURE
+            logger.warning(
+                "%s has given nothing for %g seconds: its blocks are computed for a while",
+                self._folder,
+                SECONDS_WITHOUT_PROGRESS,
+            )
+        return [read.end() for read in reads]
+
+    def _read_all(self) -> None:
+        """Each reader has a buffer: what comes from a device that had stalled must not reach memory that has another
+        use by then."""
+        buffer = bytearray()
+        while (read := self._reads.get()) is not None:
+            try:
+                if not read.has_ended:
+                    size = sum(part.nbytes for part in read.parts)
+                    if len(buffer) != size:
+                        buffer = bytearray(size)
+                    if self._read(read.key, buffer):
+                        read.fill(buffer)
+            except Exception:
+                logger.warning("block %s can't be loaded from %s", read.key.hex(), self._folder, exc_info=True)
+            finally:
+                read.done.put(None)
+                read = None  # the memory of a block that has arrived is not kept here
+
+    def _read(self, key: bytes, content: bytearray) -> bool:
+        """Reads a block, from the queue or from its file. False: it is not there, or is damaged."""
         waiting = self._queued.get(key)
         if waiting is not None:
-            return _fill(waiting, parts)
+            if len(waiting) != len(content):
+                return False
+            content[:] = waiting
+            return True
         path = _path_of(self._folder, key)
         try:
             handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            is_good = _read_block(handle, key, parts)
+            is_good = _read_block(handle, key, content)
             if is_good:
                 with suppress(OSError):
                     os.utime(handle)  # it was used
@@ -263,9 +325,6 @@ class FilesMover(BlockMover):
                 os.unlink(path)
         return is_good
 
-    def load_all(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
-        return list(self._readers.map(lambda one: self.load_or_log(*one), wanted))
-
     def flush(self) -> None:
         """Waits until all that was saved is written."""
         with self._changed:
@@ -276,8 +335,37 @@ class FilesMover(BlockMover):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._writer.join()
-        self._readers.shutdown()
+        for _ in self._readers:
+            self._reads.put(None)
+        num_left = -1
+        while self._writer.is_alive() and len(self._queue) != num_left:
+            num_left = len(self._queue)
+            self._writer.join(SECONDS_WITHOUT_PROGRESS)
+        if self._writer.is_alive():  # a daemon: the process can end without it
+            logger.warning("%s has stalled: %d blocks are not written", self._folder, num_left + 1)
+
+
+class Read:
+    """A block that is to be loaded. A reader fills its memory before `end`, or not at all."""
+
+    def __init__(self, key: bytes, parts: Sequence[memoryview], done: SimpleQueue[None]) -> None:
+        self.key = key
+        self.parts = parts
+        self.done = done  # gets an item when a reader is through with it
+        self.has_ended = False
+        self._lock = threading.Lock()
+        self._is_filled = False
+
+    def fill(self, content: bytearray) -> None:
+        with self._lock:
+            if not self.has_ended:
+                self._is_filled = _fill(content, self.parts)
+
+    def end(self) -> bool:
+        """Returns whether the memory has been filled. It is not written to from now on."""
+        with self._lock:
+            self.has_ended = True
+            return self._is_filled
 
 
 class _File(NamedTuple):
@@ -299,10 +387,9 @@ def _files_of(root: Path) -> Iterator[_File]:
                     os.unlink(path)
 
 
-def _checksum(key: bytes, parts: Sequence[bytearray | memoryview]) -> bytes:
+def _checksum(key: bytes, content: bytearray) -> bytes:
     digest = xxhash.xxh3_128(key)
-    for part in parts:
-        digest.update(part)
+    digest.update(content)
     return digest.digest()
 
 
@@ -317,26 +404,23 @@ def _write_whole(handle: int, parts: Sequence[bytes | bytearray]) -> None:
             left[0] = left[0][num_written:]
 
 
-def _read_block(handle: int, key: bytes, parts: Sequence[memoryview]) -> bool:
-    """Reads the content into `parts`. False: the file is not what it should be."""
+def _read_block(handle: int, key: bytes, content: bytearray) -> bool:
+    """Reads the content. False: the file is not what it should be."""
     head = bytearray(HEADER.size + len(key))
-    size = sum(part.nbytes for part in parts)
+    size = len(content)
     if os.readv(handle, [head]) != len(head):
         return False
     magic, version, key_bytes, num_bytes, checksum = HEADER.unpack_from(head)
     expected = (MAGIC, VERSION, len(key), size, key)
     if (magic, version, key_bytes, num_bytes, bytes(head[HEADER.size :])) != expected:
         return False
-    left = [part for part in parts if part.nbytes]
+    left = memoryview(content)
     while left:
-        num_read = os.readv(handle, left)
+        num_read = os.readv(handle, [left])
         if not num_read:
             return False
-        while left and num_read >= left[0].nbytes:
-            num_read -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][num_read:]
-    return not os.read(handle, 1) and _checksum(key, parts) == checksum
+        left = left[num_read:]
+    return not os.read(handle, 1) and _checksum(key, content) == checksum
 
 
 def _fill(content: bytearray, parts: Sequence[memoryview]) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ import msgspec
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, DeviceLostError, EngineError, StepSkippedError
 from ratoon.core.faults import error_of
-from ratoon.core.outputs import ModelRunnerOutput
+from ratoon.core.outputs import ModelRunnerOutput, TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, output_rank, ranks_of_node
 from ratoon.core.wire import Buffer, Decoder
@@ -76,6 +76,40 @@ class StepInFlight:
         return result.output
 
 
+class PendingStep:
+    """A step that workers execute. Its result is that of one rank and, where blocks are fetched from a connector, also
+    what the others tell: a block is there if the parts of all ranks are."""
+
+    def __init__(self, telling: set[int]) -> None:
+        """`telling`: the ranks that have something to tell."""
+        self.future: Future[StepResult] = Future()
+        self._telling = telling
+        self._result: StepResult | None = None
+        self._reports: list[TransferReport] = []
+
+    def take(self, rank: int, result: StepResult, is_output: bool) -> bool:
+        """A rank has told. True: all have, and `end` may be called."""
+        self._telling.discard(rank)
+        if is_output:
+            self._result = result
+        elif result.output is not None and result.output.transfers is not None:
+            self._reports.append(result.output.transfers)
+        return not self._telling or (is_output and result.fault is not None)
+
+    def end(self) -> None:
+        result = self._result
+        assert result is not None
+        if result.output is not None and result.output.transfers is not None and self._reports:
+            join_reports(result.output.transfers, self._reports)
+        self.future.set_result(result)
+
+
+def join_reports(report: TransferReport, others: Sequence[TransferReport]) -> None:
+    """Adds to the report of one rank what failed on others: a block with a part that is missing is missing."""
+    report.failed_stores = sorted({*report.failed_stores, *(slot for other in others for slot in other.failed_stores)})
+    report.fetch_seconds = max(report.fetch_seconds, *(other.fetch_seconds for other in others))
+
+
 class PendingCall:
     """A call that workers are to answer."""
 
@@ -111,7 +145,7 @@ class MultiprocExecutor:
         self._output_rank = output_rank(config)
         self._stats = WorkerStats()
         self._lock = threading.Lock()  # of what follows
-        self._steps: dict[int, Future[StepResult]] = {}
+        self._steps: dict[int, PendingStep] = {}
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         self._failure: str | None = None
@@ -155,12 +189,12 @@ class MultiprocExecutor:
     # ---- the interface of executors ----
 
     def submit(self, plan: SchedulerOutput) -> StepInFlight:
-        future: Future[StepResult] = Future()
+        step = PendingStep(set(range(self._world_size)) if plan.fetches else {self._output_rank})
         with self._lock:
             self._raise_failure()
-            self._steps[plan.step] = future
+            self._steps[plan.step] = step
         self._broadcast([ToWorker.PLAN.value, *encode_plan(plan)])
-        return StepInFlight(future)
+        return StepInFlight(step.future)
 
     def collective_rpc(self, method: str, *arguments: Any) -> Future[list[Any]]:
         frames = encode_call(method, arguments)
@@ -203,17 +237,20 @@ class MultiprocExecutor:
 
     def take_step(self, rank: int, result: StepResult) -> None:
         """Of a worker's thread: the result of a step."""
-        if rank != self._output_rank or (result.fault is not None and self._world_size > 1 and not result.was_skipped):
-            assert result.fault is not None
+        is_output = rank == self._output_rank
+        if result.fault is not None and not (is_output and (self._world_size == 1 or result.was_skipped)):
             # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.
             ended = self._wait_for_death()
             self.lost(ended or f"worker {rank} failed in step {result.step}: {result.fault.problem}")
             return
         with self._lock:
-            future = self._steps.pop(result.step, None)
+            step = self._steps.get(result.step)
+            has_ended = step is not None and step.take(rank, result, is_output)
+            if has_ended:
+                del self._steps[result.step]
             self._stats = result.stats or self._stats
-        if future is not None:
-            future.set_result(result)
+        if step is not None and has_ended:
+            step.end()
 
     def take_answer(self, rank: int, number: int, result: Any) -> None:
         with self._lock:
@@ -244,7 +281,7 @@ class MultiprocExecutor:
         logger.error("%s", problem)
         for group in self._groups:  # first: the engine's process may end as soon as a step has failed
             group.kill()
-        futures: list[Future[Any]] = [*steps, *(call.future for call in calls)]
+        futures: list[Future[Any]] = [*(step.future for step in steps), *(call.future for call in calls)]
         for future in futures:
             with contextlib.suppress(InvalidStateError):  # cancelled
                 future.set_exception(DeviceLostError(problem))
@@ -298,4 +335,5 @@ def combine(facts: list[WorkerFacts]) -> WorkerFacts:
         weight_bytes=sum(one.weight_bytes for one in facts),
         kv_bytes=sum(one.kv_bytes for one in facts),
         num_threads=sum(one.num_threads for one in facts),
+        rank_fingerprints=[one.kv_config.fingerprint for one in facts],
     )

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from ratoon.core.errors import StepSkippedError
 from ratoon.core.faults import fault_of
+from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.processes import (
     continue_when_parent_dies,
     hold_lifeline,
@@ -169,10 +170,14 @@ class WorkerProcess:
             except Exception as error:
                 logger.debug("step %d failed", number, exc_info=True)
                 result.fault, result.was_skipped = fault_of(error), isinstance(error, StepSkippedError)
-            if self._launch.has_results or result.fault is not None:
-                assert self._thread is not None
-                result.stats = self._thread.stats
-                self._send(FromWorker.STEP, encode(result))
+            if not self._launch.has_results and result.output is not None:
+                transfers = result.output.transfers
+                if transfers is None or not transfers.num_fetched:
+                    continue
+                result.output = ModelRunnerOutput(transfers=transfers)  # the rest is told by another rank
+            assert self._thread is not None
+            result.stats = self._thread.stats if self._launch.has_results or result.fault is not None else None
+            self._send(FromWorker.STEP, encode(result))
 
     def _send(self, kind: FromWorker, frames: Sequence[Buffer]) -> None:
         with self._sending, contextlib.suppress(OSError):  # the parent is gone, which the lifeline notices

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
-from ratoon.core.kv_connector import BlockIndex, open_connector
+from ratoon.core.kv_connector import BlockIndex, open_connector, open_index
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -83,8 +83,8 @@ class EngineCore:
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
         if config.cache.connector is not None:
-            connector = open_connector(*config.cache.connector)
-            self._index = connector.open_index(facts.kv_config.fingerprint)
+            fingerprints = facts.rank_fingerprints or [facts.kv_config.fingerprint]
+            self._index = open_index(open_connector(*config.cache.connector), fingerprints)
             self.scheduler.kv_cache.store.connect(self._index)
         self.preparing = PreparedRequests()
         self._clock = clock

@@ -115,7 +115,6 @@ def test_a_load_that_takes_longer_than_computing_is_not_made_and_tried_again_lat
         ({"preemption_mode": "recompute"}, "kv_files: .*pass through host memory"),
         ({"enable_prefix_caching": False}, "leave enable_prefix_caching on"),
         ({"kv_files_size": 0}, "kv_files_size"),
-        ({"tensor_parallel_size": 2}, "kv_files: 'files' keeps blocks of whole models"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, settings, problem):

@@ -188,5 +188,3 @@ def test_stages_that_can_not_be_made_are_refused_before_anything_is_started() ->
         LLM(str(model_folder(LLAMA)), pipeline_parallel_size=0, **settings)
     with pytest.raises(ConfigError, match="executor: uniproc has one worker, and pipeline_parallel_size is 2"):
         LLM(str(model_folder(LLAMA)), executor="uniproc", **STAGES, **settings)
-    with pytest.raises(ConfigError, match="kv_connector: 'x' keeps blocks of whole models, and 2 ranks have parts"):
-        LLM(str(model_folder(LLAMA)), kv_connector="x", swap_memory="1MiB", **STAGES, **settings)

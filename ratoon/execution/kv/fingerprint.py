@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
 from ratoon.execution.kv.geometry import Geometry
+from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.weights import TensorSource
 
 
@@ -15,8 +16,10 @@ def fingerprint_of(
     tensors: TensorSource,
     dtype: str,
     draft_tensors: TensorSource | None = None,
+    part: ModelPart = WHOLE_MODEL,
 ) -> KVFingerprint:
-    """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one."""
+    """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one. `part`:
+    what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content."""
     specs = [*(group.spec for group in kv_config.all_groups), *(group.spec for group in kv_config.attached)]
     choices = [*geometry.choices, *geometry.attached_choices]
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
@@ -27,7 +30,16 @@ def fingerprint_of(
         specs=tuple(map(repr, specs)),
         layout=lay_out_pages(kv_config.all_groups, kv_config.attached),
         page_orders=tuple(f"{choice.backend.name} {shape}" for choice, shape in zip(choices, shapes)),
+        part=name_of_part(part),
     )
+
+
+def name_of_part(part: ModelPart) -> str:
+    """The rank and the stage of a worker among all of them; empty for the only one."""
+    shard, stage = part.shard, part.stage
+    if shard.world_size == stage.count == 1:
+        return ""
+    return f"rank {shard.rank} of {shard.world_size}, stage {stage.index} of {stage.count}"
 
 
 def digest_of_weights(tensors: TensorSource) -> str:
