@@ -113,6 +113,11 @@ class KVConnector(ABC):
     @abstractmethod
     def open_mover(self, fingerprint: KVFingerprint) -> BlockMover: ...
 
+    def open_encoder_store(self, fingerprint: KVFingerprint) -> BlockMover | None:
+        """Keeps what encoders of images make. Its items are not blocks: each has a size of its own, and it is asked for
+        items that it may not have. None: this connector keeps blocks alone."""
+        return None
+
 
 def open_index(connector: KVConnector, fingerprints: Sequence[KVFingerprint]) -> BlockIndex:
     """The scheduler's half for an engine whose ranks have blocks of these kinds."""

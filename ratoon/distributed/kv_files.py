@@ -65,6 +65,9 @@ class FilesConnector(KVConnector):
     def open_mover(self, fingerprint: KVFingerprint) -> FilesMover:
         return FilesMover(self._root, self._folder_for(fingerprint), self._max_bytes)
 
+    def open_encoder_store(self, fingerprint: KVFingerprint) -> FilesMover:
+        return self.open_mover(fingerprint)
+
     def _folder_for(self, fingerprint: KVFingerprint) -> Path:
         """Blocks of other models, or of the same one in another layout, lie in another folder."""
         folder = self._root / fingerprint.digest

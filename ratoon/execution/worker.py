@@ -32,7 +32,7 @@ from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.drafting.build import BuiltDraft
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
-from ratoon.execution.kv.fingerprint import fingerprint_of
+from ratoon.execution.kv.fingerprint import fingerprint_of, fingerprint_of_encoder
 from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -44,6 +44,7 @@ from ratoon.execution.kv.kv_memory import (
     verify_longest_sequence,
 )
 from ratoon.execution.kv.kv_tensors import dtype_name
+from ratoon.execution.passes.encoder_store import EncoderStore
 from ratoon.execution.passes.media import encode_most
 from ratoon.execution.passes.rehearsal import Rehearsal
 from ratoon.layers.native_measurement import measure_kernels
@@ -91,6 +92,7 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None  # of all steps
         self._connector: KVConnector | None = None
         self._mover: BlockMover | None = None
+        self._encoder_store: BlockMover | None = None
 
     # ---- phases ----
 
@@ -159,6 +161,7 @@ class Worker:
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover)
+            self._connect_encoder(self._connector)
         del self._model, self._draft  # the runner's, which may put them to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
@@ -196,6 +199,17 @@ class Worker:
         num_bytes = num_rows * config.hidden_size * self._choices.dtype.itemsize
         logger.info("%s are kept for %s rows of embeddings in prompts", gib(num_bytes), f"{num_rows:,}")
         return num_bytes
+
+    def _connect_encoder(self, connector: KVConnector) -> None:
+        """What the encoder of media makes is kept by the connector, too. Encoders are on the first stage."""
+        config, shard = self._model_config, self._part.shard
+        if config.media is None or not self._part.stage.is_first:
+            return
+        dtype = dtype_name(self._choices.dtype)
+        kind = fingerprint_of_encoder(self._choices.tensors, dtype, config.hidden_size, shard.world_size)
+        self._encoder_store = connector.open_encoder_store(kind)
+        if self._encoder_store is not None:
+            self.runner.media.store = EncoderStore(self._encoder_store, may_save=shard.rank == 0)
 
     def _load_model(self) -> LanguageModel:
         choices, timer = self._choices, self._timer
@@ -268,6 +282,8 @@ class Worker:
             self.runner.adapters.close()
         if self._mover is not None:
             self._mover.close()
+        if self._encoder_store is not None:
+            self._encoder_store.close()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.memory.block_pool import Block, BlockPool
-from ratoon.memory.block_store import BlockStore
+from ratoon.memory.block_store import BlockStore, Lookup
 from ratoon.memory.growth import GrowthRule
 from ratoon.memory.hashing import hash_cross_block, hash_encoder_input
 from ratoon.memory.sequence import CrossTable, TokenSequence
@@ -153,10 +153,15 @@ class CrossTables:
         return table
 
     def _find(self, key: bytes, num_positions: int, may_load: bool = True) -> list[Block] | None:
-        """Its blocks on the device and, if they may be loaded, slots of those that are only in the store. None: one of
-        them is nowhere."""
+        """Its blocks on the device and, if they may be loaded, slots of those that are only in the store, or in a
+        connector behind it. None: one of them is nowhere."""
+        if not may_load:
+            return self._look_up(self._pool.cached_blocks(self._group).get, key, num_positions)
+        found = self._look_up(self._store.lookup(self._group, with_connector=True), key, num_positions)
+        return found if found is None or self._store.has_room_for(found) else None
+
+    def _look_up(self, lookup: Lookup, key: bytes, num_positions: int) -> list[Block] | None:
         blocks: list[Block] = []
-        lookup = self._store.lookup(self._group) if may_load else self._pool.cached_blocks(self._group).get
         for index in range(self.num_blocks(num_positions)):
             block = lookup(hash_cross_block(key, index))
             if block is None:

@@ -39,7 +39,7 @@ class EmbeddingTable:
     """The tensors [N, H] that branches read rows of, by key."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._width = width
+        self.width = width
         self._dtype = dtype
         self._device = device
         self._tensors: dict[str, Tensor] = {}
@@ -50,8 +50,8 @@ class EmbeddingTable:
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a tensor [N, H], in the dtype of the model. Raises ValueError if its rows are not as wide as the
         model's."""
-        if tensor.ndim != 2 or tensor.shape[1] != self._width:
-            raise ValueError(f"embeddings {key!r} have the shape {list(tensor.shape)}, not [rows, {self._width}]")
+        if tensor.ndim != 2 or tensor.shape[1] != self.width:
+            raise ValueError(f"embeddings {key!r} have the shape {list(tensor.shape)}, not [rows, {self.width}]")
         self._tensors[key] = tensor.to(self._device, self._dtype)
 
     def receive(self, key: str, tensor: WireTensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from pathlib import Path
 
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
 from ratoon.execution.kv.geometry import Geometry
@@ -43,7 +44,20 @@ def name_of_part(part: ModelPart) -> str:
 
 
 def digest_of_weights(tensors: TensorSource) -> str:
-    """A digest of where the weights come from, and of their names and shapes. Their numbers are not read: a tier that
-    outlives the process and its files needs a digest of those, too."""
+    """A digest of where the weights come from, of their names and shapes, and of when their files were last changed.
+    The numbers are not read: that would take as long as loading them."""
     parts = [tensors.name, *(f"{name} {shape}" for name, shape in sorted(tensors.shapes().items()))]
-    return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    return blake2b("\0".join([*parts, *_states_of_files(Path(tensors.name))]).encode(), digest_size=16).hexdigest()
+
+
+def _states_of_files(path: Path) -> list[str]:
+    """The sizes and times of a file, or of the files of a folder; nothing for weights that are not from files."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in states]
+
+
+def fingerprint_of_encoder(tensors: TensorSource, dtype: str, width: int, world_size: int) -> KVFingerprint:
+    """The kind of what an encoder of media makes: rows of embeddings, `width` numbers each. Ranks have equal ones."""
+    spec = f"rows of an encoder, {width} wide, made by one of {world_size} ranks"
+    return KVFingerprint(weights=digest_of_weights(tensors), dtype=dtype, specs=(spec,))

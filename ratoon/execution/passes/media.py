@@ -13,6 +13,7 @@ from ratoon.attention.segments import build_segment_attention
 from ratoon.core.media import EMBEDS, IMAGE, MediaConfig, MediaInput
 from ratoon.core.wire import WireTensor
 from ratoon.execution.inputs.embeddings import EmbeddingTable
+from ratoon.execution.passes.encoder_store import EncoderStore
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
@@ -31,15 +32,20 @@ class MediaRunner:
         self._dtype = dtype
         self._may_round = may_round
         self._attend: SegmentAttention | None = None
+        self.store: EncoderStore | None = None  # where outputs are kept beyond the device; None: nowhere
 
     def run(self, model: LanguageModel, inputs: Mapping[str, MediaInput]) -> None:
-        """Encodes these inputs, and keeps what comes out under their keys. Rows of embeddings that a request brought
-        are kept as they are. Raises ValueError for an input that the model has no encoder for, or whose rows are not as
-        many as was said."""
+        """Encodes these inputs, or loads what was made of them before, and keeps the rows under their keys. Rows of
+        embeddings that a request brought are kept as they are. Raises ValueError for an input that the model has no
+        encoder for, or whose rows are not as many as was said."""
         pictures = {key: media for key, media in inputs.items() if media.modality != EMBEDS}
         for key, media in inputs.items():
             if media.modality == EMBEDS:
                 self._embeddings.receive(key, media.features)
+        if self.store is not None and pictures:
+            for key, rows in self.store.load(pictures, self._embeddings.width, self._dtype).items():
+                self._embeddings.put(key, rows)
+                del pictures[key]
         if not pictures:
             return
         encoder = getattr(model, "media_encoder", None)
@@ -50,6 +56,8 @@ class MediaRunner:
         for (key, media), rows in zip(pictures.items(), outputs, strict=True):
             if len(rows) != media.num_rows:
                 raise ValueError(f"the encoder made {len(rows)} rows of {key!r}, not {media.num_rows}")
+            if self.store is not None:
+                self.store.save(key, rows.to(self._dtype))
             # A part of a larger tensor would keep all of it in memory
             self._embeddings.put(key, rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone())
 
