@@ -20,7 +20,10 @@ from ratoon.core.plugins import KV_CONNECTORS, PluginError, find_plugin, plugin_
 
 logger = logging.getLogger(__name__)
 
-BUILT_IN = {"files": "ratoon.distributed.kv_files:FilesConnector"}  # imported when it is asked for
+BUILT_IN = {  # imported when they are asked for
+    "files": "ratoon.distributed.kv_files:FilesConnector",
+    "lmcache": "ratoon.distributed.lmcache:LMCacheConnector",
+}
 
 
 class BlockIndex(ABC):
@@ -29,10 +32,16 @@ class BlockIndex(ABC):
 
     # Whether full blocks are offered as soon as a text ends, and not only when they leave the device
     keeps_ended_texts: bool = False
+    looks_ahead: bool = False  # whether `look_ahead` does anything
 
     @abstractmethod
     def find(self, key: bytes) -> bool:
         """Whether the block of this key can be loaded now."""
+
+    def look_ahead(self, keys: Sequence[bytes]) -> None:
+        """These keys are about to be asked for, in this order, until one is not there. An index that has to ask a
+        server may do so for several at once."""
+        return
 
     @abstractmethod
     def offer(self, key: bytes) -> bool:
@@ -85,9 +94,14 @@ class IndexOfRanks(BlockIndex):
     def __init__(self, indexes: Sequence[BlockIndex]) -> None:
         self._indexes = list(indexes)
         self.keeps_ended_texts = all(index.keeps_ended_texts for index in indexes)
+        self.looks_ahead = any(index.looks_ahead for index in indexes)
 
     def find(self, key: bytes) -> bool:
         return all(index.find(key) for index in self._indexes)
+
+    def look_ahead(self, keys: Sequence[bytes]) -> None:
+        for index in self._indexes:
+            index.look_ahead(keys)
 
     def offer(self, key: bytes) -> bool:
         """Every rank is offered its part. All of them save it if one does: a plan is the same for all."""

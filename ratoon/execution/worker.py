@@ -138,7 +138,9 @@ class Worker:
         pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, beside)
         draft_tensors = None if choices.draft is None else choices.draft.tensors
         dtype = dtype_name(choices.dtype)
-        fingerprint = fingerprint_of(pool, choices.geometry, choices.tensors, dtype, draft_tensors, self._part)
+        fingerprint = fingerprint_of(
+            pool, choices.geometry, choices.tensors, dtype, draft_tensors, self._part, self._model_config
+        )
         self._pool = replace(pool, fingerprint=fingerprint)
         size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
         self._measurements = Measurements(size, step_bytes, token_seconds)

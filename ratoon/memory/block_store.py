@@ -187,6 +187,13 @@ class BlockStore:
 
         return find_anywhere
 
+    def look_ahead(self, group: int, block_hashes: Sequence[bytes]) -> None:
+        """These blocks are about to be looked up: the connector is told of those that are neither on the device nor in
+        host memory."""
+        if self.index is not None and self.index.looks_ahead:
+            find = self.lookup(group)
+            self.index.look_ahead([block_key(group, one) for one in block_hashes if find(one) is None])
+
     def find_on_device(self, slot: Block) -> Block | None:
         """A device block with the content of this slot, which may be arriving."""
         if slot.block_hash is None:

@@ -144,13 +144,16 @@ class KVCacheManager:
         return self._longest_prefix(branch, max_tokens, lookups)
 
     def _longest_prefix(
-        self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup]
+        self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup], looks_ahead: bool = False
     ) -> tuple[GroupBlocks, int]:
         limit = branch.num_tokens - 1 if max_tokens is None else min(branch.num_tokens - 1, max_tokens)
         limit = self._whole_blocks(branch, limit)
         if not self.enable_caching or limit <= 0 or not self._begins_with_hit(branch, lookups):
             return tuple([] for _ in self.rules), 0
         self._hash_blocks(branch, limit)
+        if looks_ahead:
+            for group, size in enumerate(self._sizes):
+                self.store.look_ahead(group, branch.block_hashes[size][: limit // size])
         # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
         # group shortens it any more.
         while True:
@@ -537,7 +540,7 @@ class KVCacheManager:
         self.register_blocks()
         for with_connector in (True, False):  # whose blocks need slots of host memory
             lookups = [self.store.lookup(group, with_connector) for group in range(self.num_groups)]
-            hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups)
+            hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups, looks_ahead=with_connector)
             found = entries_of(hit_blocks)
             if self.store.has_room_for(found):
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from pathlib import Path
 
+from ratoon.core.config import ModelConfig
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
 from ratoon.execution.kv.geometry import Geometry
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart
@@ -18,15 +19,17 @@ def fingerprint_of(
     dtype: str,
     draft_tensors: TensorSource | None = None,
     part: ModelPart = WHOLE_MODEL,
+    config: ModelConfig | None = None,
 ) -> KVFingerprint:
     """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one. `part`:
-    what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content."""
+    what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content. `config`: of the
+    model, with what a user changed in it, such as rope."""
     specs = [*(group.spec for group in kv_config.all_groups), *(group.spec for group in kv_config.attached)]
     choices = [*geometry.choices, *geometry.attached_choices]
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
     sources = [tensors] if draft_tensors is None else [tensors, draft_tensors]
     return KVFingerprint(
-        weights=" ".join(map(digest_of_weights, sources)),
+        weights=" ".join([*map(digest_of_weights, sources), blake2b(repr(config).encode(), digest_size=8).hexdigest()]),
         dtype=dtype,
         specs=tuple(map(repr, specs)),
         layout=lay_out_pages(kv_config.all_groups, kv_config.attached),
