@@ -22,8 +22,8 @@ def fingerprint_of(
     config: ModelConfig | None = None,
 ) -> KVFingerprint:
     """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one. `part`:
-    what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content. `config`: of the
-    model, with what a user changed in it, such as rope."""
+    what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content.
+    `config`: of the model, with what a user changed in it, such as rope."""
     specs = [*(group.spec for group in kv_config.all_groups), *(group.spec for group in kv_config.attached)]
     choices = [*geometry.choices, *geometry.attached_choices]
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]

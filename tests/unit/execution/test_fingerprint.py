@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +16,13 @@ from ratoon.observe.startup import StartupTimer
 from tests.golden.tiny_models import tiny_llama
 
 
-def fingerprint(name: str = "here", **cache: Any) -> KVFingerprint:
+def fingerprint(name: str = "here", changed: dict[str, Any] | None = None, **cache: Any) -> KVFingerprint:
+    """`changed`: in the config of the model."""
     tiny = tiny_llama()
     config = EngineConfig(model="tiny", device="cpu", dtype="float32", cache=CacheConfig(num_blocks=8, **cache))
     source = copy(tiny.source)
     source.name = name
-    executor = UniProcExecutor(config, tiny.config, source, StartupTimer())
+    executor = UniProcExecutor(config, replace(tiny.config, **(changed or {})), source, StartupTimer())
     try:
         return executor.facts.kv_config.fingerprint
     finally:
@@ -38,3 +41,15 @@ def test_other_weights_sizes_and_types_are_told_apart() -> None:
     assert "weights" in fingerprint("elsewhere").differences(found)
     assert "specs" in fingerprint(block_size=32).differences(found)
     assert "specs" in fingerprint(kv_cache_dtype="float16").differences(found)
+
+
+def test_other_files_and_another_rope_are_told_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    found = fingerprint(str(folder))
+    assert found == fingerprint(str(folder))
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert "weights" in fingerprint(str(folder)).differences(found)
+    scaled = fingerprint(changed={"rope_theta": 5.0})
+    assert "weights" in scaled.differences(fingerprint())
