@@ -217,8 +217,8 @@ class CacheConfig:
     )
     kv_connector: str | None = setting(
         None,
-        "a tier for blocks behind host memory, by the name under which a package registers it (docs/plugins.md); needs "
-        "swap_memory, through which its blocks pass",
+        "a tier for blocks behind host memory: lmcache (docs/tiers.md), or the name under which a package registers one "
+        "(docs/plugins.md); needs swap_memory, through which its blocks pass",
     )
     kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
     kv_files: str | None = setting(

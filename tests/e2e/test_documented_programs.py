@@ -66,6 +66,7 @@ NOT_RUN = {
         '"""SmolLM3': "is a file of the package, as an example",
         "# On a small random SmolLM3": "needs that file",
     },
+    "tiers.md": {"lmcache server": "needs LMCache; tests/golden/test_lmcache.py starts it"},
     "several-models.md": {"cat ratoon.toml": "is a server by a file, and test_several_models.py starts one"},
     "serving.md": {"curl -sN localhost:8000/v1/completions -H 'Content-Type: application/json' -o": "kills an engine"},
     "cpu.md": {"ratoon info": "is about the kernels of another processor"},

@@ -89,7 +89,7 @@ def test_answers_are_those_without_it_and_nothing_is_left(seed: int, monkeypatch
     with engine(FAMILY) as llm:
         expected = tokens_of(run(llm, PROMPTS, greedy(12)))
     choose = random.Random(seed)
-    with engine(FAMILY, num_blocks=24, swap_memory="128KiB", kv_connector="faulty") as llm:
+    with engine(FAMILY, num_blocks=24, swap_memory="64KiB", kv_connector="faulty") as llm:
         store = scheduler_of(llm).kv_cache.store
         monkeypatch.setattr(store, "is_worth_loading", lambda *arguments: True)  # however slow loads are
         for _ in range(NUM_ROUNDS):
