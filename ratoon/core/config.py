@@ -217,7 +217,7 @@ class CacheConfig:
     )
     kv_connector: str | None = setting(
         None,
-        "a tier for blocks behind host memory: lmcache (docs/tiers.md), or the name under which a package registers one "
+        "a tier for blocks behind host memory: lmcache (docs/tiers.md), or one that a package registers by this name "
         "(docs/plugins.md); needs swap_memory, through which its blocks pass",
     )
     kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
