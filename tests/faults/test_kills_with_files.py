@@ -43,25 +43,26 @@ def is_whole(path: Path) -> bool:
 
 
 async def survive(folder: Path, num_kills: int) -> None:
-    dice, kills, seen = random.Random(4), 0, set()
+    dice, killed, seen = random.Random(4), set(), set()
     settings = SETTINGS | {"kv_files": str(folder), "swap_memory": "1MiB", "num_blocks": 40, "data_parallel_size": 2}
 
     async def keep_streaming(llm: AsyncLLM, seed: int, right: dict[int, list[int]]) -> None:
-        while kills < num_kills:
+        while len(killed) < num_kills:
             assert await read_stream(llm, seed) == right
 
     async def keep_killing(llm: AsyncLLM) -> None:
-        nonlocal kills
-        while kills < num_kills:
+        while len(killed) < num_kills:
             await asyncio.sleep(0.3 * dice.random())
-            engines = [one.pid for one in llm.health().engines if one.pid is not None]
+            # One that was killed a moment ago may not be missed yet
+            engines = [one.pid for one in llm.health().engines if one.pid is not None and one.pid not in killed]
             # A request that sees three deaths and no token counts as their cause: wait for its token.
             has_strikes = any(entry.strikes >= MAX_STRIKES - 1 for entry in llm._client._ledger._entries.values())
             if len(engines) == 2 and llm.health().state == EngineState.OK and not has_strikes:
                 seen.update(engines)
+                chosen = dice.choice(engines)
                 with suppress(ProcessLookupError):
-                    os.kill(dice.choice(engines), signal.SIGKILL)
-                    kills += 1
+                    os.kill(chosen, signal.SIGKILL)
+                    killed.add(chosen)
 
     async with AsyncLLM(model_name(), **SETTINGS) as llm:
         right = [await read_stream(llm, seed) for seed in range(NUM_STREAMS)]
