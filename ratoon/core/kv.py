@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+IN_MEMORY, A_DAY = RETENTIONS = ("in_memory", "24h")  # how long a request asks to keep its blocks
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
 KV_FORMAT_VERSION = 1  # of the bytes of a block, to be raised when the same spec and layout come to mean other bytes

@@ -47,6 +47,14 @@ class BlockIndex(ABC):
     def offer(self, key: bytes) -> bool:
         """A full block leaves the device. True: it is to be saved."""
 
+    def supersede(self, key: bytes) -> None:
+        """Only superseded roots of a session need the block of this key, if it is there: it is the first to go."""
+        return
+
+    def prolong(self, key: bytes) -> None:
+        """The block of this key is to be kept for 24 hours, if there is room for it."""
+        return
+
     def lose(self, key: bytes) -> None:
         """The block of this key could not be loaded: it is not there any more."""
         return

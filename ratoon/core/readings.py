@@ -62,6 +62,7 @@ def reading_of(request: EngineCoreRequest, choice: int, token_ids: list[int]) ->
         continuation_of=branch_id,
         continuation_token_ids=[],
         owner=request.owner,
+        retention=request.retention,
     )
 
 

@@ -128,6 +128,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # Set: resume after these tokens, one entry per choice. They are not output again.
     resumed: list[ResumedChoice] | None = None
     trace_headers: dict[str, str] | None = None  # W3C trace context of the caller; set, perhaps empty: it is traced
+    session: str | None = None  # the owner's name of the session that its texts end in
+    is_branch: bool = False  # of that session: it supersedes only roots that it contains whole
+    retention: str | None = None  # one of RETENTIONS: where its blocks are kept
 
     @property
     def generation_params(self) -> GenerationParams | None:

@@ -29,6 +29,16 @@ class LeaseStats(msgspec.Struct, gc=False):
     continued: int = 0  # continuations that found their lease
 
 
+class SessionStats(msgspec.Struct, gc=False):
+    """Sessions whose newest roots are kept longer than what only superseded ones need. The last figure counts since
+    the start."""
+
+    num_sessions: int = 0
+    num_roots: int = 0  # newest ones
+    num_blocks: int = 0  # that these need, counted for each root
+    superseded: int = 0  # roots
+
+
 class StoreStats(msgspec.Struct, gc=False):
     """Blocks outside the device pool. The first figure is current, the others count blocks since the start."""
 
@@ -95,3 +105,4 @@ class SchedulerStats(msgspec.Struct, gc=False):
     graphs: GraphStats = msgspec.field(default_factory=GraphStats)
     drafts: dict[str, DraftStats] = {}  # by source; sources that drafted nothing are not there
     adapters: AdapterStats = msgspec.field(default_factory=AdapterStats)
+    sessions: SessionStats = msgspec.field(default_factory=SessionStats)

@@ -4,8 +4,10 @@ engines of a host that use the folder.
 A file is a block. Its name is the block's key, and its first bytes are a header with a checksum over the key and the
 content, so that a torn or damaged file is found when it is read: it is removed, and the block is computed. A file gets
 its name when it is complete. Files are written behind the steps by one thread, and read by several. Together they take
-no more than the given number of bytes: those that were not used for the longest time are removed. Only the user that
-runs the engine may read them. What is not here: which blocks are offered, and whether a load is worth its time.
+no more than the given number of bytes: those that were not used for the longest time are removed. The time of a file's
+last change says when it was used: in the distant past for what only superseded roots of sessions need, in the future for
+what is to be kept for a day. Only the user that runs the engine may read them. What is not here: which blocks are
+offered, and whether a load is worth its time.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ SECONDS_BETWEEN_LOOKS = 2.0  # at what other engines wrote and removed
 SECONDS_AFTER_FAILURE = 10.0  # in which nothing is written, for example because the disk is full
 SHARE_KEPT = 0.9  # of the bytes, when files are removed because there are too many
 SHARE_BETWEEN_COUNTS = 1 / 16  # of the bytes that one mover writes before it counts what all of them have written
+SUPERSEDED = 1.0  # the time of last use, since 1970, of what is to be removed before all else
+SECONDS_OF_A_DAY = 24 * 3600.0
 SECONDS_UNFINISHED = 600.0  # after which an unfinished file belongs to an engine that is gone
 
 
@@ -95,6 +99,7 @@ class FilesIndex(BlockIndex):
         self._own: dict[bytes, float] = {}  # keys that were offered here, and may not have a file yet; with the time
         self._seen: dict[str, int] = {}  # folders, and when they had last changed as they were read
         self._of_folder: dict[str, set[bytes]] = {}
+        self._marks: dict[bytes, float] = {}  # times of last use that files are to get
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.look()
@@ -113,6 +118,30 @@ class FilesIndex(BlockIndex):
             self._keys.add(key)
         return True
 
+    def supersede(self, key: bytes) -> None:
+        if key in self._keys:
+            with self._lock:
+                self._marks[key] = SUPERSEDED
+
+    def prolong(self, key: bytes) -> None:
+        if key in self._keys:
+            with self._lock:
+                self._marks[key] = time.time() + SECONDS_OF_A_DAY
+
+    def _mark(self) -> None:
+        """Writes down when files are to go. Those that are not written yet are marked later."""
+        with self._lock:
+            marks, self._marks = self._marks, {}
+        for key, used_at in marks.items():
+            try:
+                os.utime(_path_of(self._folder, key), (used_at, used_at))
+            except FileNotFoundError:
+                with self._lock:
+                    if key in self._own:
+                        self._marks.setdefault(key, used_at)
+            except OSError:  # of a disk that can't be written: it goes by when it was last used
+                pass
+
     def lose(self, key: bytes) -> None:
         with self._lock:
             self._own.pop(key, None)
@@ -121,7 +150,8 @@ class FilesIndex(BlockIndex):
                 keys.discard(key)
 
     def look(self) -> None:
-        """Reads the folders that have changed since the last time."""
+        """Reads the folders that have changed since the last time, and marks files."""
+        self._mark()
         changed = False
         with suppress(OSError), os.scandir(self._folder) as folders:
             for entry in folders:
@@ -146,6 +176,7 @@ class FilesIndex(BlockIndex):
     def close(self) -> None:
         self._closed.set()
         self._thread.join(SECONDS_WITHOUT_PROGRESS)  # a daemon: it may look at a device that has stalled
+        self._mark()
 
 
 def _keys_in(folder: str) -> set[bytes]:
@@ -319,7 +350,8 @@ class FilesMover(BlockMover):
             is_good = _read_block(handle, key, content)
             if is_good:
                 with suppress(OSError):
-                    os.utime(handle)  # it was used
+                    if os.fstat(handle).st_mtime < time.time():  # it was used; if it is kept for a day, it stays so
+                        os.utime(handle)
         finally:
             os.close(handle)
         if not is_good:

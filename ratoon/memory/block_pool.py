@@ -4,11 +4,24 @@ Sequences are unknown here: tables, windows and copy-on-write are the KVCacheMan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import msgspec
 
 from ratoon.core.kv import NULL_BLOCK
+
+
+class Zone(enum.IntEnum):
+    """The part of the free list in which a block with a hash is."""
+
+    RECENT = 0  # by least recent use
+    FIRST = 1  # taken before others with a hash: only superseded roots of sessions need it
+    KEPT = 2  # taken after all others: the newest root of a session needs it
+
+
+RECENT, FIRST, KEPT = Zone
+SHARE_KEPT = 0.5  # of a pool's blocks, at most, that are in the zone KEPT
 
 
 class Block(msgspec.Struct, eq=False, gc=False):
@@ -24,6 +37,8 @@ class Block(msgspec.Struct, eq=False, gc=False):
     group: int = 0  # the KV group of `block_hash`
     prev: int = 0
     next: int = 0
+    zone: Zone = RECENT  # where it is, or was last, on the free list
+    in_memory: bool = False  # its content is not to be written to files
 
 
 class BlockPool:
@@ -31,10 +46,13 @@ class BlockPool:
 
     Free blocks form a circular doubly linked list through the null block, which is both of its ends:
 
-        null → uncached … uncached → cached, least recently used … cached, most recently used → null
+        null → uncached … → first to go … → cached, least recently used … most recently used → kept … → null
+                                        ^ _last_to_go                                          ^ _first_kept
 
     Blocks are taken from the front. Uncached ones go first, so cached content is evicted only when no other block is
-    left. Eviction is nothing more than taking the block.
+    left. Eviction is nothing more than taking the block. Behind the uncached ones are those that only superseded roots
+    of sessions need (`put_first`); at the end are those that sessions' newest roots need (`needed`), up to a share of
+    the pool: beyond it, the least recently used of them count among the others.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, num_groups: int = 1) -> None:
@@ -48,6 +66,11 @@ class BlockPool:
         self.null_block.prev = last
         self.blocks[last].next = NULL_BLOCK
         self.num_free_blocks = last
+        self._last_to_go = last  # the last block before those in the order of use; the null block: there is none
+        self._first_kept = NULL_BLOCK  # likewise, the first behind them
+        self._num_kept = 0
+        self._max_kept = int(last * SHARE_KEPT)
+        self.needed: Sequence[Container[bytes]] = ()  # hashes of sessions' newest roots, by group
         self._cached: list[dict[bytes, Block]] = [{} for _ in range(num_groups)]
         # Called with a cached block and its hash before the block is taken for other content
         self.on_evict: Callable[[Block, bytes], None] | None = None
@@ -80,12 +103,18 @@ class BlockPool:
                 if self.on_evict is not None:
                     self.on_evict(block, block.block_hash)
                 self._forget_hash(block)
+            self._num_kept -= block.zone == KEPT
+            block.zone = RECENT
             block.ref_cnt = 1
             block.prev = block.next = 0
             taken.append(block)
         null.next = next_id
         blocks[next_id].prev = NULL_BLOCK
         self.num_free_blocks -= count
+        if blocks[self._last_to_go].ref_cnt:  # it was taken, and all before it
+            self._last_to_go = NULL_BLOCK
+        if blocks[self._first_kept].ref_cnt:
+            self._first_kept = next_id
         if self.changed is not None:
             self.changed.update(block.block_id for block in taken)
         return taken
@@ -122,9 +151,10 @@ class BlockPool:
             block.ref_cnt = 0
             self._link(block)
 
-    def cache_full_block(self, block: Block, block_hash: bytes, group: int = 0) -> None:
+    def cache_full_block(self, block: Block, block_hash: bytes, group: int = 0, in_memory: bool = False) -> None:
         """Register `block` under `block_hash`. If another block is registered there, it stays if it is in use; if it is
         free, `block`, which lives longer, replaces it, and the old one becomes an uncached free block.
+        `in_memory`: its content is not to be written to files.
         """
         if not self.enable_caching or block.block_hash is not None:
             return
@@ -137,6 +167,7 @@ class BlockPool:
         cached[block_hash] = block
         block.block_hash = block_hash
         block.group = group
+        block.in_memory = in_memory
 
     def get_cached_block(self, block_hash: bytes, group: int = 0) -> Block | None:
         return self._cached[group].get(block_hash)
@@ -169,8 +200,9 @@ class BlockPool:
             if self.changed is not None:
                 self.note_changed(cached.values())
             for block in cached.values():
-                block.block_hash = None
+                block.block_hash, block.zone, block.in_memory = None, RECENT, False
             cached.clear()
+        self._last_to_go, self._first_kept, self._num_kept = self.null_block.prev, NULL_BLOCK, 0
         if self.on_reset is not None:
             self.on_reset()
         return True
@@ -188,24 +220,71 @@ class BlockPool:
         if self.on_forget is not None:
             self.on_forget(block.block_hash, block.group)
         block.block_hash = None
+        block.in_memory = False
 
     def _unlink(self, block: Block) -> None:
-        blocks = self.blocks
+        blocks, block_id = self.blocks, block.block_id
+        if block_id == self._last_to_go:
+            self._last_to_go = block.prev
+        if block_id == self._first_kept:
+            self._first_kept = block.next
+        self._num_kept -= block.zone == KEPT
+        block.zone = RECENT
         blocks[block.prev].next = block.next
         blocks[block.next].prev = block.prev
         block.prev = block.next = 0
         self.num_free_blocks -= 1
 
-    def _link(self, block: Block) -> None:
-        """Put a block on the free list: at the front if it is uncached, at the back if it is cached."""
+    def _link(self, block: Block, goes_first: bool = False) -> None:
+        """Put a block on the free list: at the front if it is uncached, behind the others of its zone if it is
+        cached."""
         blocks, null = self.blocks, self.null_block
         if block.block_hash is None:
             before, after = null, blocks[null.next]
-        else:
+            if self._last_to_go == NULL_BLOCK:
+                self._last_to_go = block.block_id
+        elif goes_first:
+            block.zone = FIRST
+            before = blocks[self._last_to_go]
+            after = blocks[before.next]
+            self._last_to_go = block.block_id
+        elif self.needed and block.block_hash in self.needed[block.group]:
+            block.zone = KEPT
             before, after = blocks[null.prev], null
+            self._num_kept += 1
+            if self._first_kept == NULL_BLOCK:
+                self._first_kept = block.block_id
+        else:
+            after = blocks[self._first_kept]
+            before = blocks[after.prev]
         block.prev, block.next = before.block_id, after.block_id
         before.next = after.prev = block.block_id
         self.num_free_blocks += 1
+        if self._num_kept > self._max_kept:  # the least recently used one is the most recently used of the others
+            least = blocks[self._first_kept]
+            least.zone = RECENT
+            self._num_kept -= 1
+            self._first_kept = least.next
+
+    def put_first(self, block_hash: bytes, group: int) -> None:
+        """The block of this hash, if it is free, is taken before others that have one."""
+        block = self._cached[group].get(block_hash)
+        if block is not None and block.ref_cnt == 0:
+            self._unlink(block)
+            self._link(block, goes_first=True)
+
+    def put_in_order(self, block_hash: bytes, group: int) -> None:
+        """Whether a session needs this hash has changed: its block, if it is free, counts as used now."""
+        block = self._cached[group].get(block_hash)
+        if block is not None and block.ref_cnt == 0:
+            self._unlink(block)
+            self._link(block)
+
+    @property
+    def has_empty_block(self) -> bool:
+        """Whether a free block has no content."""
+        first = self.null_block.next
+        return first != NULL_BLOCK and self.blocks[first].block_hash is None
 
     def check(self) -> None:
         """Raise AssertionError unless every block is either free or referenced, and lists, counts and cache agree."""
@@ -231,14 +310,27 @@ class BlockPool:
     def _walk_free_list(self) -> set[int]:
         seen: set[int] = set()
         previous, current = NULL_BLOCK, self.null_block.next
-        met_cached = False
+        order: list[int] = []  # of each block: 0 uncached, 1 first to go, 2 by use, 3 kept
+        last_to_go, num_kept = NULL_BLOCK, 0
         while current != NULL_BLOCK:
             block = self.blocks[current]
             assert current not in seen, f"block {current} is on the free list twice"
             assert block.prev == previous, f"block {current} is linked back to {block.prev}, it follows {previous}"
-            assert block.block_hash is not None or not met_cached, f"uncached block {current} follows cached ones"
-            met_cached = block.block_hash is not None
+            place = 0 if block.block_hash is None else {FIRST: 1, RECENT: 2, KEPT: 3}[block.zone]
+            assert not order or order[-1] <= place, f"block {current} of zone {place} follows one of {order[-1]}"
+            assert block.block_hash is not None or block.zone == RECENT, f"block {current} is empty and in a zone"
+            if place <= 1:
+                last_to_go = current
+            if place == 3:
+                assert num_kept or self._first_kept == current, f"{current} is the first that is kept"
+                num_kept += 1
+            order.append(place)
             seen.add(current)
             previous, current = current, block.next
         assert self.null_block.prev == previous, f"the free list ends at {previous}, not at {self.null_block.prev}"
+        assert self._last_to_go == last_to_go, f"{last_to_go} goes before those in order, not {self._last_to_go}"
+        assert num_kept or self._first_kept == NULL_BLOCK, f"{self._first_kept} is not kept"
+        assert num_kept == self._num_kept <= self._max_kept, f"{num_kept} blocks are kept, {self._num_kept} counted"
+        for block in self.blocks[1:]:
+            assert block.ref_cnt == 0 or block.zone == RECENT, f"block {block.block_id} is in use and in a zone"
         return seen

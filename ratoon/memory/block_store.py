@@ -18,7 +18,7 @@ from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockTransfer, ConnectorTransfer
 from ratoon.core.stats import StoreStats
 from ratoon.memory.block_copies import BlockCopies
-from ratoon.memory.block_pool import Block, BlockPool
+from ratoon.memory.block_pool import FIRST, Block, BlockPool
 
 Lookup = Callable[[bytes], Block | None]
 OUTSIDE = -1  # the number of a block that is in a connector alone
@@ -88,7 +88,14 @@ class BlockStore:
     # ---- offer ----
 
     def offer(self, block: Block, block_hash: bytes) -> None:
-        """A full block of the device pool is about to get other content: keep this one, if there is room."""
+        """A full block of the device pool is about to get other content: keep this one, if there is room. One that only
+        superseded roots need takes the place of nothing else."""
+        if block.zone == FIRST:
+            assert self.tier is not None
+            if self.tier.has_empty_block and self.tier.get_cached_block(block_hash, block.group) is None:
+                self.tier.free_blocks([self._store(block, block_hash, block.group, is_saved=False)])
+                self.tier.put_first(block_hash, block.group)
+            return
         slots = self.keep([(block, block_hash, block.group)])
         if slots is not None:
             self.release(slots)  # it is the most recently used one now
@@ -106,9 +113,17 @@ class BlockStore:
                 slots = self.keep([(block, block_hash, group)])
                 if slots is None:
                     return
+                slots[0].in_memory = False
                 if slots[0].block_id not in self._saves and self.index.offer(block_key(group, block_hash)):
                     self._saves[slots[0].block_id] = block_key(group, block_hash)  # it was in host memory already
                 self.release(slots)
+
+    def prolong(self, blocks: Iterable[Block]) -> None:
+        """These blocks of the device, which have a hash, are kept by the connector for a day, if it has them."""
+        assert self.index is not None
+        for block in blocks:
+            assert block.block_hash is not None
+            self.index.prolong(block_key(block.group, block.block_hash))
 
     def keep(self, blocks: Sequence[tuple[Block, bytes | None, int]]) -> list[Block] | None:
         """Slots with the content of these device blocks, each with a reference for the caller. A full block comes with
@@ -130,15 +145,17 @@ class BlockStore:
             assert self.tier is not None
             self.tier.uncache(slot)
 
-    def _store(self, block: Block, block_hash: bytes | None, group: int) -> Block:
-        """A new slot, with one reference."""
+    def _store(self, block: Block, block_hash: bytes | None, group: int, is_saved: bool = True) -> Block:
+        """A new slot, with one reference. `is_saved`: the connector is offered it, too."""
         assert self.tier is not None
         (slot,) = self.tier.get_new_blocks(1)
         self._saves.pop(slot.block_id, None)  # of the content before, in the same plan
         if block_hash is not None:
-            self.tier.cache_full_block(slot, block_hash, group)
-            if self.index is not None and self.index.offer(key := block_key(group, block_hash)):
-                self._saves[slot.block_id] = key
+            self.tier.cache_full_block(slot, block_hash, group, block.in_memory)
+            if self.index is not None and is_saved and not block.in_memory:
+                key = block_key(group, block_hash)
+                if self.index.offer(key):
+                    self._saves[slot.block_id] = key
         self._stores[slot.block_id] = self._copies.source_of(block.block_id)
         return slot
 
@@ -348,7 +365,7 @@ class BlockStore:
             else:
                 self._stats.loaded += 1
                 if block_hash is not None:
-                    self._pool.cache_full_block(block, block_hash, slot.group)
+                    self._pool.cache_full_block(block, block_hash, slot.group, slot.in_memory)
             self._pool.free_blocks((block,))
             self.tier.free_blocks((slot,))
         return lost

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.kv import NULL_BLOCK, KVCacheConfig, SwapCosts
+from ratoon.core.kv import A_DAY, IN_MEMORY, NULL_BLOCK, KVCacheConfig, SwapCosts
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockCopy, BlockIds, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
@@ -23,6 +23,7 @@ from ratoon.memory.cross_tables import CrossTables
 from ratoon.memory.growth import rule_for
 from ratoon.memory.hashing import BlockHasher
 from ratoon.memory.sequence import CrossTable, TokenSequence
+from ratoon.memory.sessions import SessionKey, SessionTable
 from ratoon.memory.swap import SavedSequences, Tables, entries_of
 
 TablePlace = tuple[int, int]  # KV group, index into its table
@@ -64,6 +65,7 @@ class KVCacheManager:
             num_groups = len(kv_config.all_groups)
             self.store.attach(HostTier(kv_config.num_host_blocks, num_groups, kv_config.fingerprint))
         self._saved = SavedSequences(self.pool, self.store)
+        self.sessions = SessionTable(self.pool, self.store, self._sizes, len(kv_config.all_groups))
         self._loading: dict[TokenSequence, int] = {}  # tokens whose blocks are in its tables, or will arrive there
         cross_rule = None if kv_config.cross is None else rule_for(kv_config.cross.spec)
         self.cross_tables = CrossTables(self.pool, self.store, cross_rule, self.num_groups)
@@ -215,6 +217,7 @@ class KVCacheManager:
         self.register_blocks()
         if not self.pool.reset_prefix_cache() or not self.store.reset():
             return False
+        self.sessions.clear()
         self.prefix_cache_stats = PrefixCacheStats()
         return True
 
@@ -330,17 +333,32 @@ class KVCacheManager:
         self.cross_tables.release(branch, trusted)
         self._free_tables(branch, trusted)
 
-    def offer_text(self, ended: TokenSequence) -> None:
-        """A text has ended: what outlives the engine is offered its full blocks. It still has its memory."""
-        if not self.store.keeps_ended_texts:
+    def offer_text(self, ended: TokenSequence, retention: str | None = None) -> None:
+        """A text has ended: what outlives the engine is offered its full blocks, unless it is to stay in memory. It
+        still has its memory."""
+        if not self.store.keeps_ended_texts or retention == IN_MEMORY:
             return
         self.register_blocks()
         self._register_full_blocks(ended, ended.num_computed_tokens)
         for table, size in zip(ended.block_tables, self._sizes):
-            full = table[: ended.num_computed_tokens // size]
-            self.store.offer_kept((one, one.block_hash, one.group) for one in full if one.block_hash is not None)
+            full = [one for one in table[: ended.num_computed_tokens // size] if one.block_hash is not None]
+            for block in full:
+                block.in_memory = False  # what a text that was to stay in memory has in common with this one
+            self.store.offer_kept((one, one.block_hash, one.group) for one in full)
+            if retention == A_DAY:
+                self.store.prolong(full)
         if ended.cross is not None and ended.cross.is_settled:
             self.store.offer_kept(self.cross_tables.named_blocks(ended.cross))
+
+    def end_in_session(
+        self, key: SessionKey, ended: TokenSequence, num_prompt_tokens: int, request_id: str, is_branch: bool = False
+    ) -> list[str]:
+        """A text has ended in a session, and still has its memory. See SessionTable.add."""
+        if not self.enable_caching:
+            return []
+        self.register_blocks()
+        self._register_full_blocks(ended, ended.num_computed_tokens)
+        return self.sessions.add(key, ended, num_prompt_tokens, request_id, is_branch)
 
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         self.register_blocks()
@@ -405,6 +423,7 @@ class KVCacheManager:
         self._saved.forget(branch)  # a swapped-out one has no device blocks to keep
         self._register_full_blocks(branch, branch.num_computed_tokens)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
+        kept.stays_in_memory = branch.stays_in_memory
         kept.block_tables, branch.block_tables = branch.block_tables, []
         kept.block_hashes = branch.block_hashes
         kept.num_computed_tokens, branch.num_computed_tokens = branch.num_computed_tokens, 0
@@ -638,6 +657,7 @@ class KVCacheManager:
         self.register_blocks()
         branches = list(branches)
         self.pool.check()
+        self.sessions.check()
         slots, tails = self._saved.check(branches)
         references = self.store.check(slots)
         references += [block_id for table in self.cross_tables.check(branches) for block_id in table.block_ids]
@@ -758,7 +778,7 @@ class KVCacheManager:
                 for place in range(first // size, num_full):
                     block = table[place]
                     if block is not null:
-                        cache_full_block(block, block_hashes[place], group)
+                        cache_full_block(block, block_hashes[place], group, branch.stays_in_memory)
             if self.events is not None and GROUP in groups:  # now: a block may have taken the place of another one
                 self.events.stored(block_hashes[:num_full], first // size, branch.token_ids, size)
         branch.num_registered_tokens = num_tokens

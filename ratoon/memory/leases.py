@@ -23,6 +23,7 @@ class Lease:
     expires_at: float
     owner: str | None = None
     root_id: str = ""  # the id by which its owner knows the request that ended; for displays
+    is_superseded: bool = False  # a later text of its session contains it
     waiting: set[str] = field(default_factory=set)  # queued continuations: it does not expire before they run
 
 
@@ -203,6 +204,13 @@ class LeaseTable:
         if lease is not None:
             lease.waiting.discard(request_id)
 
+    def note_superseded(self, branch_ids: Iterable[str]) -> None:
+        """Later texts of their sessions have superseded these. Their leases stay what they are, and what only they held
+        is the first to go when they end."""
+        for branch_id in branch_ids:
+            if branch_id in self._leases:
+                self._leases[branch_id].is_superseded = True
+
     def snapshot(self) -> LeaseStats:
         stats = self.stats
         return LeaseStats(
@@ -230,7 +238,10 @@ class LeaseTable:
         sequence = lease.sequence
         del self._leases[sequence.branch_id]
         self._uncount(lease)
+        hashes, num_tokens = sequence.block_hashes, sequence.num_computed_tokens
         self._kv_cache.free(sequence)
+        if lease.is_superseded:
+            self._kv_cache.sessions.let_lease_go(hashes, num_tokens)
 
     def _count(self, lease: Lease) -> None:
         blocks, table = self._blocks_of(lease.sequence), lease.sequence.cross

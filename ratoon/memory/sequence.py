@@ -26,6 +26,7 @@ class TokenSequence:
         "num_computed_tokens",
         "num_registered_tokens",
         "num_tokens",
+        "stays_in_memory",
         "token_ids",
         "write_limit",
     )
@@ -36,6 +37,7 @@ class TokenSequence:
         self.num_tokens = len(token_ids)  # kept beside the list: it is read for every branch in every step
         self.num_computed_tokens = 0
         self.extra_keys = extra_keys
+        self.stays_in_memory = False  # its blocks are not written to files
         # Of full blocks, from the first on, by block size
         self.block_hashes: defaultdict[int, list[bytes]] = defaultdict(list)
         self.block_tables: list[list[Block]] = []  # one for each KV group; empty while it holds no memory

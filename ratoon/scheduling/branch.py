@@ -11,6 +11,7 @@ import enum
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from ratoon.core.kv import IN_MEMORY
 from ratoon.core.plan import BlockIds, NewRequestData
 from ratoon.core.readings import asks_for_states
 from ratoon.core.request import EngineCoreRequest, branch_id_of
@@ -45,6 +46,7 @@ class Request:
         "encoder_input",
         "external_id",
         "finished_choices",
+        "is_branch",
         "max_total_tokens",
         "media",
         "num_choices",
@@ -59,8 +61,10 @@ class Request:
         "queued_time",
         "request_id",
         "retain_kv",
+        "retention",
         "seed",
         "sequence_number",
+        "session",
         "speculates",
         "stop_token_ids",
         "task",
@@ -101,6 +105,10 @@ class Request:
         self.continuation_of = request.continuation_of
         self.num_inheritable_tokens = self.num_prompt_tokens - len(request.continuation_token_ids or ())
         self.retain_kv = request.retain_kv
+        self.retention = request.retention
+        # What ends in another session supersedes nothing of it; salts are tenants.
+        self.session = None if request.session is None else (request.owner, request.cache_salt, request.session)
+        self.is_branch = request.is_branch
         self.owner = request.owner
         self.priority = request.priority
         self.arrival_time = request.arrival_time
@@ -160,6 +168,7 @@ class Branch(TokenSequence):
         super().__init__(request.branch_ids[choice], token_ids, extra_keys)
         self.request = request
         self.choice = choice
+        self.stays_in_memory = request.retention == IN_MEMORY
         self.seed = branch_seed(request.seed, request.request_id, choice)
         self.status = BranchStatus.WAITING
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache when it first ran

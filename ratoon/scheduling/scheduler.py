@@ -268,6 +268,7 @@ class Scheduler:
             store=self.kv_cache.store.snapshot(),
             drafts=self.state.speculation.snapshot(),
             adapters=self.state.adapters.stats(),
+            sessions=self.kv_cache.sessions.snapshot(),
         )
 
     def check(self) -> None:

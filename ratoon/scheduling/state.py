@@ -386,7 +386,8 @@ class SchedulerState:
                 self.kv_cache.free(branch, trusted)
             if is_text:
                 self.readings.text_ended(branch, request, branch.choice, num_tokens)
-                self.kv_cache.offer_text(branch)
+                self.kv_cache.offer_text(branch, request.retention)
+                self.end_in_session(branch, request)
             if not (is_text and is_there and self.lease(branch, request)):
                 self.kv_cache.free(branch, trusted)
             branch.status = BranchStatus.FINISHED
@@ -401,6 +402,16 @@ class SchedulerState:
             self.running = [branch for branch in self.running if branch.status != BranchStatus.FINISHED]
         if waiting:
             self.waiting.remove(waiting)
+
+    def end_in_session(self, ended: TokenSequence, request: Request) -> None:
+        """A text has ended, and still has its memory: it may supersede earlier ones of its session."""
+        if request.session is None:
+            self.kv_cache.sessions.pass_text()
+            return
+        superseded = self.kv_cache.end_in_session(
+            request.session, ended, request.num_prompt_tokens, request.request_id, request.is_branch
+        )
+        self.leases.note_superseded(superseded)
 
     def lease(self, ended: TokenSequence, request: Request) -> bool:
         """Lease the memory of an ended sequence. False: this was not requested, or exceeds the budget."""

@@ -17,6 +17,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, num_groups=2)
         self.held: list[Block] = []  # one entry for each reference
         self.content: dict[int, tuple[int, bytes] | None] = {}  # what a block holds, once it was named
+        self.needed: list[set[bytes]] = [set(), set()]
+        self.pool.needed = self.needed
 
     @rule(count=st.integers(1, 4))
     def take(self, count: int) -> None:
@@ -53,6 +55,17 @@ class PoolMachine(RuleBasedStateMachine):
         if keep:
             self.pool.touch([block])
             self.held.append(block)
+
+    @rule(block_hash=st.sampled_from(HASHES), group=st.integers(0, 1))
+    def need(self, block_hash: bytes, group: int) -> None:
+        """A session begins to need a block, or ends to."""
+        self.needed[group] ^= {block_hash}
+        self.pool.put_in_order(block_hash, group)
+
+    @rule(block_hash=st.sampled_from(HASHES), group=st.integers(0, 1))
+    def supersede(self, block_hash: bytes, group: int) -> None:
+        self.needed[group].discard(block_hash)
+        self.pool.put_first(block_hash, group)
 
     @rule()
     def reset(self) -> None:

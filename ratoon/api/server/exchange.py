@@ -19,6 +19,7 @@ AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 KEY = "ratoon"
 BODY_WRITER = "ratoon.body_writer"  # an extension of ASGI, in the scope
 REQUEST_ID_HEADER = b"x-request-id"
+SESSION_HEADER = b"x-session-id"
 TRACE_HEADERS = [("traceparent", b"traceparent"), ("tracestate", b"tracestate")]
 NOTE_HEADER = "X-Ratoon-Note"
 IGNORED_HEADER = "X-Ratoon-Ignored-Fields"
@@ -45,6 +46,7 @@ class Exchange:
     tenant: str | None = None  # derived from the API key; None without keys
     is_admin: bool = False  # an admin key was sent, to a path that takes both kinds
     trace_headers: dict[str, str] | None = None  # the client's trace context
+    session: str | None = None  # the header X-Session-Id, as it came
     body: bytes = b""  # until it is parsed
     body_size: int = 0  # in bytes; known once the body has arrived
     status: int = 0  # 0: no response was started

@@ -24,6 +24,7 @@ from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.input.default_params import sets_length
+from ratoon.engine.input.input_processor import MAX_SESSION
 from ratoon.engine.input.prompts import SUFFIX
 from ratoon.engine.input.request_options import ContinuationOptions, GenerationOptions
 from ratoon.engine.output.output_collector import Take
@@ -86,9 +87,26 @@ def engine_options(context: ServerContext, asked: SamplingFields, exchange: Exch
         "priority": asked.priority or 0,
         "data_parallel_rank": asked.data_parallel_rank,
         "retain_kv": asked.retain_kv,
+        "session": session_of(asked.prompt_cache_key, exchange),
+        "retention": retention_of(asked.prompt_cache_retention),
         "owner": exchange.tenant,
         "trace_headers": exchange.trace_headers,
     }
+
+
+def session_of(prompt_cache_key: str | None, exchange: Exchange) -> str | None:
+    """The session that a request names: by the field, or by the header X-Session-Id. None: by neither."""
+    if prompt_cache_key:
+        return prompt_cache_key
+    named = exchange.session
+    if named is not None and not (0 < len(named) <= MAX_SESSION and named.isprintable()):
+        problem = f"{named[:64]!r} is not the name of a session"
+        raise refused("X-Session-Id", problem, f"1 to {MAX_SESSION} printable characters, or no such header")
+    return named
+
+
+def retention_of(asked: str | None) -> str | None:
+    return None if asked is None else asked.replace("-", "_")
 
 
 def asked_lengths(context: ServerContext, asked: int | None, otherwise: int | None) -> dict[str, int | None]:

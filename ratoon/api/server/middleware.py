@@ -24,6 +24,7 @@ from ratoon.api.server.exchange import (
     CLIENTS_REQUEST_ID,
     KEY,
     REQUEST_ID_HEADER,
+    SESSION_HEADER,
     TRACE_HEADERS,
     AsgiApp,
     Exchange,
@@ -50,6 +51,8 @@ class ExchangeLayer:
             return await refuse_other_protocols(scope, receive, send)
         writer = scope.get("extensions", {}).get(BODY_WRITER)
         exchange = scope[KEY] = Exchange(_request_id(scope), send, writer, trace_headers=_trace_headers(scope))
+        session = header(scope, SESSION_HEADER)
+        exchange.session = None if session is None else session.decode("latin-1")
 
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -44,6 +44,7 @@ class EndedRecord(msgspec.Struct, tag="response"):
     prompt: Transcript
     transcript: Transcript
     previous_id: str | None
+    session: str | None = None
 
 
 class GoneRecord(msgspec.Struct, tag="gone"):
@@ -108,6 +109,7 @@ class ResponseLog:
                 response.id, response.owner, response.turn.number, response.head, response.is_background,
                 response.created_at, response.completed_at, response.status, response.usage, response.error,
                 response.continuation, response.prompt, response.transcript, response.previous_id,
+                response.session,
             )
         )  # fmt: skip
         self._written.add(response.id)
@@ -137,7 +139,7 @@ def _restored(record: EndedRecord, turn: Turn) -> StoredResponse:
         record.id, record.owner, record.head, record.is_background, turn,
         created_at=record.created_at, completed_at=record.completed_at, status=record.status, usage=record.usage,
         error=record.error, continuation=record.continuation, prompt=record.prompt, transcript=record.transcript,
-        previous_id=record.previous_id,
+        previous_id=record.previous_id, session=record.session,
     )  # fmt: skip
     response.ended.set()
     return response

@@ -21,7 +21,16 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, aborted, as_api_error, refused, shutting_down
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
-from ratoon.api.server.generation import Batch, Begun, asked_lengths, check_token_limit, names_of, stream
+from ratoon.api.server.generation import (
+    Batch,
+    Begun,
+    asked_lengths,
+    check_token_limit,
+    names_of,
+    retention_of,
+    session_of,
+    stream,
+)
 from ratoon.api.server.logprobs import MessageLogprobs
 from ratoon.api.server.media import kinds_of
 from ratoon.api.server.preparation import Place
@@ -128,11 +137,18 @@ async def make_run(
     if asked.background and params.structured_output is not None:  # else the engine's front end does it
         await off_loop(size, partial(validate, params.structured_output))
     response_id = new_id("resp") if resumed is None else resumed.id
+    session = session_of(asked.prompt_cache_key, exchange)
+    if session is None and parent is not None:
+        session = parent.session or parent.id
     batch = Batch(
         id=response_id,
         prompts=[prompt.encoded],
         params=params,
-        options=_options(context, asked, exchange),
+        options={
+            **_options(context, asked, exchange),
+            "session": session or (response_id if asked.is_stored else None),
+            "retention": retention_of(asked.prompt_cache_retention),
+        },
         cache_salt=asked.cache_salt,
         param=PARAM,
         owner=owner,
@@ -147,6 +163,7 @@ async def make_run(
         is_background=asked.is_in_background,
         turn=Turn(None if parent is None else parent.turn, await off_loop(size, partial(store_items, items))),
         previous_id=asked.previous_response_id,
+        session=session,
     )
     if asked.is_in_background and context.shared.outlives_front_ends:
         response.body = await off_loop(size, lambda: asked.model_dump_json(exclude_unset=True).encode())

@@ -185,6 +185,7 @@ class StoredResponse:
     body: bytes = b""  # the request, while it runs in the background and another front end may have to go on with it
     num_events: int = 0  # that were logged before this front end went on with it
     previous_id: str | None = None  # of the response that it continues
+    session: str | None = None  # that it ends in; None: its own, by its id
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

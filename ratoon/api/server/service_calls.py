@@ -38,6 +38,7 @@ class ResponseRecord(msgspec.Struct, array_like=True, omit_defaults=True):
     created_at: float
     input: StoredItems
     previous_id: str | None = None
+    session: str | None = None
     is_logged: bool = False
     body: bytes = b""
     num_events: int = 0  # logged so far
@@ -122,6 +123,7 @@ def record_of(response: StoredResponse, is_logged: bool) -> ResponseRecord:
         created_at=response.created_at,
         input=response.turn.input,
         previous_id=response.previous_id,
+        session=response.session,
         is_logged=is_logged,
         body=response.body,
         num_events=0 if response.log is None else response.log.num_events,
@@ -166,6 +168,7 @@ def stored(record: ResponseRecord, progress: ResponseProgress, before: Turn | No
         created_at=record.created_at,
         body=record.body,
         previous_id=record.previous_id,
+        session=record.session,
         num_logged_tokens=record.num_logged_tokens,
         num_events=record.num_events,
     )

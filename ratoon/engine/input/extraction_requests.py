@@ -53,6 +53,7 @@ def extract_from_root(
         request.continuation_token_ids = []
     request.cache_salt = root.cache_salt
     request.owner = root.owner
+    request.retention = root.retention
     request.preferred_rank = root.engine
     return request, selection
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ratoon.core.config import CacheConfig, MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
+from ratoon.core.kv import RETENTIONS
 from ratoon.core.media import EMBEDS, count_media, cut_rope, joined_rope, moved_features
 from ratoon.core.params import (
     MAX_HIDDEN_STATES_BYTES,
@@ -33,6 +34,7 @@ from ratoon.engine.input.prompts import Prompt, Suffix
 from ratoon.engine.output.roots import Root
 from ratoon.engine.output.vectors import own_pooling, verify_pooling, with_pooling
 
+MAX_SESSION = 512  # characters
 MAX_CACHE_SALT = 1024  # characters; it is hashed with every block
 ID_BYTES = 6  # random ones, as 8 characters after the caller's id, so that ids can't be guessed
 
@@ -121,10 +123,13 @@ class InputProcessor:
         arrival_time: float | None = None,
         cache_salt: str | None = None,
         retain_kv: float | None = None,
+        session: str | None = None,
+        retention: str | None = None,
         owner: str | None = None,
         in_place_of: str | None = None,  # the id of an unknown parent; the prompt contains its text
     ) -> EngineCoreRequest:
         envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv)
+        _verify_session(session, retention)
         self.verify_params(params, owner)
         if params.structured_output is not None and params.structured_output.continue_grammar:
             problem = "this request continues no other" if in_place_of is None else "the parent is forgotten"
@@ -140,6 +145,8 @@ class InputProcessor:
             params=self._params.complete(params, len(token_ids), encoder_input, num_forced, num_skipped(rope)),
             eos_token_id=self._eos_token_id,
             parent_id=in_place_of,
+            session=session,
+            retention=retention,
             **envelope,
         )
 
@@ -159,9 +166,12 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float | None = None,
         retain_kv: float | None = None,
+        session: str | None = None,  # None: the parent's
+        retention: str | None = None,  # likewise
     ) -> EngineCoreRequest:
         """A request that goes on after a parent's tokens. Only the suffix is tokenised, and only its media are read; an
         empty one is fine."""
+        _verify_session(session, retention)
         envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
         self.verify_params(params, parent.owner)
         inherited = parent.tokens(choice, at)
@@ -196,6 +206,10 @@ class InputProcessor:
             continuation_token_ids=suffix_ids,
             parent_id=parent.request_id,
             preferred_rank=parent.engine,
+            session=parent.session_of_continuations if session is None else session,
+            # From the middle of the parent; a chat template may leave out the token that ended its turn.
+            is_branch=session is None and len(inherited) < len(parent.tokens(choice)) - 1,
+            retention=parent.retention if retention is None else retention,
             **envelope,
         )
 
@@ -293,6 +307,14 @@ def _verify_readable(params: GenerationParams, model_input: ModelInput) -> None:
     asks = getattr(params, "prompt_logprobs", None) is not None
     if asks and any(one.data.modality == EMBEDS for one in model_input.mm_features):
         raise RequestError("prompt_logprobs", "a prompt of embeddings has no tokens", "None, or a prompt of tokens")
+
+
+def _verify_session(session: str | None, retention: str | None) -> None:
+    if session is not None and not (isinstance(session, str) and 0 < len(session) <= MAX_SESSION):
+        problem = f"{session!r} is not a name" if not session or not isinstance(session, str) else "is too long"
+        raise RequestError("session", problem, f"text of 1 to {MAX_SESSION} characters, or None")
+    if retention is not None and retention not in RETENTIONS:
+        raise RequestError("retention", f"{retention!r} is unknown", f"one of {', '.join(RETENTIONS)}, or None")
 
 
 def _verify_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:

@@ -85,6 +85,8 @@ class RequestState:
     refusal: RequestError | None = None
     owner: str | None = None
     leased: bool = False  # its memory is to be kept for continuations
+    session: str | None = None
+    retention: str | None = None
     cache_salt: str | None = None
     adapter: Adapter | None = None
     parent_id: str | None = None  # of the request that it continues
@@ -331,6 +333,8 @@ class RequestState:
             owner=self.owner,
             engine=self.engine,
             leased=self.leased,
+            session=self.session,
+            retention=self.retention,
             searching=self.beam_search and not self.finished,
             structured_output=self._structured_output(),
         )
@@ -377,6 +381,8 @@ def make_request_state(
         beam_search=isinstance(params, BeamSearchParams),
         owner=request.owner,
         leased=request.retain_kv is not None,
+        session=request.session,
+        retention=request.retention,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         parent_id=request.parent_id,

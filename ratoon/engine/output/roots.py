@@ -18,6 +18,7 @@ from ratoon.core.adapters import Adapter
 from ratoon.core.config import MAX_ROOTS
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.kv import IN_MEMORY
 from ratoon.core.media import MediaFeature, RopePositions, cut_features, feature_around
 from ratoon.core.request import branch_id_of
 from ratoon.core.structured import StructuredOutput
@@ -46,6 +47,14 @@ class Root:
     structured_output: StructuredOutput | None = None  # what its text had to match; `first_token` is where that begins
     mm_features: list[MediaFeature] = field(default_factory=list)  # images and other media of its prompt
     rope: RopePositions | None = None  # that go with them
+    session: str | None = None  # that its texts ended in
+    retention: str | None = None  # where its blocks are kept
+
+    @property
+    def session_of_continuations(self) -> str:
+        """The session of a continuation that names none: without one of the parent's, it is that of all its
+        continuations."""
+        return f"continuations of {self.internal_id}" if self.session is None else self.session
 
     @property
     def feature_bytes(self) -> int:
@@ -140,7 +149,8 @@ class RootLog:
         return list(found.values())
 
     def add(self, root: Root) -> None:
-        if root.feature_bytes <= MAX_LOGGED_FEATURE_BYTES and not root.searching:
+        is_small = root.feature_bytes <= MAX_LOGGED_FEATURE_BYTES
+        if is_small and not root.searching and root.retention != IN_MEMORY:
             self._append(RootRecord(root.owner, root.request_id, root))
 
     def drop(self, root: Root) -> None:
@@ -153,7 +163,7 @@ class RootLog:
         return self._num_records > 2 * num_roots + SPARE_RECORDS
 
     def write_anew(self, roots: Iterable[Root]) -> None:
-        kept = [RootRecord(root.owner, root.request_id, root) for root in roots]
+        kept = [RootRecord(root.owner, root.request_id, root) for root in roots if root.retention != IN_MEMORY]
         self._records.replace(map(encode, kept))
         self._num_records = len(kept)
 

@@ -99,6 +99,8 @@ class Running:
             owner=request.owner,
             engine=self.engine,
             leased=request.retain_kv is not None,
+            session=request.session,
+            retention=request.retention,
             searching=isinstance(params, BeamSearchParams),
             encoder_input=request.encoder_input,
             mm_features=request.mm_features,

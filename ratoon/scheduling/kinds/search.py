@@ -207,10 +207,12 @@ class SearchKind(RequestKind):
         texts = group.search.hypotheses()
         if not texts:
             return self._state.fail_requests([request.request_id], "there is no text to find")
-        if request.retain_kv is not None or request.original is not None:
+        if request.retain_kv is not None or request.original is not None or request.session is not None:
             for choice, sequence in group.final_sequences(request.branch_ids):
+                sequence.stays_in_memory = group.trunk.stays_in_memory
                 self._state.readings.text_ended(sequence, request, choice)
-                self._state.kv_cache.offer_text(sequence)
+                self._state.kv_cache.offer_text(sequence, request.retention)
+                self._state.end_in_session(sequence, request)
                 if not sequence.block_tables or not self._state.lease(sequence, request):
                     self._state.kv_cache.free(sequence)
         request.finished_choices.update(range(request.num_choices))

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,38 @@ def test_files_are_bounded_and_those_not_used_for_longest_go_first(tmp_path):
     kept = [number for number in range(11) if opened.read(number) is not None]
     assert kept == [0, 3, 4, 5, 6, 7, 8, 9, 10]
     opened.close()
+
+
+def test_superseded_blocks_are_removed_first_and_those_of_a_day_last(tmp_path):
+    """Also where others were used longer ago."""
+    size = kv_files.HEADER.size + len(key(0)) + sum(SIZES)
+    opened = Opened(tmp_path, max_bytes=10 * size)
+    opened.save(*range(10))
+    opened.mover.flush()
+    for number in range(10):
+        os.utime(kv_files._path_of(opened.index._folder, key(number)), (1e9 + number, 1e9 + number))
+    opened.index.prolong(key(0))
+    opened.index.supersede(key(8))
+    opened.index.supersede(key(77))  # that is not there
+    opened.index.look()
+    opened.save(10)
+    opened.mover.flush()
+    left = [number for number in range(11) if opened.read(number) is not None]
+    assert left == [0, 2, 3, 4, 5, 6, 7, 9, 10], "one had to go beside the superseded one: the oldest of the others"
+    assert os.stat(kv_files._path_of(opened.index._folder, key(0))).st_mtime > time.time() + 3600, "reading leaves it"
+    opened.close()
+
+
+def test_a_block_that_is_not_written_yet_is_marked_when_it_is(tmp_path):
+    opened = Opened(tmp_path)
+    assert opened.index.offer(key(1))
+    opened.index.supersede(key(1))
+    opened.index.look()
+    opened.mover.save(key(1), content(1))
+    opened.mover.flush()
+    opened.close()
+    (file,) = tmp_path.rglob("*.kv")
+    assert file.stat().st_mtime == kv_files.SUPERSEDED
 
 
 def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from ratoon.api.server.protocol.base import (
     Texts,
 )
 from ratoon.api.server.protocol.chat import TokenLogprob
-from ratoon.api.server.protocol.sampling import ServiceTier
+from ratoon.api.server.protocol.sampling import CacheRetention, ServiceTier, SessionName
 from ratoon.api.server.protocol.structured import Schema
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
@@ -188,6 +188,15 @@ class ResponsesRequest(RequestModel):
     )
     top_logprobs: Size | None = Field(None, description=f"Alternatives for each token; needs {LOGPROBS}")
 
+    # Sessions
+    prompt_cache_key: SessionName | None = Field(
+        None, description="The name of a session; default: that of the previous response, or its own"
+    )
+    prompt_cache_retention: CacheRetention | None = Field(
+        None,
+        description="in_memory: nothing of it is written to --kv-files; 24h: kept there for a day, if there is room",
+    )
+
     # Extensions: sampling
     top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
@@ -213,8 +222,6 @@ class ResponsesRequest(RequestModel):
     max_tool_calls: Int | None = Field(None, description="Accepted, without effect: there are no built-in tools")
     user: str | None = Field(None, description="Accepted, without effect")
     safety_identifier: str | None = Field(None, description="Accepted, without effect")
-    prompt_cache_key: str | None = Field(None, description="Accepted, without effect; see cache_salt")
-    prompt_cache_retention: str | None = Field(None, description="Accepted, without effect; see retain_kv")
     service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
 
     @property

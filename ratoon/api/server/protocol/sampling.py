@@ -123,6 +123,8 @@ SAMPLING_NAMES = (
 )  # fmt: skip
 
 
+CacheRetention = Literal["in_memory", "in-memory", "24h"]  # the second is how earlier clients of OpenAI write it
+SessionName = Annotated[str, Field(max_length=512)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 
 
@@ -186,6 +188,15 @@ class SamplingFields(BeamFields):
         None, description="Return hidden states with the answer: true (its last token's), or which ones"
     )
 
+    # Sessions
+    prompt_cache_key: SessionName | None = Field(
+        None, description="The name of a session, whose newest texts are kept longest in the cache; see X-Session-Id"
+    )
+    prompt_cache_retention: CacheRetention | None = Field(
+        None,
+        description="in_memory: nothing of it is written to --kv-files; 24h: kept there for a day, if there is room",
+    )
+
     # Extensions: continuations
     retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, in seconds")
     continuation_of: str | None = Field(
@@ -203,7 +214,6 @@ class SamplingFields(BeamFields):
     store: bool | None = Field(None, description="false: nothing is stored here")
     service_tier: ServiceTier | None = Field(None, description="Accepted, without effect")
     safety_identifier: str | None = Field(None, description="Accepted, without effect")
-    prompt_cache_key: str | None = Field(None, description="Accepted, without effect; see cache_salt")
 
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n

@@ -19,7 +19,7 @@ from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import ApiError, aborted, refused, shutting_down
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generated_answers import UsageCounter
-from ratoon.api.server.generation import Batch, check_token_limit, names_of, stream
+from ratoon.api.server.generation import Batch, check_token_limit, names_of, session_of, stream
 from ratoon.api.server.media import check_media, kinds_of, load_media
 from ratoon.api.server.message_blocks import BlockBuilder, Conversation, read_conversation
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
@@ -179,6 +179,7 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
             "adapter": context.check_model(asked.model),
             "priority": asked.priority or 0,
             "retain_kv": asked.retain_kv,
+            "session": session_of(None, exchange),
             "owner": exchange.tenant,
             "trace_headers": exchange.trace_headers,
         },
