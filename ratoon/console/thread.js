@@ -101,7 +101,7 @@ function Cost({ message }) {
   const source = continuation?.fallback
     ? "the answer was no longer known: its text was sent again"
     : continuation
-      ? { lease: "from a lease", prefix_cache: "from the prefix cache", recomputed: "computed again" }[continuation.source] ?? continuation.source
+      ? { lease: "from a lease", prefix_cache: "from the prefix cache", recomputed: "computed again", host: "from a lease in host memory", files: "from a lease in files" }[continuation.source] ?? continuation.source
       : "from the prefix cache";
   const rate = written && message.seconds && message.seconds > 0 ? `${(written / message.seconds).toFixed(0)} tok/s` : "";
   return html`<span class="cost">

@@ -48,6 +48,7 @@ class MappedLease(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     ends: float  # in seconds since 1970
     num_tokens: int
     blocks: Ranges | None = None  # None: as in the last report
+    place: str = "device"  # or "host", "files": where it has moved
 
 
 class MappedStep(msgspec.Struct, array_like=True, gc=False):

@@ -66,7 +66,8 @@ class BlockIndex(ABC):
 
 class BlockMover(ABC):
     """The worker's half. `parts` are the bytes of a block, one buffer after another; they are valid during the call
-    alone. Calls come one at a time, between steps, so that a step waits for them."""
+    alone. Calls come beside the steps, on two threads: one call to save at a time, and one to load. What was saved
+    before a load began can be loaded by it."""
 
     @abstractmethod
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:

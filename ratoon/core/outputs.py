@@ -237,7 +237,7 @@ class Continuation:
     parent: str  # the id of the request that it continues
     inherited_tokens: int  # prompt tokens that were not computed again
     computed_tokens: int  # prompt tokens that were
-    source: str  # "lease", "prefix_cache" or "recomputed"
+    source: str  # "lease", "prefix_cache" or "recomputed"; "host" or "files": where the lease had moved
     fallback: bool = False  # the parent is forgotten: the full prompt sent with the request was used
 
 

@@ -198,7 +198,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     encoder_steps: list[EncoderStep] = []
     stores: list[BlockTransfer] = []  # device block → slot
     loads: list[BlockTransfer] = []  # slot → device block; no row of this step reads or writes the block
-    fetches: list[ConnectorTransfer] = []  # connector → slot, before `loads`. One that fails is a failed store
+    # connector → slot, beside this step and later ones: loads from the slot wait for it. One that fails is a failed
+    # store, and its load a failed load
+    fetches: list[ConnectorTransfer] = []
     saves: list[ConnectorTransfer] = []  # slot → connector, behind `stores`
     # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
     # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
@@ -210,6 +212,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     adapter_loads: list[AdapterLoad] = []
     # There is nothing else to do: the result tells whether adapters are there that requests wait for.
     awaits_adapters: bool = False
+    # Likewise of blocks that were fetched from a connector
+    awaits_loads: bool = False
     # Tokens that a model or heads on the device draft behind this step, by branch of `sampled_req_ids`, at most, and no
     # more than its blocks have slots for
     draft_lengths: dict[str, int] = {}
@@ -243,5 +247,5 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     def is_void(self) -> bool:
         """Whether there is nothing for the runner to do."""
         told = self.finished_req_ids or self.preempted_req_ids or self.block_copies or self.stores or self.saves
-        loads = self.loads or self.adapter_loads or self.awaits_adapters
+        loads = self.loads or self.adapter_loads or self.awaits_adapters or self.awaits_loads
         return self.is_empty and not told and not loads and not self.free_encoder_mm_hashes

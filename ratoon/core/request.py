@@ -154,6 +154,8 @@ class InheritedFrom(enum.IntEnum):
     LEASE = 0  # a lease, or the parent still runs
     PREFIX_CACHE = 1  # full blocks that were not evicted yet
     RECOMPUTED = 2  # nowhere
+    HOST = 3  # its lease had moved to host memory
+    FILES = 4  # its lease had moved to a connector
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -27,6 +27,9 @@ class LeaseStats(msgspec.Struct, gc=False):
     expired: int = 0
     evicted: int = 0  # for a newer lease, or for a request that needed memory
     continued: int = 0  # continuations that found their lease
+    num_in_host_memory: int = 0  # current: leases that gave their place on the device up
+    num_in_files: int = 0  # likewise, and have no place in host memory any more
+    moved: int = 0  # leases that moved to host memory or files, since the start
 
 
 class SessionStats(msgspec.Struct, gc=False):

@@ -5,8 +5,8 @@ A file is a block. Its name is the block's key, and its first bytes are a header
 content, so that a torn or damaged file is found when it is read: it is removed, and the block is computed. A file gets
 its name when it is complete. Files are written behind the steps by one thread, and read by several. Together they take
 no more than the given number of bytes: those that were not used for the longest time are removed. The time of a file's
-last change says when it was used: in the distant past for what only superseded roots of sessions need, in the future for
-what is to be kept for a day. Only the user that runs the engine may read them. What is not here: which blocks are
+last change says when it was used: in the distant past for what only superseded roots of sessions need, in the future
+for what is to be kept for a day. Only the user that runs the engine may read them. What is not here: which blocks are
 offered, and whether a load is worth its time.
 """
 

@@ -362,6 +362,10 @@ class WorkerThread(ThreadedExecutor):
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
         return self._worker.prepare_grammar(asked, owner)
 
+    def recover(self) -> None:
+        self._worker.recover()
+        super().recover()
+
     def sleep(self, level: int) -> None:
         self._worker.sleep(level)
 

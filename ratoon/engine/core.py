@@ -302,9 +302,10 @@ class EngineCore:
     def end_leases_of(self, root_id: str, owner: str | None, of_any_owner: bool = False) -> int:
         """Gives the memory back that is leased for an ended request, by its owner's id of it. Returns how many leases
         there were."""
+        leases = self.scheduler.leases
         found = [
-            lease.sequence.branch_id
-            for lease in self.scheduler.leases
+            lease.branch_id
+            for lease in (*leases, *leases.moved())
             if lease.root_id == root_id and (of_any_owner or lease.owner == owner)
         ]
         return self.end_leases(found)
@@ -366,7 +367,7 @@ class EngineCore:
 
     def _tell_of_ended(self) -> None:
         """Runs the step after the last request: the runner drops its rows, and its blocks go where they are kept."""
-        if self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests():
+        while self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests():
             self._in_flight.append((plan := self.scheduler.schedule(), self.executor.submit(plan)))
             self._pending += self._finish_oldest()
 

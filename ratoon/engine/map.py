@@ -138,7 +138,7 @@ class EngineMap:
         num_preemptions, self._num_preemptions = self._num_preemptions, scheduler.preemption.num_preemptions
         if result.late:
             return "masks"
-        if plan.loads or scheduler.state.wants_drain or self._num_preemptions > num_preemptions:
+        if plan.loads or plan.awaits_loads or scheduler.state.wants_drain or self._num_preemptions > num_preemptions:
             return "blocks"
         if plan.awaits_adapters:
             return "adapters"
@@ -269,6 +269,12 @@ class EngineMap:
             one.ends = max(one.ends, round(lease.expires_at + self._offset, 3))
             one.num_tokens += lease.sequence.num_tokens
             blocks.setdefault(key, []).extend(_blocks_of(lease.sequence))
+        for moved in self._scheduler.leases.moved():
+            key = moved.owner, moved.root_id
+            one = found.setdefault(key, MappedLease(moved.root_id, moved.owner, 0.0, 0, place=str(moved.place)))
+            one.ends = max(one.ends, round(moved.expires_at + self._offset, 3))
+            one.num_tokens += moved.num_tokens
+            blocks.setdefault(key, [])
         for (owner, root_id), one in found.items():
             one.blocks = _news(f"lease {owner} {root_id}", _ids_of(blocks[owner, root_id]), told, tell)
         return list(found.values())

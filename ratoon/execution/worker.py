@@ -282,10 +282,15 @@ class Worker:
         self.grammars.shutdown()
         if self.runner.adapters is not None:
             self.runner.adapters.close()
+        self.runner.kv.close()
         if self._mover is not None:
             self._mover.close()
         if self._encoder_store is not None:
             self._encoder_store.close()
+
+    def recover(self) -> None:
+        """A step failed, and none runs."""
+        self.runner.kv.drop_fetches()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)

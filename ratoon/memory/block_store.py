@@ -58,6 +58,8 @@ class BlockStore:
         self.tier: HostTier | None = None
         self.index: BlockIndex | None = None  # the tier behind it
         self.fingerprint = fingerprint
+        # Called with the number of slots that must be free, if fewer are: others may give theirs up
+        self.make_room: Callable[[int], None] | None = None
         self.fetch_seconds = 0.0  # that the connector takes for a block, as observed
         self._stats = StoreStats()
         self._pool = pool
@@ -133,7 +135,12 @@ class BlockStore:
         if tier is None:
             return None
         found = [name and tier.get_cached_block(name, group) for _, name, group in blocks]
-        if sum(not slot or slot.ref_cnt == 0 for slot in found) > tier.num_free_blocks:
+        num_wanted = sum(not slot or slot.ref_cnt == 0 for slot in found)
+        if num_wanted > tier.num_free_blocks and self.make_room is not None:
+            self.make_room(num_wanted)
+            found = [name and tier.get_cached_block(name, group) for _, name, group in blocks]
+            num_wanted = sum(not slot or slot.ref_cnt == 0 for slot in found)
+        if num_wanted > tier.num_free_blocks:
             return None
         tier.touch(slot for slot in found if slot)  # before new slots are taken, which may evict them
         return [slot or self._store(block, name, group) for (block, name, group), slot in zip(blocks, found)]
@@ -332,6 +339,12 @@ class BlockStore:
         self.lose_slots([store.slot for store in stores])
         self.lose_slots(list(self._stores))
         return self._end_loads([load.block for load in loads], failed=True)
+
+    def fail_loads(self) -> None:
+        """A step failed, and with it all loads under way: what waits for them is computed."""
+        self._end_loads(list(self._arriving), failed=True)
+        self._loads.clear()
+        self._fetches.clear()
 
     def lose_slots(self, slots: Iterable[int]) -> None:
         """The content of these slots is undefined: they are not found any more, and loads from them fail."""

@@ -652,14 +652,26 @@ class KVCacheManager:
         self.store.take_connector_transfers()
         return self.reset_prefix_cache()
 
-    def check(self, branches: Iterable[TokenSequence]) -> None:
-        """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound."""
+    def full_blocks(self, sequence: TokenSequence) -> list[tuple[Block, bytes, int]]:
+        """The blocks of a sequence that can be found by their hashes, each with its hash and its group."""
+        self.register_blocks()
+        self._register_full_blocks(sequence, sequence.num_computed_tokens)
+        return [
+            (block, block.block_hash, block.group)
+            for table, size in zip(sequence.block_tables, self._sizes)
+            for block in table[: sequence.num_computed_tokens // size]
+            if block.block_hash is not None
+        ]
+
+    def check(self, branches: Iterable[TokenSequence], slot_references: Iterable[Block] = ()) -> None:
+        """Raise AssertionError unless references are exactly the table entries of `branches`, and the pool is sound.
+        `slot_references`: slots of host memory that others hold, one entry for each reference."""
         self.register_blocks()
         branches = list(branches)
         self.pool.check()
         self.sessions.check()
         slots, tails = self._saved.check(branches)
-        references = self.store.check(slots)
+        references = self.store.check([*slots, *slot_references])
         references += [block_id for table in self.cross_tables.check(branches) for block_id in table.block_ids]
         references += [block.block_id for block in entries_of(*tails) if block is not self.pool.null_block]
         num_references = Counter(references)

@@ -1,8 +1,9 @@
 """Leases: the blocks of ended sequences, kept so that a continuation computes nothing twice.
 
 A lease holds references like a running sequence does, until its time is over, its budget is needed for a newer one, or
-a request needs the memory. Owners (API keys) have equal shares of the budget: leases of the owner that holds most are
-evicted first. There is no clock here: the caller passes the time.
+a request needs the memory. Owners (API keys) have equal shares of the budget: leases of the owner that holds most give
+way first. One that gives way moves down, if it can: to host memory, where it holds its full blocks, and from there,
+when others need that memory, to a connector that has them. There is no clock here: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+import msgspec
+
+from ratoon.core.kv_connector import block_key
+from ratoon.core.request import InheritedFrom
 from ratoon.core.stats import LeaseStats
 from ratoon.memory.block_pool import Block
 from ratoon.memory.kv_cache_manager import KVCacheManager
@@ -25,6 +30,28 @@ class Lease:
     root_id: str = ""  # the id by which its owner knows the request that ended; for displays
     is_superseded: bool = False  # a later text of its session contains it
     waiting: set[str] = field(default_factory=set)  # queued continuations: it does not expire before they run
+
+    @property
+    def branch_id(self) -> str:
+        return self.sequence.branch_id
+
+
+@dataclass(slots=True, eq=False)
+class MovedLease:
+    """A lease that gave its place on the device up."""
+
+    branch_id: str
+    expires_at: float
+    owner: str | None
+    root_id: str
+    num_tokens: int
+    last_key: bytes  # of its last full block
+    slots: list[Block]  # of host memory, each with a reference; empty: the connector has its blocks
+    waiting: set[str]
+
+    @property
+    def place(self) -> InheritedFrom:
+        return InheritedFrom.HOST if self.slots else InheritedFrom.FILES
 
 
 class BlockCount:
@@ -65,6 +92,9 @@ class BlockCount:
                 self.num_cross_blocks -= len(table.blocks)
 
 
+SHARE_OF_HOST_MEMORY = 0.5  # that leases hold at most
+
+
 class LeaseTable:
     """All leases by the id of the branch that ended, the oldest first. Together they hold `budget` blocks at most."""
 
@@ -73,7 +103,10 @@ class LeaseTable:
         self.stats = LeaseStats()
         self._kv_cache = kv_cache
         self._leases: dict[str, Lease] = {}
+        self._moved: dict[str, MovedLease] = {}
         self._total = BlockCount()
+        if kv_cache.store.make_room is None:  # a table that recounts another one's leases holds no slots
+            kv_cache.store.make_room = self._free_slots
         self._by_owner: dict[str | None, BlockCount] = {}  # of those that have leases
 
     def __len__(self) -> int:
@@ -107,6 +140,18 @@ class LeaseTable:
             for block in table.blocks
         }
 
+    def moved(self) -> list[MovedLease]:
+        """Those that are not on the device any more."""
+        return list(self._moved.values())
+
+    def moved_slots(self) -> list[Block]:
+        return [slot for lease in self._moved.values() for slot in lease.slots]
+
+    def place_of(self, branch_id: str) -> InheritedFrom | None:
+        """Where a lease has moved to. None: there is none, or it is on the device."""
+        lease = self._moved.get(branch_id)
+        return None if lease is None else lease.place
+
     def sequences(self) -> list[TokenSequence]:
         return [lease.sequence for lease in self._leases.values()]
 
@@ -135,24 +180,32 @@ class LeaseTable:
 
     def end(self, branch_id: str) -> bool:
         """End a lease and free its memory. False: there is none."""
+        moved = self._moved.get(branch_id)
+        if moved is not None:
+            self._drop(moved)
         lease = self._leases.get(branch_id)
-        if lease is None:
-            return False
-        self._remove(lease)
-        return True
+        if lease is not None:
+            self._remove(lease)
+        return moved is not None or lease is not None
 
     def end_all(self) -> None:
         for lease in list(self._leases.values()):
             self._remove(lease)
+        for moved in list(self._moved.values()):
+            self._drop(moved)
 
     def expire(self, now: float) -> None:
         """End expired leases. A lease with queued continuations is kept until they have it."""
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now and not lease.waiting]:
             self._remove(lease)
             self.stats.expired += 1
+        for moved in [one for one in self._moved.values() if one.expires_at <= now and not one.waiting]:
+            self._drop(moved)
+            self.stats.expired += 1
 
     def next_expiry(self) -> float | None:
-        return min((lease.expires_at for lease in self._leases.values() if not lease.waiting), default=None)
+        every: list[Lease | MovedLease] = [*self._leases.values(), *self._moved.values()]
+        return min((lease.expires_at for lease in every if not lease.waiting), default=None)
 
     def evict_one(self, sparing: Collection[str | None] = ()) -> bool:
         """Evict a lease because a request needs memory: the oldest of the owner that holds most, those without queued
@@ -194,13 +247,13 @@ class LeaseTable:
         )
 
     def await_continuation(self, branch_id: str, request_id: str) -> None:
-        lease = self._leases.get(branch_id)
+        lease = self._leases.get(branch_id) or self._moved.get(branch_id)
         if lease is not None:
             lease.waiting.add(request_id)
 
     def continuation_left(self, branch_id: str, request_id: str) -> None:
         """The continuation has inherited the lease's memory, or was cancelled."""
-        lease = self._leases.get(branch_id)
+        lease = self._leases.get(branch_id) or self._moved.get(branch_id)
         if lease is not None:
             lease.waiting.discard(request_id)
 
@@ -212,9 +265,13 @@ class LeaseTable:
                 self._leases[branch_id].is_superseded = True
 
     def snapshot(self) -> LeaseStats:
-        stats = self.stats
-        return LeaseStats(
-            len(self), self.num_blocks, stats.granted, stats.refused, stats.expired, stats.evicted, stats.continued
+        num_in_host_memory = sum(bool(lease.slots) for lease in self._moved.values())
+        return msgspec.structs.replace(
+            self.stats,
+            num_active=len(self),
+            num_blocks=self.num_blocks,
+            num_in_host_memory=num_in_host_memory,
+            num_in_files=len(self._moved) - num_in_host_memory,
         )
 
     def check(self) -> None:
@@ -230,9 +287,80 @@ class LeaseTable:
             assert fresh.num_blocks == kept.num_blocks
         assert self.num_blocks <= self.budget, f"{self.num_blocks} blocks are leased, {self.budget} may be"
 
+    # ---- leases that give way ----
+
     def _evict(self, lease: Lease) -> None:
+        moved = self._move_down(lease)
         self._remove(lease)
-        self.stats.evicted += 1
+        if moved is None:
+            self.stats.evicted += 1
+        else:
+            self._moved[moved.branch_id] = moved
+            self.stats.moved += 1
+
+    def _move_down(self, lease: Lease) -> MovedLease | None:
+        """Let host memory have the full blocks of a lease; those behind are computed again. None: there is no room,
+        and no connector has them."""
+        kv_cache, store, sequence = self._kv_cache, self._kv_cache.store, lease.sequence
+        tier = store.tier
+        full = kv_cache.full_blocks(sequence) if tier is not None and kv_cache.enable_caching else []
+        if tier is None or not full:
+            return None
+        last_key = block_key(full[-1][2], full[-1][1])
+        every: list[tuple[Block, bytes | None, int]] = [*full]
+        if sequence.cross is not None and sequence.cross.is_settled:
+            every += kv_cache.cross_tables.named_blocks(sequence.cross)
+        most = int(tier.num_usable_blocks * SHARE_OF_HOST_MEMORY)
+        slots: list[Block] | None = None
+        if len(every) <= most:
+            for other in self._in_host_memory():
+                if len(self.moved_slots()) + len(every) <= most:
+                    break
+                self._move_to_files(other)
+            slots = store.keep(every)
+        if slots is None and not self._is_in_connector(last_key):
+            return None
+        num_tokens = sequence.num_tokens
+        return MovedLease(
+            lease.branch_id,
+            lease.expires_at,
+            lease.owner,
+            lease.root_id,
+            num_tokens,
+            last_key,
+            slots or [],
+            lease.waiting,
+        )
+
+    def _in_host_memory(self) -> list[MovedLease]:
+        """Those without queued continuations first, and of these the oldest."""
+        return sorted((lease for lease in self._moved.values() if lease.slots), key=lambda lease: bool(lease.waiting))
+
+    def _free_slots(self, num_slots: int) -> None:
+        """So many slots of host memory are to be free: leases give theirs up, the oldest first."""
+        tier = self._kv_cache.store.tier
+        assert tier is not None
+        for lease in self._in_host_memory():
+            if tier.num_free_blocks >= num_slots:
+                return
+            self._move_to_files(lease)
+
+    def _move_to_files(self, lease: MovedLease) -> None:
+        """A lease gives its slots up. It ends, unless a connector has its blocks."""
+        self._kv_cache.store.release(lease.slots)
+        lease.slots = []
+        if not self._is_in_connector(lease.last_key):
+            del self._moved[lease.branch_id]
+            self.stats.evicted += 1
+
+    def _is_in_connector(self, key: bytes) -> bool:
+        index = self._kv_cache.store.index
+        return index is not None and index.find(key)
+
+    def _drop(self, lease: MovedLease) -> None:
+        del self._moved[lease.branch_id]
+        if lease.slots:
+            self._kv_cache.store.release(lease.slots)
 
     def _remove(self, lease: Lease) -> None:
         sequence = lease.sequence

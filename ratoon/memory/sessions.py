@@ -5,8 +5,8 @@ superseded when a later text of its session contains it whole, or contains its w
 a chat template may render an earlier answer without its reasoning. Roots that are not superseded are the session's
 newest: one, or several where it has branches. What only superseded roots needed is the first to go, from the device,
 from host memory and from a connector; what a newest root needs goes after what no session needs. Blocks are counted by
-hash, so that a prefix that several roots or sessions share counts for each. There is no clock: sessions are forgotten by
-least recent use.
+hash, so that a prefix that several roots or sessions share counts for each. There is no clock: sessions are forgotten
+by least recent use.
 """
 
 from __future__ import annotations

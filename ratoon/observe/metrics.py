@@ -30,7 +30,7 @@ NAMESPACE = "ratoon"
 REFUSED = "refused"  # beside the finish reasons: a request that could never be served
 AS_ASKED = ("stop", "length")  # reasons of requests that ran to their own end: only these say how long requests take
 REASONS = (*AS_ASKED, "abort", "error", REFUSED)
-SOURCES = ("lease", "prefix_cache", "recomputed")  # of what continuations begin with
+SOURCES = ("lease", "prefix_cache", "recomputed", "host", "files")  # of what continuations begin with
 PROMPT = "prompt"  # beside them, for hidden states: of a prompt of their own
 
 # Of each engine: the name, the help, and where a snapshot has it.
@@ -41,6 +41,10 @@ ENGINE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = 
     ("prefix_cache_hit_ratio", "Share of prompt tokens that were cached.", attrgetter("prefix_cache.hit_rate")),
     ("leases_active", "Ended sequences whose memory is kept.", attrgetter("leases.num_active")),
     ("lease_blocks", "Blocks of the KV cache that leases hold.", attrgetter("leases.num_blocks")),
+    ("leases_in_host_memory", "Leases that moved to host memory.", attrgetter("leases.num_in_host_memory")),
+    ("leases_in_files", "Leases that moved on to files.", attrgetter("leases.num_in_files")),
+    ("sessions", "Sessions whose newest texts are known.", attrgetter("sessions.num_sessions")),
+    ("session_roots", "Newest texts of these sessions.", attrgetter("sessions.num_roots")),
     ("kv_store_blocks", "Blocks of the KV cache that host memory has by hash.", attrgetter("store.num_blocks")),
     ("adapter_slots", "Slots for adapters (LoRA) in the engine's memory.", attrgetter("adapters.num_slots")),
     ("adapters_loaded", "Slots that have an adapter.", attrgetter("adapters.num_loaded")),
@@ -66,6 +70,8 @@ ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] 
     ("leases_refused", "Leases too large for all that leases may hold.", attrgetter("leases.refused")),
     ("leases_expired", "Leases that ended at their time.", attrgetter("leases.expired")),
     ("leases_evicted", "Leases that were evicted.", attrgetter("leases.evicted")),
+    ("leases_moved", "Leases that gave way, and moved to host memory or files.", attrgetter("leases.moved")),
+    ("session_roots_superseded", "Texts of sessions that later ones contain.", attrgetter("sessions.superseded")),
 )
 
 

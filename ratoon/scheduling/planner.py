@@ -487,6 +487,8 @@ class StepPlanner:
         plan.adapter_loads = self._state.adapters.take_loads()
         if self._state.adapters.awaits_load and not self._state.in_flight and plan.is_void:
             plan.awaits_adapters = True
+        if self._state.kv_cache.store.arriving_blocks and not self._state.in_flight and plan.is_void:
+            plan.awaits_loads = True
         self.num_scheduled_tokens = plan.total_num_scheduled_tokens
         if self._state.kv_cache.gives_blocks_back:
             self._state.note_given_back()

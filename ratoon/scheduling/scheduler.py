@@ -192,8 +192,10 @@ class Scheduler:
         return len(self.state.requests)
 
     def has_requests(self) -> bool:
-        """Whether there is anything to plan: unfinished requests, or rows for the runner to drop."""
-        return bool(self.state.requests) or bool(self.state.finished_rows)
+        """Whether there is anything to plan: unfinished requests, rows for the runner to drop, or blocks that are being
+        loaded, whose end a step tells."""
+        is_told = self.state.finished_rows or self.kv_cache.store.arriving_blocks
+        return bool(self.state.requests) or bool(is_told)
 
     def tick(self, now: float) -> list[EngineCoreOutput]:
         """Set the current time: expired leases and overdue requests end."""

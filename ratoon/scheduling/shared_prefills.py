@@ -49,10 +49,14 @@ class SharedPrefills:
         request = branch.request
         if request.continuation_of is None:
             return
+        moved_to = self._state.leases.place_of(request.continuation_of)
         self._state.leases.continuation_left(request.continuation_of, request.request_id)
         if num_inherited:
             self._state.leases.stats.continued += 1
             source = InheritedFrom.LEASE
+        elif moved_to is not None and branch.num_cached_tokens:
+            self._state.leases.stats.continued += 1
+            source = moved_to
         else:
             source = InheritedFrom.PREFIX_CACHE if branch.num_cached_tokens else InheritedFrom.RECOMPUTED
         self._state.inherited[request.request_id] = source

@@ -200,6 +200,7 @@ class SchedulerState:
             self.media.cache.plan_failed(plan.scheduled_encoder_inputs, plan.free_encoder_mm_hashes)
         for _, blocks in left:
             self.kv_cache.uncache(blocks)
+        self.kv_cache.store.fail_loads()
         self._put_in_front(self.loads.fail())
         return failed
 
@@ -434,7 +435,8 @@ class SchedulerState:
     def check(self, held: list[TokenSequence], own_running: set[Branch], own_waiting: set[Branch]) -> None:
         """Raise AssertionError unless queues, branches and memory agree with each other. Slow: for tests. `held`,
         `own_running`, `own_waiting`: what kinds of requests hold and queue beyond the shared queues."""
-        self.kv_cache.check([*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held])
+        holders = [*self.branches.values(), *self.leases.sequences(), *self.readings.held(), *held]
+        self.kv_cache.check(holders, self.leases.moved_slots())
         self.leases.check()
         self.media.check(self.branches.values())
         self.speculation.check()

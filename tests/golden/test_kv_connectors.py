@@ -3,6 +3,7 @@ computed. The answers are those without it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ratoon.core.params import SamplingParams
 from tests.depths import both_depths
 from tests.golden.engines import engine, greedy, run, tokens_of
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import PATIENCE
 
 FAMILY = "llama with grouped heads"
 PROMPTS = [random_token_ids(length, seed=length) for length in (70, 33, 90, 50, 64, 81)]
@@ -175,3 +177,55 @@ def test_a_host_tier_of_few_slots_passes_blocks_on() -> None:
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem), engine(FAMILY, **(SETTINGS | settings)):
         pass
+
+
+@both_depths
+def test_steps_of_others_go_on_while_blocks_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector gives nothing until another request, which came later, has its whole answer."""
+    expected = expected_tokens([PROMPTS[0], OTHERS[0]], greedy(12))
+    with engine(FAMILY, **SETTINGS) as llm:
+        fill(llm)
+    other_ended = threading.Event()
+    load = Mover.load
+    monkeypatch.setattr(Mover, "load", lambda *arguments: other_ended.wait(PATIENCE) and load(*arguments))
+    with engine(FAMILY, **SETTINGS) as llm:
+        core = llm._running()
+        core.add_request("waits", {"prompt_token_ids": PROMPTS[0]}, greedy(12))
+        core.add_request("other", {"prompt_token_ids": OTHERS[0]}, greedy(12), cache_salt="finds nothing")
+        ended: dict[str, list[int]] = {}
+        while len(ended) < 2:
+            for output in core.step():
+                if output.finished:
+                    ended[output.request_id] = list(output.outputs[0].token_ids)
+                    assert "other" in ended, "a step has waited for the connector"
+                    other_ended.set()
+        assert Memory.num_loads == 64 // 16
+    assert [ended["waits"], ended["other"]] == expected
+
+
+def test_an_engine_with_nothing_else_to_do_waits_for_its_blocks_and_takes_new_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(FAMILY, **SETTINGS) as llm:
+        fill(llm)
+    began, may_end = threading.Event(), threading.Event()
+    load = Mover.load
+
+    def slow(*arguments: Any) -> bool:
+        began.set()
+        return may_end.wait(PATIENCE) and load(*arguments)
+
+    monkeypatch.setattr(Mover, "load", slow)
+    with engine(FAMILY, **SETTINGS) as llm:
+        core = llm._running()
+        core.add_request("waits", {"prompt_token_ids": PROMPTS[0]}, greedy(4))
+        while not began.is_set():
+            assert core.step() == []
+        assert core.step() == [], "it returns although nothing has come"
+        core.add_request("late", {"prompt_token_ids": OTHERS[0]}, greedy(4), cache_salt="finds nothing")
+        ended: list[str] = []
+        while not ended:
+            ended += [output.request_id for output in core.step() if output.finished]
+        assert ended == ["late"]
+        core.abort_request(["waits"])  # its blocks arrive without it
+        may_end.set()

@@ -292,6 +292,9 @@ class Drive:
                 continuation_of=branch_id_of(parent.request_id, child.choice),
                 continuation_token_ids=child.suffix,
                 retain_kv=child.retain_kv,
+                session=parent.session or parent.request_id,
+                is_branch=child.num_left_out > 1,
+                retention=parent.retention,
             )
         )
 
@@ -440,7 +443,7 @@ class Drive:
         for capture in plan.captures:
             is_run = 0 < len(capture.token_ids) <= self.scheduler.state.max_step_tokens
             assert is_run != (capture.branch_id in plan.num_scheduled_tokens)
-        loads = plan.loads or self.scheduler.state.adapters.awaits_load
+        loads = plan.loads or plan.awaits_loads or self.scheduler.state.adapters.awaits_load
         if plan.is_empty and not loads and not self.in_flight:
             assert not self.scheduler.has_unfinished_requests(), "nothing runs although something waits"
 

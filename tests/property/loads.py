@@ -192,6 +192,8 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
         encoder_input=draw(INPUT) if has_encoder else None,
         mm_features=features,
         retain_kv=draw(among(1000.0, 1000.0, 4.0, None)),
+        session=draw(among(None, "s", "s", "t")),
+        retention=draw(among(None, None, "in_memory", "24h")),
     )
 
 

@@ -123,7 +123,13 @@ class EngineState:
             (one.owner, one.root_id): _keep(
                 self.leases.get((one.owner, one.root_id)),
                 one.owner,
-                {"id": one.root_id, "engine": self.index, "owner": label(one.owner), "tokens": one.num_tokens},
+                {
+                    "id": one.root_id,
+                    "engine": self.index,
+                    "owner": label(one.owner),
+                    "tokens": one.num_tokens,
+                    "place": one.place,
+                },
                 one.ends,
                 one.blocks,
             )

@@ -26,13 +26,12 @@ from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot, Mode
 from ratoon.api.server.model_router import ModelRouter
 from ratoon.api.server.model_slots import FOREVER, ModelMemory, SleepLevel, parse_keep_alive
 from ratoon.api.server.openapi import answers
-from ratoon.api.server.response_directory import OwnResponses
 from ratoon.api.server.responses import json_response, large_response
 from ratoon.api.server.routes.requests import ROOT_SIZE, EndedRequests, describe_root
 from ratoon.api.server.routes.service import HealthAnswer, Model, Models
 from ratoon.api.server.runner import HttpRunner, allowed_hosts, loop_factory
 from ratoon.api.server.settings import ServerSettings
-from ratoon.api.server.state import OwnState, forget_root
+from ratoon.api.server.state import OwnState
 from ratoon.api.server.unknown_fields import IgnoredFieldsLog
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.json_extent import ExtentLimit, extent_limit
@@ -64,7 +63,8 @@ class EngineModel:
         return max(self.context.num_unfinished, self.context.llm.num_unfinished_requests())
 
     async def num_leases(self) -> int:
-        return sum(stats.leases.num_active for stats in await self.context.llm.stats())
+        leases = [stats.leases for stats in await self.context.llm.stats()]
+        return sum(one.num_active + one.num_in_host_memory for one in leases)
 
     async def sleep(self, level: SleepLevel) -> None:
         await self.context.llm.sleep(int(level))
@@ -87,8 +87,7 @@ async def load_model(slot: ModelSlot, kv_memory: int | None) -> LoadedModel:
         if llm.tracer is not None:
             llm.tracer.model_name = spec.name
         names = (spec.name, *(name for name in spec.further_names if name not in llm.list_adapters()))
-        state = OwnState(llm, spec.settings)
-        state.responses = OwnResponses(slot.store, lambda response: forget_root(llm, response))
+        state = OwnState(llm, spec.settings, slot.store)
         return EngineModel(ServerContext(llm, replace(spec.settings, served_names=names), given_state=state))
     except BaseException:
         await llm.shutdown()

@@ -27,10 +27,12 @@ from ratoon.api.server.model_slots import (
     kv_share,
     room_for,
 )
+from ratoon.api.server.response_log import ResponseLog
 from ratoon.api.server.response_store import ResponseStore
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.errors import ConfigError, ModelError, RatoonError
 from ratoon.core.sizes import format_size
+from ratoon.engine.output.record_log import open_log_of_model
 from ratoon.observe.logging import get_logger
 from ratoon.observe.metrics import EngineMetrics
 
@@ -103,8 +105,10 @@ class ModelSlot(Claim):
         self.is_leaving = False  # it gets no further requests, because another model waits for its memory
         self.change: asyncio.Task[None] | None = None  # of its state
         settings = spec.settings
-        # Stored responses outlive the engine.
-        self.store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+        # Stored responses outlive the engine and, with kv_files, this process.
+        records = open_log_of_model(spec.llm_settings.get("kv_files"), spec.model, "responses")
+        log = None if records is None else ResponseLog(records)
+        self.store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
         self.past = EngineMetrics(spec.name)  # of engines that have ended
 
     @property
@@ -449,3 +453,5 @@ class ModelHost:
                 slot.change.cancel()
         await asyncio.gather(*(slot.change for slot in self.slots if slot.change), return_exceptions=True)
         await asyncio.gather(*(self._end(slot, drain_seconds) for slot in self.slots), return_exceptions=True)
+        for slot in self.slots:
+            slot.store.close()

@@ -263,6 +263,8 @@ class StoreLog(Protocol):
     def gone(self, response: StoredResponse, left: Iterable[StoredResponse], num_left: int) -> None:
         """A response was deleted or evicted; `left` are those that are still stored."""
 
+    def close(self) -> None: ...
+
 
 class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int, log: StoreLog | None = None) -> None:
@@ -276,6 +278,12 @@ class ResponseStore:
             for response in log.read():
                 self.add(response)
             self._log = log
+
+    def close(self) -> None:
+        """Another process may have the log now."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def __len__(self) -> int:
         return len(self._sizes)

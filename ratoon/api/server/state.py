@@ -141,14 +141,16 @@ class OwnState:
 
     outlives_front_ends = False
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, store: ResponseStore | None = None) -> None:
+        """`store`: stored responses that outlive the engine; None: it has one of its own."""
         self._llm = llm
         self.queue = Queue(settings.max_queue)
         most = num_names(llm.config.max_roots, settings.max_queue)
         self.names = RequestNames(most, open_record_log(llm.config, "names"))
-        records = open_record_log(llm.config, "responses")
-        log = None if records is None else ResponseLog(records)
-        store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
+        if store is None:
+            records = open_record_log(llm.config, "responses")
+            log = None if records is None else ResponseLog(records)
+            store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
         self.responses = OwnResponses(store, self._forget_root)
 
     async def take_places(self, owner: str | None, count: int) -> str | None:

@@ -36,12 +36,15 @@ _decode = msgspec.msgpack.Decoder(list[bytes]).decode
 
 def open_record_log(config: EngineConfig, name: str) -> RecordLog | None:
     """The log of this name that belongs to a model, in the folder of its files. None: nothing outlives the process."""
-    if config.cache.kv_files is None:
+    return open_log_of_model(config.cache.kv_files, config.model, name)
+
+
+def open_log_of_model(kv_files: str | None, model: str, name: str) -> RecordLog | None:
+    """The same for a model that has no configuration yet."""
+    if kv_files is None:
         return None
-    model = os.path.abspath(config.model) if os.path.exists(config.model) else config.model
-    return RecordLog(
-        Path(config.cache.kv_files).expanduser() / "roots" / hashlib.sha256(model.encode()).hexdigest()[:32], name
-    )
+    model = os.path.abspath(model) if os.path.exists(model) else model
+    return RecordLog(Path(kv_files).expanduser() / "roots" / hashlib.sha256(model.encode()).hexdigest()[:32], name)
 
 
 class RecordLog:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from ratoon.attention.interface import AttentionBackend, LayerCache
@@ -18,7 +18,7 @@ from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.sizes import format_size
 from ratoon.execution.inputs.buffers import indices_on
-from ratoon.execution.kv.connector_moves import ConnectorMoves
+from ratoon.execution.kv.connector_moves import Arrived, ConnectorMoves
 from ratoon.layers.native.pages import new_pages
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ class KVTensors(LayerCaches):
 
     def release(self) -> None:
         """Free the memory. The content of all blocks is lost, and nothing may run before `allocate`."""
+        if self._connector is not None:
+            self._connector.drain()
         if self._swaps is not None:
             self._swaps.drain()
         self._tensors = []
@@ -125,9 +127,9 @@ class KVTensors(LayerCaches):
         """Store, copy on write and load, in all layers and in the plan's order. All sources of copies are read before a
         target is written: a block that was freed and reallocated within the step may be both. Copies between the device
         and host memory do not fail one by one: for the steps that follow, all of them are done."""
-        began = time.perf_counter()
-        lost = self._connector.fetch(plan.fetches) if self._connector is not None and plan.fetches else []
-        seconds = time.perf_counter() - began if plan.fetches else 0.0
+        arrived: Arrived | None = None
+        if self._connector is not None:
+            plan, arrived = self._begin_fetches(plan, self._connector)
         if plan.block_copies or plan.stores or plan.loads:
             if self._pages is not None:
                 self._move_by_kernel(plan, self._pages)
@@ -135,13 +137,38 @@ class KVTensors(LayerCaches):
                 self._move(plan)
         if self._connector is not None and plan.saves:
             self._connector.save(plan.saves)
-        if not plan.stores and not plan.loads:
+        if not plan.stores and not plan.loads and arrived is None:
             return None
-        stored = [store.slot for store in plan.stores]
-        loaded = [load.block for load in plan.loads]
-        return TransferReport(
-            loaded, stored=stored, failed_stores=lost, num_fetched=len(plan.fetches), fetch_seconds=seconds
-        )
+        report = TransferReport([load.block for load in plan.loads], stored=[store.slot for store in plan.stores])
+        if arrived is not None:
+            report.failed_loads = [load.block for load in arrived.lost]
+            report.failed_stores = [load.slot for load in arrived.lost]
+            report.num_fetched, report.fetch_seconds = arrived.num_fetched, arrived.seconds
+        return report
+
+    def _begin_fetches(
+        self, plan: SchedulerOutput, connector: ConnectorMoves
+    ) -> tuple[SchedulerOutput, Arrived | None]:
+        """Begin the fetches of a plan. Returns the plan with the loads that can be made now, those of earlier plans
+        among them, and what has been fetched since, if anything."""
+        connector.settle(store.slot for store in plan.stores)
+        loads = connector.fetch(plan.fetches, plan.loads) if plan.fetches else plan.loads
+        arrived = connector.take_arrived(plan.awaits_loads) if connector.is_fetching else None
+        if arrived is not None and arrived.num_fetched == 0:
+            arrived = None
+        if arrived is not None:
+            loads = [*loads, *arrived.loads]
+        return (plan if loads is plan.loads else msgspec.structs.replace(plan, loads=loads)), arrived
+
+    def drop_fetches(self) -> None:
+        """A step failed: blocks that are on their way to host memory are not loaded into the device any more."""
+        if self._connector is not None:
+            self._connector.drop_fetches()
+
+    def close(self) -> None:
+        """The engine ends: waits for what the connector is to keep."""
+        if self._connector is not None:
+            self._connector.close()
 
     def connect(self, mover: BlockMover) -> None:
         """Blocks of the host tier are moved from and to a connector by this from now on."""

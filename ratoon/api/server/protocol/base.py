@@ -256,8 +256,9 @@ class ContinuationAnswer(AnswerModel):
     parent: str
     inherited_tokens: int = Field(description="Tokens of its prompt that were not computed again")
     computed_tokens: int = Field(description="Tokens of its prompt that were computed")
-    source: Literal["lease", "prefix_cache", "recomputed"] = Field(
-        description="What was reused: memory kept for it (or of a running parent), cached blocks, or nothing"
+    source: Literal["lease", "prefix_cache", "recomputed", "host", "files"] = Field(
+        description="What was reused: memory kept for it (or of a running parent), cached blocks, or nothing; host or "
+        "files: its lease had to leave the device, and was found there"
     )
     fallback: bool = Field(description="The parent is unknown: the request's own prompt was used instead")
 

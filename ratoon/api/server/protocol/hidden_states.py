@@ -167,7 +167,7 @@ class HiddenStatesContent(AnswerModel):
     token_ids: list[int] = Field(description="At these positions; none where the encoder read audio")
     computed_tokens: int = Field(description="Tokens that were computed")
     cached_tokens: int = Field(description="Tokens whose keys and values were in memory")
-    source: Literal["lease", "prefix_cache", "recomputed"] | None = Field(
+    source: Literal["lease", "prefix_cache", "recomputed", "host", "files"] | None = Field(
         description="For an answer: what was reused, as in a continuation"
     )
     data: str = Field(description="base64: the numbers row by row, little-endian")

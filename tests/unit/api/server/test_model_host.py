@@ -24,6 +24,7 @@ from ratoon.api.server.model_slots import (
     room_for,
 )
 from ratoon.core.errors import ConfigError, EngineError, ModelError
+from tests.unit.api.server.test_response_log import end as end_response
 from tests.waiting import until
 
 LOADED, ASLEEP, UNLOADED = ModelState.LOADED, ModelState.ASLEEP, ModelState.UNLOADED
@@ -370,3 +371,19 @@ def test_an_unknown_name_is_a_404_with_the_list() -> None:
         house.host.find("x")
     assert refused.value.status == 404
     assert house.host.find("a:latest") is house["a"]
+
+
+def test_stored_responses_of_several_models_outlive_the_process_with_kv_files(tmp_path):
+    def slots() -> list[ModelSlot]:
+        settings = {"kv_files": str(tmp_path)}
+        specs = [ModelSpec("a", "a", settings), ModelSpec("b", "b", settings), ModelSpec("c", "c")]
+        return [ModelSlot(index, spec, ModelMemory(0, 0)) for index, spec in enumerate(specs)]
+
+    for slot in (before := slots()):
+        end_response(slot.store, f"resp_{slot.spec.name}", owner="x")
+        slot.store.close()
+    after = slots()
+    found = [[slot.store.find(f"resp_{name}", "x") is not None for name in "abc"] for slot in after]
+    assert found == [[True, False, False], [False, True, False], [False] * 3], "each model has its own"
+    for slot in (*before, *after):
+        slot.store.close()
