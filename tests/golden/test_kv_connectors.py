@@ -16,7 +16,7 @@ from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
 from ratoon.core.params import SamplingParams
 from tests.depths import both_depths
-from tests.golden.engines import engine, greedy, run, tokens_of
+from tests.golden.engines import engine, greedy, run, scheduler_of, tokens_of
 from tests.golden.tiny_models import random_token_ids
 from tests.waiting import PATIENCE
 
@@ -227,5 +227,7 @@ def test_an_engine_with_nothing_else_to_do_waits_for_its_blocks_and_takes_new_re
         while not ended:
             ended += [output.request_id for output in core.step() if output.finished]
         assert ended == ["late"]
-        core.abort_request(["waits"])  # its blocks arrive without it
+        core.abort_request(["waits"])
         may_end.set()
+        while scheduler_of(llm).has_requests():  # its blocks arrive without it
+            assert core.step() == []
