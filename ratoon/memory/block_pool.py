@@ -21,6 +21,7 @@ class Zone(enum.IntEnum):
 
 
 RECENT, FIRST, KEPT = Zone
+ORDER_OF_ZONES = (2, 1, 3)  # by their numbers; 0 is that of blocks without a hash
 SHARE_KEPT = 0.5  # of a pool's blocks, at most, that are in the zone KEPT
 
 
@@ -297,6 +298,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             free = block.block_id in on_free_list
             assert block.ref_cnt >= 0, f"block {block.block_id} has {block.ref_cnt} references"
+            assert free or block.zone is RECENT, f"block {block.block_id} is in use and in a zone"
             assert free == (block.ref_cnt == 0), (
                 f"block {block.block_id} has {block.ref_cnt} references and is {'' if free else 'not '}on the free list"
             )
@@ -310,27 +312,25 @@ class BlockPool:
     def _walk_free_list(self) -> set[int]:
         seen: set[int] = set()
         previous, current = NULL_BLOCK, self.null_block.next
-        order: list[int] = []  # of each block: 0 uncached, 1 first to go, 2 by use, 3 kept
+        last_place = 0  # of the block before: 0 uncached, 1 first to go, 2 by use, 3 kept
         last_to_go, num_kept = NULL_BLOCK, 0
         while current != NULL_BLOCK:
             block = self.blocks[current]
             assert current not in seen, f"block {current} is on the free list twice"
             assert block.prev == previous, f"block {current} is linked back to {block.prev}, it follows {previous}"
-            place = 0 if block.block_hash is None else {FIRST: 1, RECENT: 2, KEPT: 3}[block.zone]
-            assert not order or order[-1] <= place, f"block {current} of zone {place} follows one of {order[-1]}"
+            place = 0 if block.block_hash is None else ORDER_OF_ZONES[block.zone]
+            assert last_place <= place, f"block {current} of zone {place} follows one of {last_place}"
             assert block.block_hash is not None or block.zone == RECENT, f"block {current} is empty and in a zone"
             if place <= 1:
                 last_to_go = current
             if place == 3:
                 assert num_kept or self._first_kept == current, f"{current} is the first that is kept"
                 num_kept += 1
-            order.append(place)
+            last_place = place
             seen.add(current)
             previous, current = current, block.next
         assert self.null_block.prev == previous, f"the free list ends at {previous}, not at {self.null_block.prev}"
         assert self._last_to_go == last_to_go, f"{last_to_go} goes before those in order, not {self._last_to_go}"
         assert num_kept or self._first_kept == NULL_BLOCK, f"{self._first_kept} is not kept"
         assert num_kept == self._num_kept <= self._max_kept, f"{num_kept} blocks are kept, {self._num_kept} counted"
-        for block in self.blocks[1:]:
-            assert block.ref_cnt == 0 or block.zone == RECENT, f"block {block.block_id} is in use and in a zone"
         return seen
