@@ -356,3 +356,14 @@ def test_structured_output_is_compared_with_free_text(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["load"]["ratoon"]["rounds"][0]["tokens"] > 32
     assert len(found["compile"]["compile"]) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_agents_traffic_gives_the_same_answers_with_and_without_tiers_and_sessions() -> None:
+    """The program compares the answers itself."""
+    sizes = ("--random", "tiny", "--sessions", "4", "--turns", "4", "--pause", "0.01", "--host", "8MiB")
+    shown = run_program("agent_replay.py", *sizes)
+    assert [line.split(" | ")[0] for line in shown.splitlines()[3:]] == [
+        "| device only, LRU", "| device only, sessions", "| tiers, LRU", "| tiers, sessions",
+    ]  # fmt: skip

@@ -1,0 +1,107 @@
+"""Blocks between host memory and a connector, beside the steps: what waits for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from ratoon.core.kv_connector import BlockMover
+from ratoon.core.plan import BlockTransfer, ConnectorTransfer
+from ratoon.execution.kv.connector_moves import ConnectorMoves
+from tests.waiting import PATIENCE, wait_until
+
+
+class Slots:
+    """Host memory of slots with a byte each."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(10)
+
+    def host_parts(self, slot: int) -> list[memoryview]:
+        return [memoryview(self.data)[slot : slot + 1]]
+
+
+class GatedMover(BlockMover):
+    """Saves and loads wait until the test lets them."""
+
+    def __init__(self) -> None:
+        self.blocks = {b"a": b"A", b"b": b"B"}
+        self.may_load, self.may_save = threading.Event(), threading.Event()
+        self.raises = False
+
+    def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        assert self.may_save.wait(PATIENCE)
+        self.blocks[key] = b"".join(parts)
+
+    def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        assert self.may_load.wait(PATIENCE)
+        if key not in self.blocks:
+            return False
+        parts[0][:] = self.blocks[key]
+        return True
+
+    def load_all(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
+        if self.raises:
+            raise OSError("the storage is gone")
+        return super().load_all(wanted)
+
+
+@pytest.fixture
+def parts():
+    slots, mover = Slots(), GatedMover()
+    moves = ConnectorMoves(mover, slots)
+    yield moves, mover, slots
+    mover.may_load.set()
+    mover.may_save.set()
+    moves.close()
+
+
+def test_loads_wait_for_their_fetch_and_others_do_not(parts):
+    moves, mover, slots = parts
+    now = moves.fetch(
+        [ConnectorTransfer(1, b"a"), ConnectorTransfer(2, b"gone")],
+        [BlockTransfer(11, 1), BlockTransfer(12, 2), BlockTransfer(13, 3)],
+    )
+    assert now == [BlockTransfer(13, 3)]
+    assert moves.is_fetching and moves.take_arrived().num_fetched == 0
+    assert moves.take_arrived(waits=True).num_fetched == 0, "it waits for a moment, not for the end"
+    mover.may_load.set()
+    arrived = None
+    while arrived is None or not arrived.num_fetched:
+        arrived = moves.take_arrived(waits=True)
+    assert (arrived.loads, arrived.lost) == ([BlockTransfer(11, 1)], [BlockTransfer(12, 2)])
+    assert arrived.num_fetched == 2 and slots.data[1:2] == b"A" and not moves.is_fetching
+
+
+def test_a_slot_is_not_written_before_it_is_saved_and_what_was_saved_can_be_fetched(parts):
+    moves, mover, slots = parts
+    mover.may_load.set()
+    slots.data[4:5] = b"X"
+    moves.save([ConnectorTransfer(4, b"x")])
+    assert moves.fetch([ConnectorTransfer(5, b"x")], [BlockTransfer(15, 5)]) == [], "no step waits for either"
+    writer = threading.Thread(target=lambda: (moves.settle([4]), slots.data.__setitem__(4, 0)))
+    writer.start()
+    moves.settle([6])  # of another slot
+    mover.may_save.set()
+    writer.join(PATIENCE)
+    assert mover.blocks[b"x"] == b"X"
+    wait_until("the block is fetched", lambda: moves.take_arrived().loads)
+    assert slots.data[5:6] == b"X"
+
+
+def test_after_a_failed_step_no_load_is_made_and_no_slot_is_written(parts):
+    moves, mover, _ = parts
+    moves.fetch([ConnectorTransfer(1, b"a")], [BlockTransfer(11, 1)])
+    mover.may_load.set()
+    moves.drop_fetches()
+    assert not moves.is_fetching and moves.take_arrived().loads == []
+
+
+def test_a_connector_that_raises_for_all_loses_all(parts):
+    moves, mover, _ = parts
+    mover.raises = True
+    moves.fetch([ConnectorTransfer(1, b"a")], [BlockTransfer(11, 1)])
+    moves.drain()
+    assert moves.take_arrived().lost == [BlockTransfer(11, 1)]
