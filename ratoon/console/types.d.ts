@@ -139,6 +139,7 @@ export interface Lease {
   engine: number;
   owner: string;
   seconds_left: number;
+  place: string; // "device", or "host" or "files", where it has moved
   tokens: number;
   blocks: [number, number][];
   seen?: number;
