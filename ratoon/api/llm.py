@@ -26,9 +26,9 @@ from ratoon.api.batches import (
 )
 from ratoon.api.terminal import request_progress
 from ratoon.core.adapters import Adapter
-from ratoon.core.config import resolve_max_model_len
-from ratoon.core.errors import ConfigError, EngineAwayError
-from ratoon.core.outputs import EmbeddingOutput, RequestOutput
+from ratoon.core.config import ClassifierConfig, resolve_max_model_len
+from ratoon.core.errors import ConfigError, EngineAwayError, EngineError, RequestError
+from ratoon.core.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, RerankOutput, ScoringOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.base_llm import BaseLLM, Message
@@ -38,6 +38,8 @@ from ratoon.engine.input.request_options import ContinuationOptions, split_chat_
 from ratoon.engine.input.request_options import GenerationOptions as Options
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output.roots import Root
+from ratoon.engine.output.vectors import cut_to, verify_classifier, verify_dimensions
+from ratoon.engine.scoring import ScoreOptions, plan_scores, rank, verify_top_n
 from ratoon.observe.startup import StartupTimer
 from ratoon.transcription.options import TranscriptionOptions
 
@@ -200,15 +202,121 @@ class LLM(BaseLLM):
         prompts: Prompts,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         request_id: Ids = None,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[BatchPoolingOptions],
     ) -> list[EmbeddingOutput]:
         """The vectors of prompts, in the same order: hidden states after the final norm, of the last token or their
         mean over all tokens. Prompts, params and errors are as in `generate`; what fails has `error` set and no vector.
+
+        `dimensions` cuts them, where the model was trained so that they can be (matryoshka), before they are brought to
+        length 1. `prompt_name` ("query", say) names a text of the model's files (`llm.source.prompts`) that is put
+        before each of the texts.
         """
         verify_keywords("embed", options, BatchPoolingOptions)
+        if dimensions is not None:
+            verify_dimensions(dimensions, self.source.config)
+            pooling_params = cut_to(dimensions, pooling_params)
+        prompts = self.source.with_prompt(prompts, prompt_name)
         wanted, left = split_progress(options)
         prepared = self._batches.poolings(prompts, pooling_params, request_id, left)
         return self._collect(prepared, wanted, lambda output: len(output.prompt_token_ids))
+
+    def classify(
+        self,
+        prompts: Prompts,
+        activation: str | None = None,
+        request_id: Ids = None,
+        **options: Unpack[BatchPoolingOptions],
+    ) -> list[ClassificationOutput]:
+        """The labels of texts, by the model's head: probabilities in the order of its labels, and the most probable
+        one. `activation` makes them of logits ("softmax", "sigmoid" or "none"); None: the model's own. RequestError:
+        the model has no such head."""
+        head = verify_classifier(self.source.config)
+        params = PoolingParams(classify=True, activation=activation)
+        return [self._as_labels(output, head) for output in self.embed(prompts, params, request_id, **options)]
+
+    def _as_labels(self, output: EmbeddingOutput, head: ClassifierConfig) -> ClassificationOutput:
+        probs = None if output.embedding is None else output.embedding.tolist()
+        label = None if probs is None else head.labels[probs.index(max(probs))]
+        vocab_size = self.source.config.vocab_size
+        ids = [token % vocab_size for token in output.prompt_token_ids]
+        return ClassificationOutput(
+            output.request_id, ids, probs, label, output.metrics, output.error, output.refusal
+        )  # fmt: skip
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        activation: str | None = None,
+        **options: Unpack[BatchPoolingOptions],
+    ) -> list[ScoringOutput]:
+        """The scores of pairs of texts: of one text and each of several, or of each of several and its counterpart.
+
+        A reranker reads both at once; of a model that gives vectors it is the cosine. `instruction` is for models with
+        a template. Pairs that are too long are refused, or with `truncate_prompt_tokens` cut to so many tokens (-1: to
+        the model's length). RequestError: the model gives no scores."""
+        firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+        seconds = [text_2] if isinstance(text_2, str) else list(text_2)
+        if not seconds or len(firsts) not in (1, len(seconds)):
+            problem = f"{len(firsts)} and {len(seconds)} texts are no pairs"
+            raise RequestError(
+                "text_1", problem, "one for all, or one for each of text_2, of which there is one at least"
+            )
+        pairs = list(zip(firsts if len(firsts) > 1 else firsts * len(seconds), seconds))
+        fields = [f"text_2[{index}]" for index in range(len(pairs))]
+        wanted = ScoreOptions(instruction, truncate_prompt_tokens, None, activation)
+        return self._scores(pairs, fields, wanted, options)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        max_tokens_per_doc: int | None = None,
+        activation: str | None = None,
+        **options: Unpack[BatchPoolingOptions],
+    ) -> list[RerankOutput]:
+        """The documents, or the best `top_n` of them, by falling score for the query. The rest is as in `score`;
+        documents are cut to `max_tokens_per_doc` tokens before all else. EngineError: one of them failed."""
+        verify_top_n(top_n)
+        if isinstance(documents, str) or not documents:
+            raise RequestError("documents", "is no list of texts, or an empty one", "a list of at least one text")
+        fields = [f"documents[{index}]" for index in range(len(documents))]
+        wanted = ScoreOptions(instruction, truncate_prompt_tokens, max_tokens_per_doc, activation)
+        outputs = self._scores([(query, document) for document in documents], fields, wanted, options)
+        scores = []
+        for field, output in zip(fields, outputs, strict=True):
+            if output.score is None:
+                raise EngineError(f"{field}: {output.error}")
+            scores.append(output.score)
+        return [RerankOutput(one.index, one.score, documents[one.index]) for one in rank(scores, top_n)]
+
+    def _scores(
+        self, pairs: list[tuple[str, str]], fields: list[str], wanted: ScoreOptions, options: BatchPoolingOptions
+    ) -> list[ScoringOutput]:
+        assert self.config.max_model_len is not None, "the engine has started"
+        plan = plan_scores(
+            self.source.config, self._tokenizer, self.config.max_model_len, self.source.prompts, pairs, fields, wanted
+        )
+        outputs = self.embed(plan.prompts, plan.params, **options)
+        failed = next((output.error for output in outputs if output.error is not None), None)
+        if failed is None:
+            return [ScoringOutput(score) for score in plan.read([output.embedding for output in outputs])]
+        if len(outputs) != len(pairs):  # texts that several pairs have
+            return [ScoringOutput(None, failed)] * len(pairs)
+        return [
+            ScoringOutput(None, output.error) if output.error else ScoringOutput(plan.read([output.embedding])[0])
+            for output in outputs
+        ]
 
     def extract_hidden_states(
         self,

@@ -161,7 +161,8 @@ class RoundedCpuBackend(CpuAttentionBackend):
 
     @staticmethod
     def can_serve(needs: AttentionNeeds) -> bool:
-        plain = not (needs.causal or needs.has_bias or needs.has_soft_cap) and needs.num_heads == needs.num_kv_heads
+        plain = not (needs.causal or needs.has_bias or needs.has_soft_cap or needs.window is not None)
+        plain = plain and needs.num_heads == needs.num_kv_heads
         return needs.may_round and plain and has_bf16_matrices(needs.head_dim)
 
     def forward(

@@ -63,7 +63,7 @@ class AttentionNeeds:
             first.head_dim,
             max(layer.num_heads for layer in layers),
             first.num_kv_heads,
-            first.window,
+            next((layer.window for layer in layers if layer.window is not None), None),
             all(layer.causal for layer in layers),
             any(layer.bias is not None for layer in layers),
             any(layer.soft_cap is not None for layer in layers),

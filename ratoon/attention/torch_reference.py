@@ -118,6 +118,8 @@ def _attend(
             visible |= key_positions <= last_keys[:, None]
     if layer.window is not None:
         visible &= distances > -layer.window
+        if not layer.causal:
+            visible &= distances < layer.window
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
     # Scores and weights in float32, as in transformers.

@@ -409,7 +409,8 @@ class TritonAttentionBackend(AttentionBackend):
         if self._batch_invariant:
             longest = inputs.max_seq_len
             if layer.window is not None:  # a window may begin inside a tile
-                longest = min(longest, layer.window + inputs.max_query_len + block_n)
+                width = layer.window if layer.causal else 2 * layer.window
+                longest = min(longest, width + inputs.max_query_len + block_n)
             return -(-longest // block_n)
         if self._num_splits is not None:
             return self._num_splits

@@ -42,14 +42,16 @@ def _last_key(ends_ptr, token, position, HAS_ENDS: tl.constexpr):
 
 @triton.jit
 def _visible_keys(
-    context, first_token, last_key, seq_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
+    context, first_token, last_token, last_key, seq_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):  # fmt: skip
     """The keys that at least one row of a tile sees: begin, end. Everything between them was written by its request;
-    before them there may be blocks of another. `last_key`: that its last row sees."""
+    before them there may be blocks of another. `last_key`: that its last row sees, if attention is causal."""
     begin = 0
     end = seq_len
     if CAUSAL:
         end = tl.minimum(seq_len, last_key + 1)
+    elif HAS_WINDOW:
+        end = tl.minimum(seq_len, context + last_token + window)
     if HAS_WINDOW:
         begin = tl.maximum(0, context + first_token - window + 1)
     return begin, end
@@ -191,6 +193,8 @@ def _weigh(
             visible = visible & (keys[None, :] <= last_keys[:, None])
         if HAS_WINDOW:
             visible = visible & (keys[None, :] > positions[:, None] - window)
+            if not CAUSAL:
+                visible = visible & (keys[None, :] < positions[:, None] + window)
         scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1)
     if not IS_SCALED:
@@ -584,7 +588,7 @@ def attention_kernel(
     first_token = first_row // GROUP
     last_token = (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
     last_key = _last_key(ends_ptr, query_start + last_token, context + last_token, HAS_ENDS)
-    begin, end = _visible_keys(context, first_token, last_key, seq_len, window, CAUSAL, HAS_WINDOW)
+    begin, end = _visible_keys(context, first_token, last_token, last_key, seq_len, window, CAUSAL, HAS_WINDOW)
     num_before = 0
     if PREFIX_TILE > 0:
         begin = tl.load(begins_ptr + request)
@@ -604,6 +608,8 @@ def attention_kernel(
     clear_begin, clear_end = 0, end
     if CAUSAL:
         clear_end = tl.minimum(end, _last_key(ends_ptr, query_start + first_token, context + first_token, HAS_ENDS) + 1)
+    elif HAS_WINDOW:
+        clear_end = tl.minimum(end, context + first_token + window)
     if HAS_WINDOW:
         clear_begin = tl.maximum(0, context + last_token - window + 1)
 

@@ -65,6 +65,7 @@ def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, page
     return (
         layer.bias is None
         and layer.soft_cap is None
+        and (layer.causal or layer.window is None)
         and layer.head_dim in _HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)

@@ -122,7 +122,7 @@ def _next_tile(round_, requests, sizes: gl.constexpr):
     first_token = first_row // sizes.GROUP
     last_token = (gl.minimum(first_row + sizes.BLOCK_M, num_rows) - 1) // sizes.GROUP
     begin, end = _visible_keys(
-        context, first_token, context + last_token, seq_len, requests.window, sizes.CAUSAL, sizes.HAS_WINDOW
+        context, first_token, last_token, context + last_token, seq_len, requests.window, sizes.CAUSAL, sizes.HAS_WINDOW
     )  # fmt: skip
     lowest = begin // sizes.BLOCK_N * sizes.BLOCK_N
     highest = gl.maximum((end - 1) // sizes.BLOCK_N * sizes.BLOCK_N, lowest)

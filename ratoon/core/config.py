@@ -81,6 +81,23 @@ class RelativePositions:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierConfig:
+    """The head of a model that gives labels, or scores, to texts and pairs of texts."""
+
+    labels: tuple[str, ...]  # by their index among the head's logits
+    pooling: str  # the states that it reads: "first", "last" or "mean"
+    activation: str = "softmax"  # by which logits become probabilities of labels: softmax, sigmoid or none
+    score_activation: str = "sigmoid"  # by which they become scores of pairs, where there is one label
+    dense_activation: str = "tanh"  # behind the head's first product, for families that have two
+    dense_bias: bool = True
+    # Instead of weights of its own, two tokens ("no", "yes"): its logit is that of the second less that of the first
+    tokens: tuple[str, str] | None = None
+    token_ids: tuple[int, int] | None = None  # filled in from the tokenizer
+    # The text that is made of a pair, with {instruction}, {query} and {document}; None: the tokenizer joins pairs
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model's hyperparameters under one set of names for all families and file formats. Unprefixed fields are the
     decoder's; in an encoder-only model, the encoder's."""
@@ -123,7 +140,12 @@ class ModelConfig:
     parallel_residual: bool = False  # both halves of a layer read the stream before either is added to it
     rotary_layers: tuple[bool, ...] | None = None  # which layers rotate heads; None: all, where the family does
     interleaved_rotary: bool = False  # the pairs that are rotated are neighbours in the checkpoint's heads, not halves
-    num_token_types: int = 0  # BERT's segments; every text is segment 0
+    norm_bias: bool = True  # of layer norms
+    num_unused_positions: int = 0  # rows of the table of positions before that of the first token
+    num_token_types: int = 0  # BERT's segments; a text is segment 0, and the second of a pair segment 1
+    has_lm_head: bool = True  # False: a decoder without a head over its vocabulary, which generates nothing
+    classifier: ClassifierConfig | None = None  # set: it has a head that gives labels or scores
+    matryoshka: tuple[int, ...] | None = None  # lengths to which its vectors may be cut; empty: any; None: unknown
     gated_mlp: bool = False  # for a family that has both forms (T5)
     decoder_start_token_id: int | None = None  # the first token of every decoder prompt
     forced_bos_token_id: int | None = None  # the token after it, unless the caller gives a decoder prompt
@@ -132,6 +154,11 @@ class ModelConfig:
 
     has_rope_positions: bool = False  # requests may bring positions of their own for the rotation of heads
     media: MediaConfig | None = None  # set: it reads images
+
+    @property
+    def generates(self) -> bool:
+        """Whether it can generate text."""
+        return self.causal and self.has_lm_head
 
     @property
     def rope_axes(self) -> int:

@@ -176,6 +176,50 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """The labels of a text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    probs: list[float] | None  # of each label, as the activation makes them of logits; None if it failed
+    label: str | None = None  # the name of the most probable one
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    refusal: RequestError | None = None
+
+    @property
+    def outputs(self) -> ClassificationOutput:
+        """vLLM has the probabilities one level below: `output.outputs.probs`."""
+        return self
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs or ())
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float | None  # None if it failed
+    error: str | None = None
+
+    @property
+    def outputs(self) -> ScoringOutput:
+        """vLLM has the score one level below: `output.outputs.score`."""
+        return self
+
+
+@dataclass(slots=True)
+class RerankOutput:
+    """A document, by its place in the list that was given, and its score for the query."""
+
+    index: int
+    score: float
+    document: str
+
+
+@dataclass(slots=True)
 class EmbeddingOutput:
     """The result of a pooling request, returned once."""
 

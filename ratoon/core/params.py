@@ -31,6 +31,7 @@ MAX_BAD_WORD_TOKENS = 64  # in one entry of `bad_words_ids`: likewise
 MAX_FORCED_TOKENS = 16
 MAX_LENGTH_PENALTY = 16.0  # in absolute value: the longest text to this power stays far within float64
 POOLING_KINDS = ("last", "mean", "first")
+POOLING_ACTIVATIONS = ("softmax", "sigmoid", "none")
 HIDDEN_STATES_DTYPES = ("float32", "bfloat16", "float16")
 HIDDEN_STATES_SCOPES = ("all", "prompt", "output")
 ENCODER = "encoder"
@@ -245,6 +246,9 @@ class PoolingParams(
     pooling: str | None = None
     normalize: bool = True  # to length 1
     dimensions: int | None = None  # truncate to this many; None: all
+    # Give what the model's head that classifies makes of the pooled state: a number for each label, and no vector
+    classify: bool = False
+    activation: str | None = None  # of the head's logits: softmax, sigmoid or none; None: the model's own
 
     def verify(self) -> None:
         if self.pooling is not None and self.pooling not in POOLING_KINDS:
@@ -253,6 +257,14 @@ class PoolingParams(
             raise RequestError("normalize", f"{self.normalize!r} is neither true nor false", "true or false")
         if self.dimensions is not None:
             _require_int("dimensions", self.dimensions, 1, None)
+        if not isinstance(self.classify, bool):
+            raise RequestError("classify", f"{self.classify!r} is neither true nor false", "true or false")
+        if self.activation is not None and self.activation not in POOLING_ACTIVATIONS:
+            raise RequestError("activation", f"{self.activation!r} is unknown", " or ".join(POOLING_ACTIVATIONS))
+        if self.classify and self.dimensions is not None:
+            raise RequestError("dimensions", "a head gives a number for each label", "None with classify")
+        if not self.classify and self.activation is not None:
+            raise RequestError("activation", "only a head's logits have one", "None without classify")
 
 
 class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True, omit_defaults=True, gc=False):

@@ -90,7 +90,7 @@ class WorkerParts:
     def can_run_without_weights(self) -> bool:
         """Whether steps can be run before the engine is complete, to compile their kernels and to measure them. A stage
         of a pipeline can't run a step without the others."""
-        is_decoder = self.model_config.causal and not self.model_config.encoder
+        is_decoder = self.model_config.generates and not self.model_config.encoder
         return self.device.type == "cuda" and is_decoder and self.part.stage.count == 1
 
     # ---- steps that are run at start-up ----

@@ -115,7 +115,7 @@ class ModelRunner:
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
         # A row that is left out computes its last token again, which reads what a sliding window may have passed
         self.sampling_rows.may_be_late = not any(isinstance(g.spec, SlidingWindowSpec) for g in kv_config.groups)
-        self.pooling = PoolingBranches()
+        self.pooling = PoolingBranches(model)
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)
         self.media = MediaRunner(self.embeddings, device, dtype, encoder_may_round)

@@ -181,7 +181,7 @@ class Worker:
     def warm_up(self) -> None:
         """Note what the first requests will need. It is done in moments without work, and only as far as kernels are in
         the cache: no start waits for it."""
-        if self.runner.graphs is not None:
+        if self.runner.graphs is not None and self._model_config.generates:
             self.runner.graphs.expect_first_steps()
             if self.runner.encoder is None:
                 self._rehearsal = Rehearsal(self.runner, self._config.scheduler.token_budget)

@@ -84,15 +84,16 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = None  # attend to the last `window` tokens only, the query's own included
-    causal: bool = True  # False: every row sees its whole sequence, which runs in one step
+    # Attend to the last `window` tokens only, the query's own included; if not causal, to as many behind it too
+    window: int | None = None
+    causal: bool = True  # False: every row sees its whole sequence, or its window; the sequence runs in one step
     # [heads, 2 · reach + 1] float32: [distance + reach] is added to the score of a key `distance` positions after the
     # query (negative: before). No sequence is longer than reach + 1.
     bias: torch.Tensor | None = None
     soft_cap: float | None = None  # scores become soft_cap · tanh(score / soft_cap), before bias and mask
 
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
-        if self.window is None:
+        if self.window is None or not self.causal:  # a sequence that runs in one step has all its blocks
             return FullAttentionSpec(block_size, self.num_kv_heads, self.head_dim, dtype)
         return SlidingWindowSpec(block_size, self.num_kv_heads, self.head_dim, dtype, self.window)
 

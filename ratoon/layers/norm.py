@@ -59,14 +59,14 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """Called as RMSNorm is; also subtracts the mean, and has a bias."""
+    """Called as RMSNorm is; also subtracts the mean, and has a bias, unless the family has none."""
 
     __slots__ = ("add_norm", "bias", "eps", "norm", "weight")
 
-    def __init__(self, weights: Weights, size: int, eps: float) -> None:
+    def __init__(self, weights: Weights, size: int, eps: float, has_bias: bool = True) -> None:
         old_names = weights.has("gamma") and not weights.has("weight")  # in the original BERT's files
         self.weight = weights.take("gamma" if old_names else "weight", size)
-        self.bias = weights.take("beta" if old_names else "bias", size)
+        self.bias = weights.take("beta" if old_names else "bias", size) if has_bias else None
         self.eps = eps
         self.norm = weights.ops.layer_norm
         self.add_norm = weights.ops.add_layer_norm

@@ -85,7 +85,8 @@ def end_of_stream(final_norm: RMSNorm | LayerNorm | None, update: Tensor | None,
 class LanguageModel:
     """A stack of layers over tokens. All choices are made when it is built.
 
-    Most are decoders. With `config.causal` False it is an encoder only, which has states and no logits.
+    Most are decoders. With `config.causal` False it is an encoder only, which has states and no logits; so has a
+    decoder without a head (`config.has_lm_head`).
     """
 
     config: ModelConfig
@@ -104,6 +105,7 @@ class LanguageModel:
     layers: Sequence[StreamLayer]
     final_norm: RMSNorm | LayerNorm | None
     lm_head: LMHead
+    classifier: Callable[[Tensor], Tensor] | None = None  # on the last stage: pooled states [R, H] → logits [R, labels]
     adapter_targets: Mapping[str, AdapterTarget]  # by the names of the checkpoint's linear layers
     adapter_tables: Mapping[str, TableTarget]  # the same of its table of tokens
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,14 @@ from ratoon.layers.rotary import Rotary
 from ratoon.models.base import StreamLayer
 
 Tensor = torch.Tensor
+
+
+class BeforeProduct(Protocol):
+    """A norm, or what stands in the place of one."""
+
+    def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
+        """The norm of the stream, after `update` was added to it in place, as the input of a linear layer."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +62,7 @@ class SelfAttention:
 class PreNormLayer(StreamLayer):
     """Attention and feed-forward, each after a norm, each added to the residual stream."""
 
-    attention_norm: RMSNorm | LayerNorm
+    attention_norm: BeforeProduct
     attention: SelfAttention
     mlp_norm: RMSNorm | LayerNorm
     mlp: FeedForward

@@ -72,10 +72,41 @@ FAMILIES = (
         "text and images, whose rows see each other in both directions; the same on several ranks",
     ),
     FamilyNote(
-        ("BertModel",),
+        ("BertModel", "RobertaModel", "XLMRobertaModel", "DistilBertModel"),
         "",
-        "for [vectors](python.md#vectors) only, "
-        "all-MiniLM-L6-v2 for one; also `BertForMaskedLM` and `BertForPreTraining`, whose heads are left out",
+        "for [vectors](python.md#vectors) only, all-MiniLM-L6-v2 for one; "
+        "also `…ForMaskedLM` and `BertForPreTraining`, whose heads are left out",
+    ),
+    FamilyNote(
+        ("ModernBertModel",),
+        "",
+        "for vectors; layers with a window to both sides; also `ModernBertForMaskedLM`, without its head",
+    ),
+    FamilyNote(
+        (
+            "BertForSequenceClassification",
+            "RobertaForSequenceClassification",
+            "XLMRobertaForSequenceClassification",
+            "DistilBertForSequenceClassification",
+            "ModernBertForSequenceClassification",
+        ),
+        "",
+        "for [labels and scores](rerank.md), and for vectors: cross-encoders such as ms-marco-MiniLM-L-6-v2",
+    ),
+    FamilyNote(
+        (
+            "LlamaForSequenceClassification",
+            "MistralForSequenceClassification",
+            "Qwen2ForSequenceClassification",
+            "Qwen3ForSequenceClassification",
+        ),
+        "",
+        "for [labels and scores](rerank.md) by the state of the last token; rerankers and reward models",
+    ),
+    FamilyNote(
+        ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+        "",
+        "for vectors only, Qwen3-Embedding for one; the same of `…ForCausalLM` beside files of sentence-transformers",
     ),
 )
 

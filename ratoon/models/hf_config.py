@@ -1,7 +1,8 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
-The first decoder-only families are read here, others in hf_decoder_config.py, those with an encoder in
-hf_encoder_config.py, and what some add to read images in hf_media_config.py. Where a field may be absent, the default
+The first decoder-only families are read here, others in hf_decoder_config.py, those with an encoder and a decoder in
+hf_encoder_config.py, encoders alone and heads that classify in hf_bert_config.py, and what some add to read images in
+hf_media_config.py. Where a field may be absent, the default
 is the one that transformers has for the same family. A field that is wrong is named in the error.
 """
 
@@ -11,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ratoon.core.config import ModelConfig, PositionKind
+from ratoon.core.config import ClassifierConfig, ModelConfig, PositionKind
 from ratoon.core.errors import ModelError
-from ratoon.models import hf_decoder_config, hf_encoder_config, hf_media_config
+from ratoon.models import hf_bert_config, hf_decoder_config, hf_encoder_config, hf_media_config
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
 from ratoon.models.family import ModelFamily, find_family, known_architectures
@@ -37,8 +38,14 @@ MOST = {
 }
 ROTARY = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
-    *hf_decoder_config.PARSERS, *hf_media_config.TEXT_MODELS,
+    *hf_decoder_config.PARSERS, *hf_media_config.TEXT_MODELS, "ModernBertModel", "ModernBertForSequenceClassification",
 )  # fmt: skip
+# Decoders that have another head, or none: the family with one whose layers they have.
+WITHOUT_LM_HEAD = {
+    f"{base}{suffix}": f"{base}ForCausalLM"
+    for base in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for suffix in ("Model", hf_bert_config.CLASSIFIES)
+}
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -48,6 +55,7 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     **hf_decoder_config.MODEL_TYPES,
     **hf_encoder_config.MODEL_TYPES,
+    **hf_bert_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
 }
 
@@ -58,7 +66,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     fields = ConfigFields(raw, source)
     family = None if architecture in _PARSERS else find_family(architecture)
     with reading(source, "a config.json as transformers writes it"):
-        config = _parse(fields, architecture, family)
+        config = _with_answer_tokens(_parse(fields, architecture, family), fields)
+        config = replace(config, matryoshka=hf_bert_config.read_matryoshka(fields))
     _check_sizes(config, source)
     return config if family is None else replace(config, architecture=architecture)
 
@@ -99,7 +108,7 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
     names = raw.get("architectures") or []
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and names else MODEL_TYPES.get(str(model_type), model_type)
-    name = hf_encoder_config.ALIASES.get(str(name), name)
+    name = {**hf_encoder_config.ALIASES, **hf_bert_config.ALIASES}.get(str(name), name)
     if isinstance(name, str) and (name in _PARSERS or find_family(name) is not None):
         return name
     known = known_architectures(list(_PARSERS))
@@ -146,6 +155,27 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
+
+
+def _parse_without_lm_head(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """A decoder that classifies, by the state of the last token, or whose states are all that it gives."""
+    known = WITHOUT_LM_HEAD[architecture]
+    config = replace(_PARSERS[known](fields, known), architecture=architecture, has_lm_head=False)
+    if not architecture.endswith(hf_bert_config.CLASSIFIES):
+        return config
+    return replace(config, classifier=hf_bert_config.read_classifier(fields, "last"))
+
+
+def _with_answer_tokens(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
+    """The config of a decoder that scores pairs by the logits of two tokens, if `fields` name them."""
+    tokens = hf_bert_config.read_answer_tokens(fields)
+    if tokens is None:
+        return config
+    if not config.generates or config.encoder is not None:
+        raise fields.wrong("classifier_from_token", "names tokens", "a decoder with a head over its vocabulary")
+    template = hf_bert_config.read_template(fields)
+    classifier = ClassifierConfig((tokens[1],), "last", "sigmoid", "sigmoid", tokens=tokens, template=template)
+    return replace(config, classifier=classifier)
 
 
 def _parse_with_media(fields: ConfigFields, architecture: str) -> ModelConfig:
@@ -256,6 +286,8 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "Gemma3ForCausalLM": _parse_gemma3,
     **hf_decoder_config.PARSERS,
     **hf_encoder_config.PARSERS,
+    **hf_bert_config.PARSERS,
+    **dict.fromkeys(WITHOUT_LM_HEAD, _parse_without_lm_head),
     **dict.fromkeys(hf_media_config.TEXT_MODELS, _parse_with_media),
 }
 

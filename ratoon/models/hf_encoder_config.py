@@ -1,4 +1,5 @@
-"""Turns Hugging Face configs of models with an encoder into a ModelConfig: BART and its relatives, T5, Whisper, BERT.
+"""Turns Hugging Face configs of models with an encoder and a decoder into a ModelConfig: BART and its relatives, T5,
+Whisper.
 
 Pure, like hf_config.py, which calls this. Their decoding fields (first token, suppressed tokens) are in config.json or
 in generation_config.json; if the latter exists, only it applies.
@@ -12,7 +13,6 @@ from typing import Any
 
 from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from ratoon.models.config_fields import ConfigFields
-from ratoon.models.damage import show
 from ratoon.models.generation_config import bad_words
 
 MODEL_TYPES = {
@@ -21,14 +21,11 @@ MODEL_TYPES = {
     "marian": "MarianMTModel",
     "t5": "T5ForConditionalGeneration",
     "whisper": "WhisperForConditionalGeneration",
-    "bert": "BertModel",
 }
 # Other class names for the same tensors.
 ALIASES = {
     "BartModel": "BartForConditionalGeneration",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
-    "BertForMaskedLM": "BertModel",
-    "BertForPreTraining": "BertModel",
 }
 ACTIVATION_NAMES = {"swish": "silu"}  # older name → ours
 LAYER_NORM_EPS = 1e-5  # where a family has no field for it
@@ -134,42 +131,12 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
     return _with_decoding_fields(config, fields)
 
 
-def _parse_bert(fields: ConfigFields, architecture: str) -> ModelConfig:
-    if fields.flag("is_decoder", False):
-        raise fields.wrong("is_decoder", "is True", "False: BERT is an encoder here")
-    kind = fields.text("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise fields.wrong("position_embedding_type", f"is {show(kind)}", "absolute")
-    hidden_size, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.layers("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=fields.divisible("hidden_size", hidden_size, "num_attention_heads", heads),
-        max_position=fields.count("max_position_embeddings", 512),
-        position_kind=PositionKind.TABLE,
-        norm_eps=fields.number("layer_norm_eps", 1e-12),
-        activation=_activation(fields, "hidden_act"),
-        attention_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        checkpoint_dtype=fields.dtype(),
-        causal=False,
-        num_token_types=fields.count("type_vocab_size", 2),
-    )
-
-
 PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "BartForConditionalGeneration": _parse_bart_like,
     "MBartForConditionalGeneration": _parse_bart_like,
     "MarianMTModel": _parse_bart_like,
     "T5ForConditionalGeneration": _parse_t5,
     "WhisperForConditionalGeneration": _parse_whisper,
-    "BertModel": _parse_bert,
 }
 
 

@@ -21,7 +21,8 @@ from ratoon.core.sizes import format_size
 HUB_FILES = (
     "*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "1_Pooling/config.json",
+    "additional_chat_templates/*.jinja", "1_Pooling/config.json", "modules.json",
+    "config_sentence_transformers.json",
 )  # fmt: skip
 HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # duplicates of the weights
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -14,6 +14,7 @@ from ratoon.layers.rotary import Rotary
 from ratoon.layers.weights import Weights
 from ratoon.models.base import LanguageModel, StreamLayer
 from ratoon.models.decoder import PreNormLayer, SelfAttention
+from ratoon.models.heads import ClassifierHead, Dense
 
 
 class LlamaForCausalLM(LanguageModel):
@@ -22,22 +23,35 @@ class LlamaForCausalLM(LanguageModel):
         model = self.find_body(weights)
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
+        is_tied = config.has_lm_head and config.tie_word_embeddings
         self.embed = VocabParallelEmbedding(
-            model.on_stages(first=True, last=config.tie_word_embeddings) / "embed_tokens",
+            model.on_stages(first=True, last=is_tied) / "embed_tokens",
             config.vocab_size,
             config.hidden_size,
         )
         layers = model / "layers"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = self.build_norm(model.on_stages(last=True) / "norm")
-        self.lm_head = LMHead(
-            weights.on_stages(last=True) / "lm_head", self.embed, config.tie_word_embeddings,
-            multiplier=config.logits_multiplier,
-        )  # fmt: skip
+        self.build_head(weights.on_stages(last=True), is_tied)
+
+    def build_head(self, weights: Weights, is_tied: bool) -> None:
+        """The head over the vocabulary, or that over labels, or none."""
+        config = self.config
+        if config.has_lm_head:
+            head = weights / "lm_head"
+            self.lm_head = LMHead(head, self.embed, is_tied, multiplier=config.logits_multiplier)
+            return
+        (weights / "lm_head").ignore("weight")  # what files may have beside
+        if config.classifier is None:
+            (weights / "score").ignore("weight")
+        else:
+            whole, num_labels = weights.replicated() / "score", len(config.classifier.labels)
+            self.classifier = ClassifierHead(Dense(whole, config.hidden_size, num_labels, bias=False), weights.dtype)
 
     def find_body(self, weights: Weights) -> Weights:
-        """Everything but the head."""
-        return weights / "model"
+        """Everything but the head. Files of models without one may have no prefix."""
+        has_prefix = self.config.has_lm_head or weights.has("model.embed_tokens.weight")
+        return weights / "model" if has_prefix else weights
 
     def build_norm(self, weights: Weights) -> RMSNorm | LayerNorm:
         return RMSNorm(weights, self.config.hidden_size, self.config.norm_eps)

@@ -7,14 +7,14 @@ is not built here, and torch is not imported until a tensor is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.config import ModelConfig, PositionKind
-from ratoon.core.errors import ConfigError, ModelError
+from ratoon.core.errors import ConfigError, ModelError, RequestError
 from ratoon.models.damage import reading, shorten, show
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.generation_config import generation_fields, read_generation_defaults
@@ -25,6 +25,7 @@ from ratoon.models.hf_encoder_config import with_generation_config
 from ratoon.models.hf_media_config import with_processor
 from ratoon.models.hub import HUB_ID, download
 from ratoon.models.safetensors_source import SafetensorsSource
+from ratoon.models.sentence_files import known_additions, read_pooling, read_sentence_transformers, with_answer_ids
 from ratoon.models.tokenizer import (
     DEFAULT_TEMPLATE,
     Tokenizer,
@@ -43,13 +44,6 @@ Overrides: TypeAlias = Mapping[str, Any]  # fields that override those of a conf
 MAX_NAME = 4096  # characters: the longest path that Linux takes
 MAX_SHOWN_NAME = 300
 
-# Flags of sentence-transformers, exactly one of which is set.
-POOLING_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_cls_token": "first",
-}
-
 
 @dataclass
 class ModelSource:
@@ -66,11 +60,31 @@ class ModelSource:
     open_tensors: Callable[[], TensorSource] = field(repr=False)
     open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
     ignored_generation_keys: tuple[str, ...] = ()  # set by its files, without effect here
+    # Texts that stand before those that are embedded, by name, as sentence-transformers has them
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None  # the name of the one that stands there unless another is asked for
 
     @cached_property
     def tensors(self) -> TensorSource:
         with reading(str(self.path)):
             return self.open_tensors()
+
+    def with_prompt(self, texts: Any, name: str | None) -> Any:
+        """A text, or a list of texts, behind the text of this name. None: behind the model's default, if it has one;
+        what is no text stays as it is then. RequestError: there is none of this name."""
+        if name is None and self.default_prompt is None:
+            return texts
+        if name is not None and name not in self.prompts:
+            known = f"one of {', '.join(self.prompts)}" if self.prompts else "None: the model's files have none"
+            raise RequestError("prompt_name", f"{name!r} is unknown", known)
+        prefix = self.prompts[name if name is not None else str(self.default_prompt)]
+        if isinstance(texts, str):
+            return prefix + texts
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            return [prefix + text for text in texts]
+        if name is None:
+            return texts
+        raise RequestError("prompt_name", "stands before texts, and these are none", "texts, or None")
 
     def load_tokenizer(self) -> Tokenizer:
         with reading(str(self.path)):
@@ -109,7 +123,8 @@ def _open_model(name: str, overrides: Overrides) -> ModelSource:
     if name and path.is_dir():  # an empty path would be the current folder
         return _open_folder(path, overrides)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
-        return replace(_open_folder(download(name, what_would_be_right()), overrides), name=name)
+        folder = download(name, what_would_be_right())
+        return replace(_open_folder(folder, overrides, name.rpartition("/")[2]), name=name)
     raise ModelError(shorten(name, MAX_SHOWN_NAME), "is no file, folder or known model", what_would_be_right())
 
 
@@ -144,10 +159,12 @@ def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
     )
 
 
-def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
+def _open_folder(folder: Path, overrides: Overrides, name: str | None = None) -> ModelSource:
+    """`name`: by which its family is known, if that is not the folder's."""
     if not (folder / "config.json").is_file():
         return _open_folder_without_config(folder, overrides)
-    raw_config = with_overrides(read_json(folder / "config.json"), overrides)
+    raw_config = read_json(folder / "config.json")
+    raw_config = with_overrides({**known_additions(raw_config, name or folder.resolve().name), **raw_config}, overrides)
     tensors: list[SafetensorsSource] = []  # opened at most once, and early only if the config has no dtype
 
     def open_files() -> SafetensorsSource:
@@ -164,7 +181,12 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         raw_config["dtype"] = open_files().most_common_dtype()
     generation_path = folder / "generation_config.json"
     raw_generation = read_json(generation_path)
+    embedding = read_sentence_transformers(folder)
     config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder)))
+    if embedding is not None:
+        config = embedding.applied_to(config)
+    if config.classifier is not None and config.classifier.tokens is not None:
+        config = with_answer_ids(config, load_tokenizer_from_folder(folder), str(folder))
     generation = generation_fields(raw_generation, raw_config, config)
     generation_source = str(generation_path if raw_generation else folder / "config.json")
     config = with_generation_config(config, generation, generation_source, alone=bool(raw_generation))
@@ -179,10 +201,12 @@ def _open_folder(folder: Path, overrides: Overrides) -> ModelSource:
         raw_config=raw_config,
         generation_defaults=generation_defaults,
         chat_template=read_chat_templates(folder).get(DEFAULT_TEMPLATE),
-        pooling=_read_pooling(folder),
+        pooling=read_pooling(folder),
         open_tensors=open_tensors,
         open_tokenizer=lambda: load_tokenizer_from_folder(folder),
         ignored_generation_keys=ignored,
+        prompts={} if embedding is None else embedding.prompts,
+        default_prompt=None if embedding is None else embedding.default_prompt,
     )
 
 
@@ -208,18 +232,6 @@ def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSour
         names = ", ".join(file.name for file in files)
         raise ModelError(str(folder), f"holds {len(files)} GGUF files", f"name one of them: {names}")
     raise ModelError(str(folder), "has no config.json", "a Hugging Face folder: config.json and safetensors files")
-
-
-def _read_pooling(folder: Path) -> str | None:
-    """The pooling of a sentence-transformers folder, as in PoolingParams; None if unsupported."""
-    raw = read_json(folder / "1_Pooling" / "config.json")
-    ours = next((ours for theirs, ours in POOLING_MODES.items() if raw.get(theirs) is True), None)
-    others = [mode for mode, is_set in raw.items() if mode.startswith("pooling_mode") and is_set is True]
-    if ours is None and others:
-        logger.warning("%s asks for %s, which is not there: its vectors will differ", folder, ", ".join(others))
-    if (folder / "2_Dense").exists():
-        logger.warning("%s has a layer after the pooling, which is not applied: its vectors will differ", folder)
-    return ours
 
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # the newer and the older name

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from ratoon.models.token_bound import MinTokens, find_bound
 from ratoon.observe.logging import get_logger
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -97,10 +99,29 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text. With `add_special_tokens`, those that the model expects around a text (often
         bos) are added."""
-        try:
+        with self._errors_about(text):
             if isinstance(text, str) and len(text) > LONG_TEXT:  # as a batch of one, which releases the GIL
                 return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encoding(self, text: str) -> Encoding:
+        """The tokens of a text alone, without special ones around it, with their places in it."""
+        with self._errors_about(text):
+            return self.backend.encode_batch([text], add_special_tokens=False)[0]
+
+    def encode_beginning(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, of as much of a text as makes at most so many tokens with the special ones around it."""
+        num_special = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        found, room = self.encoding(text), most - num_special
+        if len(found) > room:
+            found.truncate(max(0, room))
+        return self.backend.post_process(found, None, add_special_tokens).ids
+
+    @contextmanager
+    def _errors_about(self, text: str) -> Iterator[None]:
+        """Turns what the library raises for a text into a RequestError."""
+        try:
+            yield
         except (TypeError, UnicodeError) as error:  # JSON can contain a lone surrogate: "\\ud800"
             problem = f"{type(text).__name__} is no text" if not isinstance(text, str) else "is no valid Unicode"
             raise RequestError("prompt", problem, "expected a text of whole characters") from error
@@ -303,16 +324,28 @@ def _read_template(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when there is no such file."""
-    with reading(str(path)):
-        if not path.is_file():
-            return {}
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(str(path), f"can't be read as JSON: {shorten(str(error))}", FETCH_AGAIN) from error
+    found = _read_any_json(path, {})
     if not isinstance(found, dict):
         raise ModelError(str(path), f"holds a {type(found).__name__}", "expected a JSON object")
     return found
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a JSON file; empty when there is no such file."""
+    found = _read_any_json(path, [])
+    if not isinstance(found, list):
+        raise ModelError(str(path), f"holds a {type(found).__name__}", "expected a JSON list")
+    return found
+
+
+def _read_any_json(path: Path, default: Any) -> Any:
+    with reading(str(path)):
+        if not path.is_file():
+            return default
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(str(path), f"can't be read as JSON: {shorten(str(error))}", FETCH_AGAIN) from error
 
 
 def _read_special_tokens(folder: Path) -> dict[str, str]:

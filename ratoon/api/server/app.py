@@ -57,6 +57,7 @@ from ratoon.api.server.routes import (
     pages,
     requests,
     responses,
+    scoring,
     service,
     tokens,
 )
@@ -77,6 +78,7 @@ ROUTERS = (
     ollama.router,
     requests.router,
     embeddings.router,
+    scoring.router,
     audio.router,
     hidden_states.router,
     service.models_router,

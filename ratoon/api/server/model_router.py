@@ -31,7 +31,7 @@ EVENT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/respons
 MODEL_PATHS = EVENT_PATHS | {
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/hidden_states", "/v1/audio/transcriptions",
     "/v1/audio/translations", "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/embed",
-    "/api/embeddings",
+    "/api/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify",
 }  # fmt: skip
 ID_PATHS = ("/v1/requests/", "/v1/responses/")
 GRACE = 0.5  # seconds: an error of a request that waits no longer for its model has an HTTP status of its own

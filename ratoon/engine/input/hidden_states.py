@@ -57,7 +57,7 @@ class HiddenStatesSelector:
         params.verify()
         parse_positions(params.positions)
         self._layers(params)
-        if params.lens is not None and not self._model_config.causal:
+        if params.lens is not None and not self._model_config.generates:
             raise RequestError("lens", "the model is an encoder, which has no head over tokens", "leave it out")
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:

@@ -100,9 +100,14 @@ class InputProcessor:
 
     def verify_generates(self) -> None:
         """RequestError: the model generates nothing."""
-        if not self._model_config.causal:
+        config = self._model_config
+        if not config.generates:
+            lacks = "decoder" if not config.causal else "head over its vocabulary"
+            serves, calls = "embeddings", "embed"
+            if config.classifier is not None:
+                serves, calls = "embeddings, labels and scores", "embed, classify or score"
             raise RequestError(
-                "model", "has no decoder: it serves embeddings, and generates nothing", "embed, or another model"
+                "model", f"has no {lacks}: it serves {serves}, and generates nothing", f"{calls}, or another model"
             )
 
     def verify_pooling_params(self, params: PoolingParams) -> None:
@@ -111,7 +116,7 @@ class InputProcessor:
                 "model", "has an encoder and a decoder: it serves no embeddings", 'hidden states, with side="encoder"'
             )
         self._params.verify_pooling(params)
-        verify_pooling(params.pooling or self._pooling, self._model_config)
+        verify_pooling(params, self._pooling, self._model_config)
 
     def process(
         self,
@@ -232,7 +237,7 @@ class InputProcessor:
             prompt_token_ids=model_input.token_ids,
             mm_features=list(model_input.mm_features),
             rope=model_input.rope,
-            params=with_pooling(pooling_params, self._pooling),
+            params=with_pooling(pooling_params, self._pooling, self._model_config),
             **envelope,
         )
 

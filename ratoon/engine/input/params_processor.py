@@ -175,6 +175,8 @@ class ParamsProcessor:
         if not isinstance(params, PoolingParams):
             raise RequestError("pooling_params", f"{type(params).__name__} is not PoolingParams", "a PoolingParams")
         params.verify()
+        if params.classify and params.pooling is not None:
+            raise RequestError("pooling", "the model's head has its own", "None with classify")
         if params.dimensions is not None and params.dimensions > self._hidden_size:
             raise RequestError(
                 "dimensions",

@@ -94,6 +94,8 @@ class PromptProcessor:
             self._verify_length(part.field, token_ids, num_places)
             expanded = self._media.expand(part, token_ids, items)
             self._verify_length(part.field, expanded.token_ids, num_places)
+            if part.type_ids is not None:
+                return ModelInput(self._with_types(token_ids, part.type_ids))
             verify_rope(part.media_field, expanded.rope, self._max_model_len - num_places)
         return ModelInput(expanded.token_ids, mm_features=expanded.features, rope=expanded.rope)
 
@@ -164,6 +166,16 @@ class PromptProcessor:
 
     def _is_special(self, token_ids: list[int]) -> bool:
         return self._tokenizer is not None and not self._tokenizer.special_token_ids.isdisjoint(token_ids)
+
+    def _with_types(self, token_ids: list[int], type_ids: Sequence[int]) -> list[int]:
+        """The ids of typed tokens: those of the second type come behind the vocabulary, and so on."""
+        num_types = max(1, self._model_config.num_token_types)
+        for index, kind in enumerate(type_ids):
+            if isinstance(kind, bool) or not isinstance(kind, int) or not 0 <= kind < num_types:
+                problem = f"{kind!r} is no type of the model's tokens"
+                raise RequestError(f"token_type_ids[{index}]", problem, f"0 to {num_types - 1}")
+        vocab_size = self._model_config.vocab_size
+        return [token + kind * vocab_size for token, kind in zip(token_ids, type_ids, strict=True)]
 
     # ---- tokens ----
 

@@ -30,6 +30,7 @@ class TextPrompt(WithMedia):
 class TokensPrompt(WithMedia):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]  # the text of the ids, shown in outputs only
+    token_type_ids: NotRequired[Sequence[int] | None]  # of each token, for an encoder that reads pairs of texts (BERT)
 
 
 class EmbedsPrompt(TypedDict):
@@ -75,7 +76,7 @@ MEDIA_AUDIO_FORM = '{"audio": (floats, 16000)}'
 SUFFIX = "continuation_suffix"  # the name of such a part
 PAIR_FORM = '{"encoder_prompt": …, "decoder_prompt": …}'
 _MEDIA_KEYS = {"multi_modal_data", "mm_processor_kwargs"}
-_TEXT_KEYS = {"prompt", "prompt_token_ids", *_MEDIA_KEYS}
+_TEXT_KEYS = {"prompt", "prompt_token_ids", "token_type_ids", *_MEDIA_KEYS}
 _AUDIO_KEYS = {"audio", "sampling_rate", "features"}
 _PAIR_KEYS = {"encoder_prompt", "decoder_prompt"}
 
@@ -87,6 +88,7 @@ class PromptPart:
     name: str  # as the caller knows it: prompt, encoder_prompt, decoder_prompt or continuation_suffix
     text: str | None = None
     token_ids: Sequence[int] | None = None
+    type_ids: Sequence[int] | None = None  # of the token ids; None: all are of the first type
     audio: Mapping[str, Any] | None = None  # set: there are neither; the keys are AudioPrompt's or FeaturesPrompt's
     embeds: Any = None  # set: there are neither
     media: Mapping[str, Any] | None = None  # `multi_modal_data`, without audio
@@ -177,7 +179,10 @@ def _parse_part(name: str, prompt: Any) -> PromptPart:
         raise RequestError(f"{name}_token_ids", f"{type(token_ids).__name__} is not a list", "a list of token ids")
     if text is None and token_ids is None:
         raise RequestError(name, "is missing", TEXT_FORMS)
-    part = PromptPart(name, text, token_ids)
+    type_ids = prompt.get("token_type_ids")
+    if type_ids is not None and (token_ids is None or not is_list(type_ids) or len(type_ids) != len(token_ids)):
+        raise RequestError(f"{name}.token_type_ids", "is no list with a type for each token id", "a list as long")
+    part = PromptPart(name, text, token_ids, type_ids)
     media, options = prompt.get("multi_modal_data"), prompt.get("mm_processor_kwargs")
     if media is not None and not isinstance(media, Mapping):
         raise RequestError(part.media_field, f"{type(media).__name__} is not a mapping", MEDIA_FORM)

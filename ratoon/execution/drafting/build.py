@@ -52,7 +52,7 @@ def open_draft(
     if part.stage.count > 1:
         problem = f"{shown} needs the tokens and states of the last stage, and a pipeline has {part.stage.count}"
         raise ConfigError(SETTING, problem, "ngram or roots, or pipeline_parallel_size 1")
-    if target.encoder is not None or not target.causal:
+    if target.encoder is not None or not target.generates:
         raise ConfigError(SETTING, f"{shown} is for decoders alone, and the model has an encoder", "ngram, or off")
     windows = [target.window_of_layer(layer) for layer in range(target.num_layers)]
     # Blocks of a text before the widest window are given back, and with them what a draft has there
@@ -76,7 +76,7 @@ class ModelParts:
     def __init__(self, name: str, target: ModelConfig, max_model_len: int, part: ModelPart, window: int | None) -> None:
         source = resolve_model(name)
         config = source.config
-        if config.encoder is not None or not config.causal:
+        if config.encoder is not None or not config.generates:
             raise ConfigError(SETTING, f"draft:{name} is no decoder", "a smaller model of the same family")
         if config.vocab_size != target.vocab_size:
             problem = f"draft:{name} has a vocabulary of {config.vocab_size:,} tokens"

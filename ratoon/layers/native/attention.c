@@ -221,9 +221,11 @@ INLINE int64_t position_of(const attention_call *c, int64_t request, int64_t tok
     return c->seq_lens[request] - (c->query_start[request + 1] - token);
 }
 
-INLINE int64_t last_key_of(const attention_call *c, int64_t request, int64_t token) {
-    const int64_t own = position_of(c, request, token);
-    return c->ends && c->ends[token] > own ? c->ends[token] : own;
+// How many keys of its sequence a token sees, counted from the first.
+INLINE int64_t keys_of_token(const attention_call *c, int64_t request, int64_t token) {
+    const int64_t own = position_of(c, request, token), all = c->seq_lens[request];
+    if (c->causal) return (c->ends && c->ends[token] > own ? c->ends[token] : own) + 1;
+    return c->window > 0 && own + c->window < all ? own + c->window : all;
 }
 
 // Requests [begin, end) of a part, keys [first_key, keys_end): together while their tables are alike, then in smaller groups.
@@ -233,7 +235,7 @@ static void attend_requests(const attention_call *c, scratch *s, const part *par
     const int64_t request = part->first_request + begin;
     const int64_t first_position = position_of(c, request, part->first_token + begin);
     const int64_t last_token = part->first_token + begin + tokens - 1;
-    const int64_t keys = c->causal ? last_key_of(c, request, last_token) + 1 : c->seq_lens[request];
+    const int64_t keys = keys_of_token(c, request, last_token);
     const row_run run = {c->block_table + request * c->table_width, kv_head, begin * group, (end - begin) * tokens * group,
                          first_position, keys, first_key, c->ends ? c->ends + part->first_token : NULL};
     const int32_t *shared = c->shared + part->first_request;
@@ -360,7 +362,7 @@ static part make_part(const attention_call *c, int32_t first_request, int32_t re
     made.first_key = (int32_t)(lowest > 0 ? lowest / STRETCH * STRETCH : 0);
     for (int32_t i = 0; i < requests; i++) {
         const int64_t request = first_request + i, last = requests > 1 ? first_token + i : first_token + tokens - 1;
-        const int64_t keys = c->causal ? last_key_of(c, request, last) + 1 : c->seq_lens[request];
+        const int64_t keys = keys_of_token(c, request, last);
         if (keys > made.keys_end) made.keys_end = (int32_t)keys;
     }
     return made;

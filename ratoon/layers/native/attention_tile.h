@@ -260,10 +260,14 @@ INLINE void sum_tile(int rows, int kind, const attention_call *c, scratch *s, co
 
 INLINE int32_t within_stretch(int64_t key) { return key < 0 ? 0 : key > STRETCH ? STRETCH : (int32_t)key; }
 
-// The last key that a row of the scratch sees where attention is causal: its own, or one behind it. Later rows of a run never
-// see less.
-INLINE int64_t last_key(const scratch *s, const row_run *run, int64_t row) {
+// Whether rows do not see all keys behind them: attention is causal, or has a window to both sides.
+INLINE int is_bounded(const attention_call *c) { return c->causal || c->window > 0; }
+
+// The last key that a row of the scratch sees where that is bounded: its own, or one behind it. Later rows of a run never see
+// less. It may be behind the sequence's last.
+INLINE int64_t last_key(const attention_call *c, const scratch *s, const row_run *run, int64_t row) {
     const int64_t token = s->token_of_row[row], own = run->first_position + token - s->token_of_row[run->first_row];
+    if (!c->causal) return own + c->window - 1;
     return run->ends && run->ends[token] > own ? run->ends[token] : own;
 }
 
@@ -276,7 +280,7 @@ static void cap_row(float cap, float *p) {
 // Scores of one row that are not all visible, or have a bias: those of other keys become NOTHING.
 static void mask_row(const attention_call *c, const scratch *s, const row_run *run, const stretch *t, int64_t row,
                      int64_t position, float *p) {
-    const int64_t seen = c->causal ? last_key(s, run, row) + 1 - t->first_key : t->keys, end = seen < t->keys ? seen : t->keys;
+    const int64_t seen = is_bounded(c) ? last_key(c, s, run, row) + 1 - t->first_key : t->keys, end = seen < t->keys ? seen : t->keys;
     const int64_t begin = c->window > 0 ? position - c->window + 1 - t->first_key : 0;
     if (c->bias) {
         const int64_t head = run->kv_head * (c->heads / c->kv_heads) + s->head_of_row[row];
@@ -334,7 +338,7 @@ static void weigh_tile(const attention_call *c, scratch *s, const row_run *run, 
                        tile *tile) {
     const int32_t *token = s->token_of_row + row, first = s->token_of_row[run->first_row];
     const int64_t last_position = run->first_position + token[rows - 1] - first;
-    const int masked = c->bias || t->keys < STRETCH || (c->causal && last_key(s, run, row) + 1 < t->first_key + STRETCH) ||
+    const int masked = c->bias || t->keys < STRETCH || (is_bounded(c) && last_key(c, s, run, row) + 1 < t->first_key + STRETCH) ||
                        (c->window > 0 && last_position - c->window + 1 > t->first_key);
     float highest[W];
     vec totals[TALLEST];
@@ -353,7 +357,7 @@ static void weigh_tile(const attention_call *c, scratch *s, const row_run *run, 
 
 // How many keys of a stretch the rows of a tile see, its last row most of them.
 INLINE int64_t keys_seen(int rows, const attention_call *c, const scratch *s, const row_run *run, const stretch *t, int64_t row) {
-    const int64_t seen = c->causal ? last_key(s, run, row + rows - 1) + 1 - t->first_key : t->keys;
+    const int64_t seen = is_bounded(c) ? last_key(c, s, run, row + rows - 1) + 1 - t->first_key : t->keys;
     return seen < t->keys ? seen : t->keys;
 }
 

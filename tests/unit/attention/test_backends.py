@@ -146,6 +146,8 @@ class Batch:
             for position in range(computed, len(sequence)):
                 first = 0 if layer.window is None else max(0, position - layer.window + 1)
                 end = self.end_of(position, len(sequence)) + 1 if layer.causal else len(sequence)
+                if layer.window is not None and not layer.causal:
+                    end = min(end, position + layer.window)
                 heads = []
                 for head in range(layer.num_heads):
                     kv_head = head * layer.num_kv_heads // layer.num_heads
@@ -174,6 +176,8 @@ BIASED = [AttentionLayer(0, 4, 2, 32, 0.2, bias=BIAS), AttentionLayer(0, 4, 4, 6
 NOT_CAUSAL = [
     AttentionLayer(0, 6, 6, 64, 0.125, causal=False),
     AttentionLayer(0, 4, 2, 16, 0.25, causal=False, bias=BIAS),
+    AttentionLayer(0, 4, 2, 16, 0.25, causal=False, window=9),
+    AttentionLayer(0, 6, 6, 64, 0.125, causal=False, window=65),
 ]
 # Caps that most scores come near to, and one that few do
 CAPPED = [
@@ -346,7 +350,7 @@ def test_on_the_cpu_a_biased_row_is_the_same_to_the_bit_in_any_chunk():
 
 
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
-@pytest.mark.parametrize("layer", NOT_CAUSAL, ids=["plain", "biased"])
+@pytest.mark.parametrize("layer", NOT_CAUSAL, ids=["plain", "bias", "narrow window", "window"])
 def test_without_causality_a_row_sees_all_of_its_own_sequence_and_nothing_else(backend, layer):
     lengths = [1, 70, 16, 131, 64, 3]
     batch = Batch([0] * len(lengths), lengths, layer, 16)

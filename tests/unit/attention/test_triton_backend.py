@@ -119,6 +119,12 @@ def test_without_causality_a_row_sees_all_of_its_sequence(bias: Tensor | None) -
     assert_as_defined(Batch([0, 0, 0], [1, 40, 16], layer, 16, device=DEVICE), TritonAttentionBackend())
 
 
+@pytest.mark.parametrize("window", [7, 33])
+def test_without_causality_a_window_is_to_both_sides(window: int) -> None:
+    layer = replace(GROUPED, causal=False, window=window)
+    assert_as_defined(Batch([0, 0, 0], [1, 90, 16], layer, 16, device=DEVICE), TritonAttentionBackend())
+
+
 def test_cross_attention_sees_the_rows_own_encoder_input() -> None:
     batch = CrossBatch([3, 70, 64], [0, 1, 1, 2], [4, 1, 30, 1], CrossAttentionLayer(0, 2, 16, 0.25), device=DEVICE)
     got = batch.run(TritonAttentionBackend())

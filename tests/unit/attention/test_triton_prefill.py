@@ -58,7 +58,8 @@ def test_a_copy_in_more_bits_has_the_same_numbers(monkeypatch: pytest.MonkeyPatc
 def test_what_the_kernel_serves() -> None:
     pages = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16)
     assert serves(LAYER, torch.bfloat16, pages, 16)
-    assert serves(replace(LAYER, window=5, causal=False), torch.bfloat16, pages, 16)
+    assert serves(replace(LAYER, window=5), torch.bfloat16, pages, 16)
+    assert serves(replace(LAYER, causal=False), torch.bfloat16, pages, 16)
     assert serves(replace(LAYER, head_dim=80), torch.bfloat16, torch.zeros(3, 2, 2, 16, 80).bfloat16(), 16)
     assert serves(LAYER, torch.bfloat16, pages.to(FP8), 16)
     assert not serves(LAYER, torch.float16, pages, 16)  # pages of another type
@@ -66,6 +67,7 @@ def test_what_the_kernel_serves() -> None:
     assert not serves(replace(LAYER, head_dim=256), torch.bfloat16, torch.zeros(3, 2, 2, 16, 256).bfloat16(), 16)
     assert not serves(replace(LAYER, head_dim=36), torch.bfloat16, torch.zeros(3, 2, 2, 16, 36).bfloat16(), 16)
     assert not serves(replace(LAYER, bias=torch.zeros(8, 3)), torch.bfloat16, pages, 16)
+    assert not serves(replace(LAYER, window=5, causal=False), torch.bfloat16, pages, 16)
     assert not serves(LAYER, torch.bfloat16, pages, 100)
     assert not serves(LAYER, torch.bfloat16, pages, 4)
 

@@ -23,13 +23,14 @@ from ratoon.api.server.responses import encoded, large_response
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
+from ratoon.engine.output.vectors import verify_dimensions
 
 
 class EmbeddingRequest(RequestModel):
     model: ModelName
     input: Prompts = Field(description="Text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: 32-bit floats, little-endian")
-    dimensions: Int | None = Field(None, description="Keep this many of the first numbers")
+    dimensions: Int | None = Field(None, description="Cut vectors to so many numbers, if the model says that it can")
 
     # Extensions
     pooling: Literal["last", "mean", "first"] | None = Field(
@@ -81,6 +82,8 @@ async def create_embeddings(request: Request) -> Response:
     asked = await read_body(request, EmbeddingRequest)
     context.check_model(asked.model)
     answer_id = make_id("embd", asked.request_id)
+    if asked.dimensions != context.llm.source.config.hidden_size:
+        verify_dimensions(asked.dimensions, context.llm.source.config)
     outputs = await embed_all(context, asked, answer_id, exchange_of(request.scope))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     as_text = asked.encoding_format == "base64"
