@@ -29,11 +29,14 @@ if TYPE_CHECKING:
         UnknownParentError,
     )
     from ratoon.core.outputs import (
+        ClassificationOutput,
         CompletionOutput,
         Continuation,
         EmbeddingOutput,
         HiddenStatesOutput,
         RequestOutput,
+        RerankOutput,
+        ScoringOutput,
     )
     from ratoon.core.params import (
         BeamSearchParams,
@@ -74,6 +77,9 @@ __all__ = [
     "RequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
+    "ClassificationOutput",
+    "ScoringOutput",
+    "RerankOutput",
     "HiddenStatesOutput",
     "RatoonError",
     "RequestError",
@@ -114,6 +120,9 @@ _HOMES = {
     "RequestOutput": "ratoon.core.outputs",
     "CompletionOutput": "ratoon.core.outputs",
     "EmbeddingOutput": "ratoon.core.outputs",
+    "ClassificationOutput": "ratoon.core.outputs",
+    "ScoringOutput": "ratoon.core.outputs",
+    "RerankOutput": "ratoon.core.outputs",
     "HiddenStatesOutput": "ratoon.core.outputs",
     "RatoonError": "ratoon.core.errors",
     "RequestError": "ratoon.core.errors",

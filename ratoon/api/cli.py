@@ -25,6 +25,7 @@ from ratoon.api.commands import (
     models,
     pull,
     remove,
+    rerank,
     serve,
     served,
     transcribe,
@@ -36,7 +37,9 @@ from ratoon.core.errors import ConfigError, ModelError, RatoonError, RequestErro
 from ratoon.observe.logging import configure_logging
 from ratoon.version import __version__
 
-COMMANDS = (generate, chat, complete, embed, hidden_states, transcribe, serve, served, models, pull, remove, info, demo)
+COMMANDS = (
+    generate, chat, complete, embed, rerank, hidden_states, transcribe, serve, served, models, pull, remove, info, demo,
+)  # fmt: skip
 # Commands of Ollama and others: those that a command here does, and what to do instead of the rest.
 SYNONYMS = {"list": "models", "ls": "models", "show": "info"}
 ELSEWHERE = {
