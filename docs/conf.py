@@ -50,6 +50,7 @@ NAVIGATION = {
         "Encoder-decoder models": "docs/encoder-decoder",
         "Read images and video": "docs/images",
         "Transcribe speech": "docs/speech",
+        "Rerank, score and classify": "docs/rerank",
         "Examples that run": "examples/README",
     },
     "Measure it": {

@@ -67,6 +67,7 @@ NOT_RUN = {
         "# On a small random SmolLM3": "needs that file",
     },
     "tiers.md": {"lmcache server": "needs LMCache; tests/golden/test_lmcache.py starts it"},
+    "rerank.md": {"reranker = LLM(": "is about a model that is not here"},
     "several-models.md": {"cat ratoon.toml": "is a server by a file, and test_several_models.py starts one"},
     "serving.md": {"curl -sN localhost:8000/v1/completions -H 'Content-Type: application/json' -o": "kills an engine"},
     "cpu.md": {"ratoon info": "is about the kernels of another processor"},

@@ -306,9 +306,12 @@ def test_two_stages_as_a_client_that_names_its_requests_sends_them(client: opena
 
 def test_embeddings(client: openai.OpenAI) -> None:
     """The client asks for base64 by itself, and turns it into numbers."""
-    answer = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)
-    assert [len(entry.embedding) for entry in answer.data] == [8, 8]
-    plain = client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8, encoding_format="float")
+    answer = client.embeddings.create(model=MODEL, input=["one", "two"])
+    width = len(answer.data[0].embedding)
+    assert [len(entry.embedding) for entry in answer.data] == [width, width]
+    with pytest.raises(openai.BadRequestError, match="does not say that its vectors can be cut"):
+        client.embeddings.create(model=MODEL, input=["one", "two"], dimensions=8)
+    plain = client.embeddings.create(model=MODEL, input=["one", "two"], encoding_format="float")
     assert plain.data[0].embedding == pytest.approx(answer.data[0].embedding, abs=1e-5)
 
 

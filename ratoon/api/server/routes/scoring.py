@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -60,13 +60,29 @@ class ScoringFields(RequestModel):
     user: str | None = Field(None, description="Accepted, without effect")
 
 
-class Document(RequestModel):
-    text: str
+def _documents(value: Any) -> list[str]:
+    """Texts, or objects with a text, as texts."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a list of at least one text")
+    texts = [one.get("text") if isinstance(one, dict) else one for one in value]
+    wrong = next((index for index, text in enumerate(texts) if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise ValueError(f"entry {wrong} is neither text nor an object with a text")
+    return texts
+
+
+_TEXT = {"type": "string"}
+_WITH_TEXT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+Documents = Annotated[
+    list[str],
+    PlainValidator(_documents),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [_TEXT, _WITH_TEXT]}, "minItems": 1}),
+]
 
 
 class RerankRequest(ScoringFields):
     query: str
-    documents: Entries[str | Document] = Field(description="Texts, or objects with a text", min_length=1)
+    documents: Documents = Field(description="Texts, or objects with a text")
     top_n: Count | None = Field(None, description="Return the best so many; default: all")
     return_documents: bool | None = Field(None, description="Return the texts too; default: true")
     max_tokens_per_doc: Count | None = Field(None, description="Cut documents to so many tokens")
@@ -183,7 +199,7 @@ ERRORS = (*WITH_BODY, 404, 409, 429)
 async def rerank(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, RerankRequest)
-    documents = [one if isinstance(one, str) else one.text for one in asked.documents]
+    documents = asked.documents
     options = ScoreOptions(asked.instruction, asked.truncate_prompt_tokens, asked.max_tokens_per_doc)
     scored = await score_documents(context, asked, asked.query, documents, options, exchange_of(request.scope))
     with_texts = asked.return_documents is not False

@@ -82,6 +82,8 @@ async def test_every_example_of_the_document_works(tmp_path):
                     "/audio/" in path or "/responses/" in path or method == "delete"
                 ):  # need a recording, or an answer's id
                     continue
+                if path.endswith(("/rerank", "/score", "/classify")):  # of other models: test_scoring.py
+                    continue
                 path += "?count=1" if path.endswith("/events") else ""  # a stream without an end
                 answer = await client.open(method.upper(), path, content and content["example"]).answer()
                 assert answer.status == 200, (path, answer.body)

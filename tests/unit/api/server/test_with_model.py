@@ -145,8 +145,9 @@ async def test_embeddings_as_numbers_and_as_text(folder):
         text = (await client.post("/v1/embeddings", {**ask, "encoding_format": "base64"})).json()
         decoded = struct.unpack("<32f", base64.b64decode(text["data"][0]["embedding"]))
         assert decoded == pytest.approx(vector)
-        short = (await client.post("/v1/embeddings", {**ask, "dimensions": 4, "pooling": "mean"})).json()
-        assert len(short["data"][1]["embedding"]) == 4
+        mean = (await client.post("/v1/embeddings", {**ask, "dimensions": 32, "pooling": "mean"})).json()
+        assert len(mean["data"][1]["embedding"]) == 32
+        assert mean["data"][1]["embedding"] != numbers["data"][1]["embedding"]
 
 
 @on_event_loop
