@@ -1,14 +1,12 @@
-"""BERT and models of the same shape (MiniLM), and RoBERTa, XLM-RoBERTa and DistilBERT, which differ in names, in the
-positions and in the head. Encoders only: for vectors, and with a head for labels and scores.
+"""BERT and models of the same shape (MiniLM): an encoder only, for vectors, and with a head for labels and scores.
+
+RoBERTa and DistilBERT (roberta.py) are built on it.
 """
 
 from __future__ import annotations
 
-import torch
-
 from ratoon.core.config import ModelConfig
-from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.embedding import Embedding, RowEmbeddings, VocabParallelEmbedding
+from ratoon.layers.embedding import Embedding, VocabParallelEmbedding
 from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP
 from ratoon.layers.norm import LayerNorm
@@ -17,9 +15,7 @@ from ratoon.models.base import LanguageModel
 from ratoon.models.decoder import SelfAttention
 from ratoon.models.heads import ClassifierHead, Dense, activation_of
 from ratoon.models.post_norm import PostNormLayer
-from ratoon.models.text_input import TextInput
-
-Tensor = torch.Tensor
+from ratoon.models.text_input import TextInput, TypedInput
 
 # In files saved with a head for another task: the tensors after the layers.
 HEADS = (
@@ -29,42 +25,6 @@ HEADS = (
     "cls.predictions.transform.LayerNorm.gamma", "cls.predictions.transform.LayerNorm.beta",
     "cls.seq_relationship.weight", "cls.seq_relationship.bias", "classifier.weight", "classifier.bias",
 )  # fmt: skip
-ROBERTA_HEADS = (
-    "lm_head.bias", "lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight",
-    "lm_head.layer_norm.bias", "lm_head.decoder.weight", "lm_head.decoder.bias", "classifier.dense.weight",
-    "classifier.dense.bias", "classifier.out_proj.weight", "classifier.out_proj.bias",
-)  # fmt: skip
-DISTILBERT_HEADS = (
-    "vocab_transform.weight", "vocab_transform.bias", "vocab_layer_norm.weight", "vocab_layer_norm.bias",
-    "vocab_projector.weight", "vocab_projector.bias", "pre_classifier.weight", "pre_classifier.bias",
-    "classifier.weight", "classifier.bias",
-)  # fmt: skip
-
-
-class TypedInput(TextInput):
-    """A TextInput for tokens of several types: the id of a token of type t is its own plus t times the size of the
-    vocabulary. `types` [types, H] is what a type adds to the first one's embeddings."""
-
-    __slots__ = ("types",)
-
-    def __init__(self, tokens: VocabParallelEmbedding, positions: Embedding, norm: LayerNorm, types: Tensor) -> None:
-        super().__init__(tokens, positions, norm)
-        self.types = types
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        embeddings: RowEmbeddings | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        vocab_size = self.tokens.vocab_size
-        if input_ids.device.type == "cpu" and not bool((input_ids >= vocab_size).any()):
-            return super().__call__(input_ids, positions, embeddings, adapters)
-        stream = self.tokens(input_ids % vocab_size, adapters)
-        assert self.positions is not None and self.norm is not None
-        stream.add_(self.positions(positions)).add_(self.types[input_ids // vocab_size])
-        return self.norm(stream)
 
 
 class BertModel(LanguageModel):
@@ -149,28 +109,3 @@ class BertModel(LanguageModel):
 
     def build_norm(self, weights: Weights) -> LayerNorm:
         return LayerNorm(weights, self.config.hidden_size, self.config.norm_eps)
-
-
-class RobertaModel(BertModel):
-    """RoBERTa and XLM-RoBERTa."""
-
-    body, heads = "roberta", ROBERTA_HEADS
-
-    def build_head(self, weights: Weights, model: Weights) -> ClassifierHead:
-        return self.assemble_head(weights, weights / "classifier" / "dense", weights / "classifier" / "out_proj")
-
-
-class DistilBertModel(BertModel):
-    body, stack, heads = "distilbert", ("transformer", "layer"), DISTILBERT_HEADS
-
-    def build_head(self, weights: Weights, model: Weights) -> ClassifierHead:
-        return self.assemble_head(weights, weights / "pre_classifier", weights / "classifier")
-
-    def build_layer(self, weights: Weights, index: int) -> PostNormLayer:
-        attention, feed_forward = weights / "attention", weights / "ffn"
-        return self.assemble_layer(
-            index,
-            (attention, ("q_lin", "k_lin", "v_lin")),
-            (attention / "out_lin", weights / "sa_layer_norm"),
-            (feed_forward / "lin1", feed_forward / "lin2", weights / "output_layer_norm"),
-        )

@@ -14,6 +14,8 @@ from ratoon.core.errors import ModelError
 from ratoon.core.plugins import MODELS, PluginError, find_plugin, plugin_names
 from ratoon.models.config_fields import ConfigFields
 
+ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "Model")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
@@ -33,4 +35,10 @@ def find_family(architecture: str) -> ModelFamily | None:
 
 
 def known_architectures(built_in: list[str]) -> str:
-    return f"known: {', '.join(sorted([*built_in, *plugin_names(MODELS)]))}"
+    """The known architectures, those with a common ending together: a message has no room for all names in full."""
+    families: dict[str, list[str]] = {}
+    for name in sorted([*built_in, *plugin_names(MODELS)]):
+        ending = next((one for one in ENDINGS if name.endswith(one)), "")
+        families.setdefault(ending, []).append(name.removesuffix(ending))
+    parts = [f"…{ending} of {', '.join(families[ending])}" for ending in ENDINGS if ending in families]
+    return f"known: {'; '.join([*parts, *([', '.join(families[''])] if '' in families else [])])}"

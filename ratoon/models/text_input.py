@@ -54,6 +54,34 @@ class TextInput:
         return self(batch.input_ids, batch.positions, adapters=adapters)
 
 
+class TypedInput(TextInput):
+    """A TextInput for tokens of several types: the id of a token of type t is its own plus t times the size of the
+    vocabulary. `types` [types, H] is what a type adds to the first one's embeddings."""
+
+    __slots__ = ("types",)
+
+    def __init__(
+        self, tokens: VocabParallelEmbedding, positions: Callable[[Tensor], Tensor], norm: LayerNorm, types: Tensor
+    ) -> None:
+        super().__init__(tokens, positions, norm)
+        self.types = types
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        embeddings: RowEmbeddings | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        vocab_size = self.tokens.vocab_size
+        if input_ids.device.type == "cpu" and not bool((input_ids >= vocab_size).any()):
+            return super().__call__(input_ids, positions, embeddings, adapters)
+        stream = self.tokens(input_ids % vocab_size, adapters)
+        assert self.positions is not None and self.norm is not None
+        stream.add_(self.positions(positions)).add_(self.types[input_ids // vocab_size])
+        return self.norm(stream)
+
+
 def shared_embedding(weights: Weights, names: tuple[str, ...], count: int, size: int) -> VocabParallelEmbedding:
     """One token table that a file may have under any of these names, or as copies under several."""
     found = next((name for name in names if weights.has(f"{name}.weight")), names[0])
