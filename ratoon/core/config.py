@@ -69,6 +69,7 @@ class EncoderConfig:
     intermediate_size: int
     max_position: int  # the most states it produces for one input
     num_mel_bins: int | None = None  # set: it reads audio instead of tokens, always 30 s as `max_position` states
+    vocab_size: int | None = None  # of its own; None: the decoder's
 
 
 @dataclass(frozen=True, slots=True)

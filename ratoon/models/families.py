@@ -49,11 +49,15 @@ FAMILIES = (
         "",
         "BART files may be saved without the head's prefix",
     ),
-    FamilyNote(("MarianMTModel",), "", "with one vocabulary for both sides"),
+    FamilyNote(("MarianMTModel",), "", "with one vocabulary for both sides, or two: those are given token ids"),
     FamilyNote(
-        ("T5ForConditionalGeneration",),
+        ("M2M100ForConditionalGeneration",), "", "M2M-100 and NLLB; the target language begins the decoder's prompt"
+    ),
+    FamilyNote(("PegasusForConditionalGeneration",), "", ""),
+    FamilyNote(
+        ("T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
         "",
-        "T5, T5 1.1 and Flan-T5: with and without gates; up to 4096 tokens on each side, or `n_positions` if more",
+        "T5, T5 1.1, Flan-T5 and mT5: with and without gates; up to 4096 tokens on each side, or `n_positions` if more",
     ),
     FamilyNote(("WhisperForConditionalGeneration",), "", "all sizes"),
     FamilyNote(

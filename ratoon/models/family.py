@@ -15,6 +15,7 @@ from ratoon.core.plugins import MODELS, PluginError, find_plugin, plugin_names
 from ratoon.models.config_fields import ConfigFields
 
 ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "Model")
+WHOLE = ("LMHeadModel", "MTModel")  # endings that one family has
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def known_architectures(built_in: list[str]) -> str:
     """The known architectures, those with a common ending together: a message has no room for all names in full."""
     families: dict[str, list[str]] = {}
     for name in sorted([*built_in, *plugin_names(MODELS)]):
-        ending = next((one for one in ENDINGS if name.endswith(one)), "")
+        ending = next((one for one in ENDINGS if name.endswith(one) and not name.endswith(WHOLE)), "")
         families.setdefault(ending, []).append(name.removesuffix(ending))
     parts = [f"…{ending} of {', '.join(families[ending])}" for ending in ENDINGS if ending in families]
     return f"known: {'; '.join([*parts, *([', '.join(families[''])] if '' in families else [])])}"

@@ -19,7 +19,10 @@ MODEL_TYPES = {
     "bart": "BartForConditionalGeneration",
     "mbart": "MBartForConditionalGeneration",
     "marian": "MarianMTModel",
+    "m2m_100": "M2M100ForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
     "whisper": "WhisperForConditionalGeneration",
 }
 # Other class names for the same tensors.
@@ -33,15 +36,26 @@ T5_POSITIONS = 4096  # T5 has no limit; the least reach of its distance tables
 
 
 def _parse_bart_like(fields: ConfigFields, architecture: str) -> ModelConfig:
-    """BART, mBART and Marian."""
-    if architecture == "MarianMTModel" and not fields.flag("share_encoder_decoder_embeddings", True):
-        raise fields.wrong("share_encoder_decoder_embeddings", "is False", "True: one vocabulary for both sides")
-    start = fields.token_id("decoder_start_token_id")
-    if start is None:
-        start = fields.token_id("pad_token_id" if architecture == "MarianMTModel" else "bos_token_id")
+    """BART, mBART, Marian, Pegasus, and M2M-100 with NLLB, whose positions begin behind that of padding."""
+    is_m2m = architecture == "M2M100ForConditionalGeneration"
+    start, padding = fields.token_id("decoder_start_token_id"), fields.token_id("pad_token_id")
+    if start is None and is_m2m:
+        start = 2
+    elif start is None:
+        starts_with_padding = architecture in ("MarianMTModel", "PegasusForConditionalGeneration")
+        start = padding if starts_with_padding else fields.token_id("bos_token_id")
     max_position = fields.count("max_position_embeddings", 1024)
-    config = _encoder_decoder(fields, architecture, max_position, max_position)
-    return replace(config, scale_embedding=fields.flag("scale_embedding", False), decoder_start_token_id=start)
+    config = _encoder_decoder(fields, architecture, max_position, max_position, "relu" if is_m2m else "gelu")
+    if architecture == "MarianMTModel" and not fields.flag("share_encoder_decoder_embeddings", True):
+        assert config.encoder is not None
+        own = replace(config.encoder, vocab_size=config.vocab_size)
+        config = replace(config, encoder=own, vocab_size=fields.count("decoder_vocab_size", config.vocab_size))
+    return replace(
+        config,
+        scale_embedding=fields.flag("scale_embedding", is_m2m),
+        decoder_start_token_id=start,
+        num_unused_positions=1 + (1 if padding is None else padding) if is_m2m else 0,
+    )
 
 
 def _parse_whisper(fields: ConfigFields, architecture: str) -> ModelConfig:
@@ -53,7 +67,7 @@ def _parse_whisper(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 
 def _encoder_decoder(
-    fields: ConfigFields, architecture: str, encoder_positions: int, decoder_positions: int
+    fields: ConfigFields, architecture: str, encoder_positions: int, decoder_positions: int, activation: str = "gelu"
 ) -> ModelConfig:
     """Fields that BART's relatives and Whisper share."""
     hidden_size = fields.count("d_model")
@@ -77,7 +91,7 @@ def _encoder_decoder(
         max_position=decoder_positions,
         position_kind=PositionKind.TABLE,
         norm_eps=LAYER_NORM_EPS,
-        activation=_activation(fields, "activation_function"),
+        activation=_activation(fields, "activation_function", activation),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         attention_bias=True,
         attention_output_bias=True,
@@ -94,7 +108,8 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
     heads, head_dim = fields.count("num_heads"), fields.count("d_kv")
     intermediate_size, num_layers = fields.count("d_ff"), fields.layers("num_layers")
     positions = max(fields.count("n_positions", T5_POSITIONS), T5_POSITIONS)
-    feed_forward = fields.text("feed_forward_proj", "relu")
+    is_mt5 = architecture == "MT5ForConditionalGeneration"
+    feed_forward = fields.text("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
     activation = feed_forward.removeprefix("gated-")
     start = fields.token_id("decoder_start_token_id")
     relative = RelativePositions(
@@ -120,8 +135,10 @@ def _parse_t5(fields: ConfigFields, architecture: str) -> ModelConfig:
         # T5's gated-gelu is always the tanh form.
         activation="gelu_new" if feed_forward == "gated-gelu" else ACTIVATION_NAMES.get(activation, activation),
         gated_mlp=feed_forward.startswith("gated-"),
-        # In T5's configs this field means that states are scaled before the head, as only a tied head needs.
-        tie_word_embeddings=fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True)),
+        # In T5's configs this field means that states are scaled before the head, as only a tied head needs. mT5's are
+        # not, whether the head is tied (there is none in the file then) or not.
+        tie_word_embeddings=not is_mt5
+        and fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True)),
         checkpoint_dtype=fields.dtype(),
         eos_token_ids=fields.token_ids("eos_token_id"),
         encoder=EncoderConfig(num_layers, heads, head_dim, intermediate_size, positions),
@@ -135,13 +152,16 @@ PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "BartForConditionalGeneration": _parse_bart_like,
     "MBartForConditionalGeneration": _parse_bart_like,
     "MarianMTModel": _parse_bart_like,
+    "M2M100ForConditionalGeneration": _parse_bart_like,
+    "PegasusForConditionalGeneration": _parse_bart_like,
     "T5ForConditionalGeneration": _parse_t5,
+    "MT5ForConditionalGeneration": _parse_t5,
     "WhisperForConditionalGeneration": _parse_whisper,
 }
 
 
-def _activation(fields: ConfigFields, name: str) -> str:
-    written = fields.text(name, "gelu")
+def _activation(fields: ConfigFields, name: str, default: str) -> str:
+    written = fields.text(name, default)
     return ACTIVATION_NAMES.get(written, written)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from ratoon import LLM, RequestError, SamplingParams
 from ratoon.core.config import RelativePositions
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.ops import Ops
@@ -24,8 +25,11 @@ from tests.golden.tiny_encoder_models import (
     random_features,
     tiny_bart,
     tiny_bert,
+    tiny_m2m100,
     tiny_marian,
+    tiny_marian_of_two_vocabularies,
     tiny_mbart,
+    tiny_pegasus,
     tiny_t5,
     tiny_whisper,
 )
@@ -43,6 +47,10 @@ FAMILIES: dict[str, Callable[[], TinyModel]] = {
     "bart with scaled embeddings and relu": lambda: tiny_bart(scale_embedding=True, activation="relu"),
     "mbart": tiny_mbart,
     "marian": tiny_marian,
+    "marian of two vocabularies": tiny_marian_of_two_vocabularies,
+    "m2m100": tiny_m2m100,
+    "pegasus": tiny_pegasus,
+    "mt5": lambda: tiny_t5("gated-gelu", family="MT5"),
     "t5": tiny_t5,
     "t5 with gates and an own head": lambda: tiny_t5("gated-gelu", own_head=True),
     "t5 with silu gates": lambda: tiny_t5("gated-silu"),
@@ -197,3 +205,22 @@ def test_bert_rows_that_nobody_reads_are_left_out() -> None:
         step = DensePass(DenseMemory(1), [9])
         found = tiny.build().forward(torch.tensor(prompt), positions, step, torch.tensor([0, 8])).normed
     assert_close(found, want[[0, 8]])
+
+
+def test_each_side_may_have_a_vocabulary_of_its_own(tmp_path: Path) -> None:
+    tiny = tiny_marian_of_two_vocabularies()
+    tiny.oracle.save_pretrained(tmp_path)
+    assert tiny.config.encoder is not None and tiny.config.encoder.vocab_size is not None
+    given = [*random_token_ids(9), tiny.config.encoder.vocab_size - 1]  # no token of the decoder's
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 32, "num_threads": 1, "skip_tokenizer": True}
+    with LLM(str(tmp_path), **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate({"prompt_token_ids": given}, params, progress=False)
+        with pytest.raises(RequestError, match="ids from 0 to 116"):
+            llm.generate({"prompt_token_ids": [117]}, params, progress=False)
+    ids = [3]
+    for _ in range(8):
+        with torch.inference_mode():
+            logits = tiny.oracle(torch.tensor([given]), decoder_input_ids=torch.tensor([ids])).logits[0, -1]
+        ids.append(int(logits.argmax()))
+    assert list(output.outputs[0].token_ids) == ids[1:]

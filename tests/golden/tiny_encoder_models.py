@@ -42,6 +42,32 @@ def tiny_marian(seed: int = 0) -> TinyModel:
     return make_tiny(transformers.MarianMTModel, transformers.MarianConfig(**arguments), config, seed)
 
 
+def tiny_marian_of_two_vocabularies(seed: int = 0) -> TinyModel:
+    """The encoder's is the larger one; the head is the decoder's own."""
+    config = replace(_config("MarianMTModel", scale_embedding=True), tie_word_embeddings=False)
+    assert config.encoder is not None
+    config = replace(config, encoder=replace(config.encoder, vocab_size=VOCAB_SIZE + 20))
+    arguments = _bart_arguments(config) | {
+        "share_encoder_decoder_embeddings": False, "vocab_size": VOCAB_SIZE + 20, "decoder_vocab_size": VOCAB_SIZE,
+        "tie_word_embeddings": False, "forced_eos_token_id": None,
+    }  # fmt: skip
+    return make_tiny(transformers.MarianMTModel, transformers.MarianConfig(**arguments), config, seed)
+
+
+def tiny_m2m100(seed: int = 0) -> TinyModel:
+    """Padding is a token that no text has: transformers gives it no position. Positions begin behind its number."""
+    config = replace(_config("M2M100ForConditionalGeneration", True, "relu"), vocab_size=VOCAB_SIZE + 1)
+    config = replace(config, num_unused_positions=VOCAB_SIZE + 1)
+    arguments = _bart_arguments(config) | {"pad_token_id": VOCAB_SIZE, "vocab_size": VOCAB_SIZE + 1}
+    return make_tiny(transformers.M2M100ForConditionalGeneration, transformers.M2M100Config(**arguments), config, seed)
+
+
+def tiny_pegasus(seed: int = 0) -> TinyModel:
+    config = _config("PegasusForConditionalGeneration", scale_embedding=True, activation="relu")
+    oracle_config = transformers.PegasusConfig(**_bart_arguments(config), forced_eos_token_id=None)
+    return make_tiny(transformers.PegasusForConditionalGeneration, oracle_config, config, seed)
+
+
 def tiny_whisper(seed: int = 0) -> TinyModel:
     config = _config("WhisperForConditionalGeneration")
     assert config.encoder is not None
@@ -58,12 +84,12 @@ def tiny_whisper(seed: int = 0) -> TinyModel:
     )
 
 
-def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0) -> TinyModel:
+def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0, family: str = "T5") -> TinyModel:
     """The first T5; with `feed_forward` "gated-gelu" and an own head the later one, and Flan-T5."""
     heads, head_dim, hidden_size, intermediate_size = 4, 32, 64, 112
     positions, relative = 4096, RelativePositions(num_buckets=8, max_distance=20)
     config = ModelConfig(
-        architecture="T5ForConditionalGeneration",
+        architecture=f"{family}ForConditionalGeneration",
         position_kind=PositionKind.RELATIVE,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
@@ -75,13 +101,13 @@ def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0) -
         max_position=positions,
         activation={"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu"}[feed_forward],
         gated_mlp=feed_forward != "relu",
-        tie_word_embeddings=not own_head,
+        tie_word_embeddings=family == "T5" and not own_head,
         eos_token_ids=(2,),
         encoder=EncoderConfig(2, heads, head_dim, intermediate_size, positions),
         relative_positions=relative,
         decoder_start_token_id=3,
     )
-    oracle_config = transformers.T5Config(
+    oracle_config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB_SIZE,
         d_model=hidden_size,
         d_kv=head_dim,
@@ -97,7 +123,8 @@ def tiny_t5(feed_forward: str = "relu", own_head: bool = False, seed: int = 0) -
         eos_token_id=2,
         decoder_start_token_id=3,
     )
-    tiny = make_tiny(transformers.T5ForConditionalGeneration, oracle_config, config, seed, gain=1.0)
+    oracle_class = getattr(transformers, config.architecture)
+    tiny = make_tiny(oracle_class, oracle_config, config, seed, gain=1.0)
     with torch.no_grad():
         for stack in (tiny.oracle.encoder, tiny.oracle.decoder):  # small as they are, they would hardly be seen
             stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(8)

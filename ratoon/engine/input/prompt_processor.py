@@ -57,8 +57,14 @@ class PromptProcessor:
         self._max_model_len = max_model_len
         self._media_settings = media or MediaSettings()
         self._media = PromptMedia(model_config, tokenizer, self._media_settings)
-        token_id = Annotated[int, msgspec.Meta(ge=0, lt=model_config.vocab_size)]
-        self._fine: Any = msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
+        sizes = {model_config.vocab_size, self._encoder_vocabulary}
+        self._fine: dict[int, Any] = {size: _ids_below(size) for size in sizes}
+
+    @property
+    def _encoder_vocabulary(self) -> int:
+        encoder = self._model_config.encoder
+        own = None if encoder is None else encoder.vocab_size
+        return self._model_config.vocab_size if own is None else own
 
     def process(self, prompt: Prompt, num_places: int) -> ModelInput:
         """The decoder's tokens leave this many places of the model's length free."""
@@ -134,7 +140,7 @@ class PromptProcessor:
             return RequestError(field, problem, f"at most {longest} tokens")
 
         self._verify_text(part, longest, too_long)
-        token_ids = self._some_tokens(part)
+        token_ids = self._some_tokens(part, self._encoder_vocabulary)
         if len(token_ids) > longest:
             raise too_long(part.field, str(len(token_ids)))
         return tokens_for_encoder(token_ids)
@@ -179,17 +185,22 @@ class PromptProcessor:
 
     # ---- tokens ----
 
-    def _some_tokens(self, part: PromptPart) -> list[int]:
+    def _some_tokens(self, part: PromptPart, vocab_size: int | None = None) -> list[int]:
+        """`vocab_size`: of what reads them; None: the decoder's."""
         if part.token_ids is None and not part.text:
             raise RequestError(part.field, "is empty", "at least one character")
-        token_ids = self._tokens(part, add_special_tokens=True)
+        token_ids = self._tokens(part, add_special_tokens=True, vocab_size=vocab_size)
         if not token_ids:
             raise RequestError(part.field, "is empty", "at least one token")
         return token_ids
 
-    def _tokens(self, part: PromptPart, add_special_tokens: bool) -> list[int]:
+    def _tokens(self, part: PromptPart, add_special_tokens: bool, vocab_size: int | None = None) -> list[int]:
         if part.token_ids is not None:
-            return self._verify_token_ids(part.token_ids, part.field)
+            return self._verify_token_ids(part.token_ids, part.field, vocab_size or self._model_config.vocab_size)
+        encoder = self._model_config.encoder
+        if encoder is not None and encoder.vocab_size is not None:
+            problem = "is text, and the model has a vocabulary for each side, which one tokenizer does not know"
+            raise RequestError(part.field, problem, "token ids")
         assert part.text is not None, "audio is read elsewhere"
         return self._encode(part.text, part.field, add_special_tokens)
 
@@ -232,11 +243,10 @@ class PromptProcessor:
             )
         return token_ids
 
-    def _verify_token_ids(self, token_ids: Sequence[int], field: str) -> list[int]:
-        vocab_size = self._model_config.vocab_size
+    def _verify_token_ids(self, token_ids: Sequence[int], field: str, vocab_size: int) -> list[int]:
         # Most prompts are fine, so the whole list is judged at C speed; only a bad one is searched for its bad entry.
         with suppress(msgspec.ValidationError):
-            judged: list[int] = msgspec.convert({"token_ids": token_ids}, self._fine).token_ids
+            judged: list[int] = msgspec.convert({"token_ids": token_ids}, self._fine[vocab_size]).token_ids
             return judged
         checked = []
         for index, token in enumerate(token_ids):
@@ -252,6 +262,11 @@ class PromptProcessor:
                 )
             checked.append(value)
         return checked
+
+
+def _ids_below(vocab_size: int) -> Any:
+    token_id = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
+    return msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])
 
 
 # ---- audio ----

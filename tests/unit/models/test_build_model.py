@@ -166,7 +166,7 @@ def test_gpt2_files_without_prefix_and_with_stored_masks_give_the_same_model() -
 
 def test_an_unknown_architecture_is_answered_with_the_known_ones() -> None:
     config = replace(LLAMA, architecture="ParrotForCausalLM")
-    with pytest.raises(ModelError, match=r"ParrotForCausalLM.*GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+    with pytest.raises(ModelError, match=r"ParrotForCausalLM.*ForCausalLM of .*Llama.*Qwen3.*; GPT2LMHeadModel"):
         collect_shapes(config)
 
 
