@@ -26,8 +26,8 @@ from ratoon.api.batches import (
 )
 from ratoon.api.terminal import request_progress
 from ratoon.core.adapters import Adapter
-from ratoon.core.config import ClassifierConfig, resolve_max_model_len
-from ratoon.core.errors import ConfigError, EngineAwayError, EngineError, RequestError
+from ratoon.core.config import resolve_max_model_len
+from ratoon.core.errors import ConfigError, EngineAwayError
 from ratoon.core.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, RerankOutput, ScoringOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
@@ -39,7 +39,16 @@ from ratoon.engine.input.request_options import GenerationOptions as Options
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.engine.output.roots import Root
 from ratoon.engine.output.vectors import cut_to, verify_classifier, verify_dimensions
-from ratoon.engine.scoring import ScoreOptions, plan_scores, rank, verify_top_n
+from ratoon.engine.scoring import (
+    ScoreOptions,
+    document_pairs,
+    label_output,
+    pairs_of,
+    plan_scores,
+    ranked_outputs,
+    score_outputs,
+    with_prompt,
+)
 from ratoon.observe.startup import StartupTimer
 from ratoon.transcription.options import TranscriptionOptions
 
@@ -218,7 +227,7 @@ class LLM(BaseLLM):
         if dimensions is not None:
             verify_dimensions(dimensions, self.source.config)
             pooling_params = cut_to(dimensions, pooling_params)
-        prompts = self.source.with_prompt(prompts, prompt_name)
+        prompts = with_prompt(self.source.prompts, self.source.default_prompt, prompts, prompt_name)
         wanted, left = split_progress(options)
         prepared = self._batches.poolings(prompts, pooling_params, request_id, left)
         return self._collect(prepared, wanted, lambda output: len(output.prompt_token_ids))
@@ -233,18 +242,10 @@ class LLM(BaseLLM):
         """The labels of texts, by the model's head: probabilities in the order of its labels, and the most probable
         one. `activation` makes them of logits ("softmax", "sigmoid" or "none"); None: the model's own. RequestError:
         the model has no such head."""
-        head = verify_classifier(self.source.config)
+        verify_classifier(self.source.config)
         params = PoolingParams(classify=True, activation=activation)
-        return [self._as_labels(output, head) for output in self.embed(prompts, params, request_id, **options)]
-
-    def _as_labels(self, output: EmbeddingOutput, head: ClassifierConfig) -> ClassificationOutput:
-        probs = None if output.embedding is None else output.embedding.tolist()
-        label = None if probs is None else head.labels[probs.index(max(probs))]
-        vocab_size = self.source.config.vocab_size
-        ids = [token % vocab_size for token in output.prompt_token_ids]
-        return ClassificationOutput(
-            output.request_id, ids, probs, label, output.metrics, output.error, output.refusal
-        )  # fmt: skip
+        outputs = self.embed(prompts, params, request_id, **options)
+        return [label_output(output, self.source.config) for output in outputs]
 
     def score(
         self,
@@ -261,17 +262,8 @@ class LLM(BaseLLM):
         A reranker reads both at once; of a model that gives vectors it is the cosine. `instruction` is for models with
         a template. Pairs that are too long are refused, or with `truncate_prompt_tokens` cut to so many tokens (-1: to
         the model's length). RequestError: the model gives no scores."""
-        firsts = [text_1] if isinstance(text_1, str) else list(text_1)
-        seconds = [text_2] if isinstance(text_2, str) else list(text_2)
-        if not seconds or len(firsts) not in (1, len(seconds)):
-            problem = f"{len(firsts)} and {len(seconds)} texts are no pairs"
-            raise RequestError(
-                "text_1", problem, "one for all, or one for each of text_2, of which there is one at least"
-            )
-        pairs = list(zip(firsts if len(firsts) > 1 else firsts * len(seconds), seconds))
-        fields = [f"text_2[{index}]" for index in range(len(pairs))]
-        wanted = ScoreOptions(instruction, truncate_prompt_tokens, None, activation)
-        return self._scores(pairs, fields, wanted, options)
+        pairs, fields = pairs_of(text_1, text_2)
+        return self._scores(pairs, fields, ScoreOptions(instruction, truncate_prompt_tokens, None, activation), options)
 
     def rerank(
         self,
@@ -287,18 +279,9 @@ class LLM(BaseLLM):
     ) -> list[RerankOutput]:
         """The documents, or the best `top_n` of them, by falling score for the query. The rest is as in `score`;
         documents are cut to `max_tokens_per_doc` tokens before all else. EngineError: one of them failed."""
-        verify_top_n(top_n)
-        if isinstance(documents, str) or not documents:
-            raise RequestError("documents", "is no list of texts, or an empty one", "a list of at least one text")
-        fields = [f"documents[{index}]" for index in range(len(documents))]
+        pairs, fields = document_pairs(query, documents, top_n)
         wanted = ScoreOptions(instruction, truncate_prompt_tokens, max_tokens_per_doc, activation)
-        outputs = self._scores([(query, document) for document in documents], fields, wanted, options)
-        scores = []
-        for field, output in zip(fields, outputs, strict=True):
-            if output.score is None:
-                raise EngineError(f"{field}: {output.error}")
-            scores.append(output.score)
-        return [RerankOutput(one.index, one.score, documents[one.index]) for one in rank(scores, top_n)]
+        return ranked_outputs(documents, self._scores(pairs, fields, wanted, options), top_n)
 
     def _scores(
         self, pairs: list[tuple[str, str]], fields: list[str], wanted: ScoreOptions, options: BatchPoolingOptions
@@ -307,16 +290,7 @@ class LLM(BaseLLM):
         plan = plan_scores(
             self.source.config, self._tokenizer, self.config.max_model_len, self.source.prompts, pairs, fields, wanted
         )
-        outputs = self.embed(plan.prompts, plan.params, **options)
-        failed = next((output.error for output in outputs if output.error is not None), None)
-        if failed is None:
-            return [ScoringOutput(score) for score in plan.read([output.embedding for output in outputs])]
-        if len(outputs) != len(pairs):  # texts that several pairs have
-            return [ScoringOutput(None, failed)] * len(pairs)
-        return [
-            ScoringOutput(None, output.error) if output.error else ScoringOutput(plan.read([output.embedding])[0])
-            for output in outputs
-        ]
+        return score_outputs(plan, self.embed(plan.prompts, plan.params, **options), len(pairs))
 
     def extract_hidden_states(
         self,

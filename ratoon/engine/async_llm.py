@@ -20,7 +20,14 @@ import msgspec
 from ratoon.core.adapters import Adapter
 from ratoon.core.engine_map import EngineMapReport
 from ratoon.core.errors import EngineAwayError, EngineError, UnknownParentError
-from ratoon.core.outputs import EmbeddingOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    HiddenStatesOutput,
+    RequestOutput,
+    RerankOutput,
+    ScoringOutput,
+)
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm_engine import AsyncLLMEngine
@@ -39,7 +46,18 @@ from ratoon.engine.input.request_options import (
 from ratoon.engine.output.output_collector import Take
 from ratoon.engine.output.output_processor import OutputProcessor, no_original
 from ratoon.engine.output.roots import Root
+from ratoon.engine.output.vectors import cut_to, verify_classifier, verify_dimensions
 from ratoon.engine.processes.client_interface import AsyncEngineClient
+from ratoon.engine.scoring import (
+    ScoreOptions,
+    document_pairs,
+    label_output,
+    pairs_of,
+    plan_scores,
+    ranked_outputs,
+    score_outputs,
+    with_prompt,
+)
 from ratoon.observe.startup import StartupTimer
 
 if TYPE_CHECKING:
@@ -245,13 +263,81 @@ class AsyncLLM(BaseLLM):
         prompt: Prompt,
         pooling_params: PoolingParams | None = None,
         request_id: Id = None,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[PoolingOptions],
     ) -> EmbeddingOutput:
         """`LLM.embed` for one prompt. RequestError if it can't be served, EngineError if it failed."""
         verify_keywords("embed", options, PoolingOptions)
+        if dimensions is not None:
+            verify_dimensions(dimensions, self.source.config)
+            pooling_params = cut_to(dimensions, pooling_params)
+        prompt = with_prompt(self.source.prompts, self.source.default_prompt, prompt, prompt_name)
         prepare = partial(AsyncLLMEngine.prepare_pooling, prompt=prompt, params=pooling_params)
         output: EmbeddingOutput = await self._running().answer_once(prepare, request_id, options, prompt=prompt)
         return output
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        activation: str | None = None,
+        request_id: Id = None,
+        **options: Unpack[PoolingOptions],
+    ) -> ClassificationOutput:
+        """`LLM.classify` for one prompt."""
+        verify_classifier(self.source.config)
+        params = PoolingParams(classify=True, activation=activation)
+        return label_output(await self.embed(prompt, params, request_id, **options), self.source.config)
+
+    async def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        activation: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[ScoringOutput]:
+        """`LLM.score`. EngineError: a pair failed."""
+        pairs, fields = pairs_of(text_1, text_2)
+        wanted = ScoreOptions(instruction, truncate_prompt_tokens, None, activation)
+        return await self._scores(pairs, fields, wanted, options)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        max_tokens_per_doc: int | None = None,
+        activation: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[RerankOutput]:
+        """`LLM.rerank`."""
+        pairs, fields = document_pairs(query, documents, top_n)
+        wanted = ScoreOptions(instruction, truncate_prompt_tokens, max_tokens_per_doc, activation)
+        return ranked_outputs(documents, await self._scores(pairs, fields, wanted, options), top_n)
+
+    async def _scores(
+        self, pairs: list[tuple[str, str]], fields: list[str], wanted: ScoreOptions, options: PoolingOptions
+    ) -> list[ScoringOutput]:
+        assert self.config.max_model_len is not None, "the engine has started"
+        plan = await asyncio.to_thread(
+            plan_scores,
+            self.source.config,
+            self._tokenizer,
+            self.config.max_model_len,
+            self.source.prompts,
+            pairs,
+            fields,
+            wanted,
+        )
+        outputs = await asyncio.gather(*(self.embed(prompt, plan.params, **options) for prompt in plan.prompts))
+        return score_outputs(plan, outputs, len(pairs))
 
     async def extract_hidden_states(
         self,

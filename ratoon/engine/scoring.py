@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.errors import RequestError
+from ratoon.core.errors import EngineError, RequestError
+from ratoon.core.outputs import ClassificationOutput, EmbeddingOutput, RerankOutput, ScoringOutput
 from ratoon.core.params import PoolingParams
 from ratoon.engine.input.pairs import TO_MODEL_LENGTH, PairEncoder, find_limit
 
@@ -140,3 +141,75 @@ def rank(scores: Sequence[float], top_n: int | None = None) -> list[Ranked]:
 def verify_top_n(top_n: Any) -> None:
     if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
         raise RequestError("top_n", f"{top_n!r} is out of range", "at least 1, or None for all")
+
+
+# ---- what LLM and AsyncLLM share ----
+
+
+def with_prompt(known: Mapping[str, str], default: str | None, texts: Any, name: str | None) -> Any:
+    """A text, or a list of prompts, of which texts stand behind the known one of this name. None: behind the default,
+    if there is one. RequestError: there is none of this name, or what is asked for is no text."""
+    if name is None and default is None:
+        return texts
+    if name is not None and name not in known:
+        expected = f"one of {', '.join(known)}" if known else "None: the model's files have none"
+        raise RequestError("prompt_name", f"{name!r} is unknown", expected)
+    prefix = known[str(default) if name is None else name]
+    if isinstance(texts, str):
+        return prefix + texts
+    is_list = isinstance(texts, Sequence)
+    if name is not None and not (is_list and texts and all(isinstance(text, str) for text in texts)):
+        raise RequestError("prompt_name", "stands before texts, and these are none", "texts, or None")
+    return [prefix + text if isinstance(text, str) else text for text in texts] if is_list else texts
+
+
+def pairs_of(text_1: Any, text_2: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    """The pairs of one text and each of several, or of each of several and its counterpart, and what errors call
+    them."""
+    firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+    seconds = [text_2] if isinstance(text_2, str) else list(text_2)
+    if not seconds or len(firsts) not in (1, len(seconds)):
+        problem = f"{len(firsts)} and {len(seconds)} texts are no pairs"
+        raise RequestError("text_1", problem, "one for all, or one for each of text_2, of which there is one at least")
+    pairs = list(zip(firsts if len(firsts) > 1 else firsts * len(seconds), seconds))
+    return pairs, [f"text_2[{index}]" for index in range(len(pairs))]
+
+
+def document_pairs(query: str, documents: Any, top_n: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    """The same for a query and documents."""
+    verify_top_n(top_n)
+    if isinstance(documents, str) or not documents:
+        raise RequestError("documents", "is no list of texts, or an empty one", "a list of at least one text")
+    return [(query, one) for one in documents], [f"documents[{index}]" for index in range(len(documents))]
+
+
+def label_output(output: EmbeddingOutput, config: ModelConfig) -> ClassificationOutput:
+    """What the head has made of a text, with the name of the most probable label."""
+    assert config.classifier is not None
+    probs = None if output.embedding is None else output.embedding.tolist()
+    label = None if probs is None else config.classifier.labels[probs.index(max(probs))]
+    ids = [token % config.vocab_size for token in output.prompt_token_ids]
+    return ClassificationOutput(output.request_id, ids, probs, label, output.metrics, output.error, output.refusal)
+
+
+def score_outputs(plan: ScorePlan, outputs: Sequence[EmbeddingOutput], num_pairs: int) -> list[ScoringOutput]:
+    """The scores of pairs, of which some may have failed."""
+    failed = next((output.error for output in outputs if output.error is not None), None)
+    if failed is None:
+        return [ScoringOutput(score) for score in plan.read([output.embedding for output in outputs])]
+    if len(outputs) != num_pairs:  # texts that several pairs have
+        return [ScoringOutput(None, failed)] * num_pairs
+    return [
+        ScoringOutput(None, output.error) if output.error else ScoringOutput(plan.read([output.embedding])[0])
+        for output in outputs
+    ]
+
+
+def ranked_outputs(documents: Sequence[str], outputs: Sequence[ScoringOutput], top_n: int | None) -> list[RerankOutput]:
+    """EngineError: one of the documents failed."""
+    scores = []
+    for index, output in enumerate(outputs):
+        if output.score is None:
+            raise EngineError(f"documents[{index}]: {output.error}")
+        scores.append(output.score)
+    return [RerankOutput(one.index, one.score, documents[one.index]) for one in rank(scores, top_n)]

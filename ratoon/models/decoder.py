@@ -26,6 +26,10 @@ Tensor = torch.Tensor
 class BeforeProduct(Protocol):
     """A norm, or what stands in the place of one."""
 
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The norm of x, or of the residual stream, after x was added to it in place."""
+        ...
+
     def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
         """The norm of the stream, after `update` was added to it in place, as the input of a linear layer."""
         ...

@@ -29,6 +29,9 @@ HEADS = ("head.dense.weight", "head.dense.bias", "head.norm.weight", "head.norm.
 class NoNorm:
     """In the place of the first layer's norm: the embeddings are normed already."""
 
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x if residual is None else residual.add_(x)
+
     def before_product(self, stream: Tensor, update: Tensor | None) -> LinearInput:
         assert update is None, "the first layer is behind no other"
         return stream

@@ -7,14 +7,14 @@ is not built here, and torch is not imported until a tensor is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.config import ModelConfig, PositionKind
-from ratoon.core.errors import ConfigError, ModelError, RequestError
+from ratoon.core.errors import ConfigError, ModelError
 from ratoon.models.damage import reading, shorten, show
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
 from ratoon.models.generation_config import generation_fields, read_generation_defaults
@@ -68,23 +68,6 @@ class ModelSource:
     def tensors(self) -> TensorSource:
         with reading(str(self.path)):
             return self.open_tensors()
-
-    def with_prompt(self, texts: Any, name: str | None) -> Any:
-        """A text, or a list of texts, behind the text of this name. None: behind the model's default, if it has one;
-        what is no text stays as it is then. RequestError: there is none of this name."""
-        if name is None and self.default_prompt is None:
-            return texts
-        if name is not None and name not in self.prompts:
-            known = f"one of {', '.join(self.prompts)}" if self.prompts else "None: the model's files have none"
-            raise RequestError("prompt_name", f"{name!r} is unknown", known)
-        prefix = self.prompts[name if name is not None else str(self.default_prompt)]
-        if isinstance(texts, str):
-            return prefix + texts
-        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-            return [prefix + text for text in texts]
-        if name is None:
-            return texts
-        raise RequestError("prompt_name", "stands before texts, and these are none", "texts, or None")
 
     def load_tokenizer(self) -> Tokenizer:
         with reading(str(self.path)):

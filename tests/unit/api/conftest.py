@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config
 
 class FakeSource(SimpleNamespace):
     ignored_generation_keys: tuple[str, ...] = ()
+    prompts: ClassVar[dict[str, str]] = {}
+    default_prompt: str | None = None
 
     def load_tokenizer(self):
         return byte_tokenizer()

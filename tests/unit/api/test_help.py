@@ -12,7 +12,7 @@ from ratoon.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
 PATHS = [
-    [], ["generate"], ["chat"], ["complete"], ["embed"], ["hidden-states"], ["transcribe"], ["serve"], ["models"],
+    [], ["generate"], ["chat"], ["complete"], ["embed"], ["rerank"], ["hidden-states"], ["transcribe"], ["serve"], ["models"],
     ["pull"], ["rm"], ["ps"], ["stop"], ["info"], ["demo"], ["bench"],
     ["bench", "serve"], ["bench", "latency"], ["bench", "two-stage"],
 ]  # fmt: skip

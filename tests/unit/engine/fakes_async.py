@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from ratoon.core.errors import EngineDeadError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
@@ -116,6 +116,8 @@ class FakeAsyncClient:
 
 class FakeSource(SimpleNamespace):
     ignored_generation_keys: tuple[str, ...] = ()
+    prompts: ClassVar[dict[str, str]] = {}
+    default_prompt: str | None = None
 
     def load_tokenizer(self) -> Any:
         return self.tokenizer

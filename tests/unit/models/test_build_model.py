@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.core.config import EncoderConfig, ModelConfig, RelativePositions, RopeScaling
+from ratoon.core.config import ClassifierConfig, EncoderConfig, ModelConfig, RelativePositions, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.core.media import MediaConfig, VisionConfig
@@ -51,7 +51,10 @@ BASES = {
     "BartForConditionalGeneration": ENCODER_DECODER,
     "MBartForConditionalGeneration": ENCODER_DECODER,
     "MarianMTModel": ENCODER_DECODER,
+    "M2M100ForConditionalGeneration": ENCODER_DECODER,
+    "PegasusForConditionalGeneration": ENCODER_DECODER,
     "T5ForConditionalGeneration": replace(ENCODER_DECODER, relative_positions=RelativePositions(8, 20)),
+    "MT5ForConditionalGeneration": replace(ENCODER_DECODER, relative_positions=RelativePositions(8, 20)),
     "WhisperForConditionalGeneration": replace(
         ENCODER_DECODER, encoder=EncoderConfig(1, 2, 4, 10, max_position=16, num_mel_bins=5)
     ),
@@ -64,6 +67,11 @@ BASES = {
     "Gemma3ForConditionalGeneration": replace(WITH_IMAGES, media=replace(WITH_IMAGES.media, num_rows=4)),
     "BertModel": replace(GPT2, causal=False, num_token_types=2),
 }
+for base in ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "Llama", "Mistral", "Qwen2", "Qwen3"):
+    is_encoder = base.lower().endswith(("bert", "berta"))
+    sizes = replace(GPT2, causal=False, num_token_types=2) if is_encoder else replace(LLAMA, has_lm_head=False)
+    BASES[f"{base}Model"] = sizes
+    BASES[f"{base}ForSequenceClassification"] = replace(sizes, classifier=ClassifierConfig(("a", "b"), "first"))
 
 
 class ShapeSource:

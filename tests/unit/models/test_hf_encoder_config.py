@@ -44,8 +44,8 @@ def parse(config: dict[str, Any], **changes: Any) -> ModelConfig:
         (BART, {"suppress_tokens": [1, "2"]}, r"config field suppress_tokens is \[1, '2'\]; expected a token id or"),
         (
             BART,
-            {"architectures": ["MarianMTModel"], "share_encoder_decoder_embeddings": False},
-            r"share_encoder_decoder_embeddings is False; expected True: one vocabulary",
+            {"architectures": ["MarianMTModel"], "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 0},
+            r"decoder_vocab_size is 0; expected a whole number above 0",
         ),
         (T5, {"d_kv": 0}, r"config field d_kv is 0"),
         (BERT, {"is_decoder": True}, r"config field is_decoder is True; expected False"),

@@ -24,6 +24,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.outputs import EmbeddingOutput
 from ratoon.core.params import PoolingParams
 from ratoon.engine.output.vectors import verify_dimensions
+from ratoon.engine.scoring import with_prompt
 
 
 class EmbeddingRequest(RequestModel):
@@ -106,7 +107,9 @@ async def embed_all(
     """Returns a vector for each input, in order."""
     params = PoolingParams(pooling=asked.pooling, normalize=asked.normalize is not False, dimensions=asked.dimensions)
     params.verify()
-    prompts = await encode_prompts(context, "input", asked.input, asked.add_special_tokens is not False, num_places=0)
+    source = context.llm.source
+    texts = with_prompt(source.prompts, source.default_prompt, asked.input, None)
+    prompts = await encode_prompts(context, "input", texts, asked.add_special_tokens is not False, num_places=0)
     async with context.admit(len(prompts), exchange.tenant):
         return await all_or_none(
             [

@@ -64,10 +64,12 @@ def _documents(value: Any) -> list[str]:
     """Texts, or objects with a text, as texts."""
     if not isinstance(value, list) or not value:
         raise ValueError("expected a list of at least one text")
-    texts = [one.get("text") if isinstance(one, dict) else one for one in value]
-    wrong = next((index for index, text in enumerate(texts) if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise ValueError(f"entry {wrong} is neither text nor an object with a text")
+    texts: list[str] = []
+    for index, one in enumerate(value):
+        text = one.get("text") if isinstance(one, dict) else one
+        if not isinstance(text, str):
+            raise ValueError(f"entry {index} is neither text nor an object with a text")
+        texts.append(text)
     return texts
 
 
