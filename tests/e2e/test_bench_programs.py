@@ -367,3 +367,14 @@ def test_agents_traffic_gives_the_same_answers_with_and_without_tiers_and_sessio
     assert [line.split(" | ")[0] for line in shown.splitlines()[3:]] == [
         "| device only, LRU", "| device only, sessions", "| tiers, LRU", "| tiers, sessions",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_rerank_compares_scores_and_times_with_transformers(tmp_path: Path) -> None:
+    written = tmp_path / "rerank.json"
+    shown = run_program("rerank.py", "--quick", "--threads", "1", "--rounds", "1", "--json", str(written))
+    assert "all passages" in shown and "one passage" in shown
+    parts = json.loads(written.read_text())["parts"]
+    assert set(parts) == {"float32", "int8"}
+    for result in parts.values():
+        assert result["ratios"]["all"]["transformers"]["median"] > 0

@@ -12,8 +12,8 @@ from ratoon.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
 PATHS = [
-    [], ["generate"], ["chat"], ["complete"], ["embed"], ["rerank"], ["hidden-states"], ["transcribe"], ["serve"], ["models"],
-    ["pull"], ["rm"], ["ps"], ["stop"], ["info"], ["demo"], ["bench"],
+    [], ["generate"], ["chat"], ["complete"], ["embed"], ["rerank"], ["hidden-states"], ["transcribe"], ["serve"],
+    ["models"], ["pull"], ["rm"], ["ps"], ["stop"], ["info"], ["demo"], ["bench"],
     ["bench", "serve"], ["bench", "latency"], ["bench", "two-stage"],
 ]  # fmt: skip
 
