@@ -99,6 +99,26 @@ class ClassifierConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in the place of the feed-forward half of layers."""
+
+    num_experts: int
+    top_k: int  # experts of each row
+    inner_size: int  # of an expert
+    layers: tuple[bool, ...] | None = None  # which layers have experts; None: all
+    scoring: str = "softmax"  # of the router's logits, or "sigmoid"
+    renormalise: bool = False  # the scores of the chosen experts are divided by their sum
+    scale: float = 1.0  # of these
+    num_groups: int = 1  # of experts, of which the best `top_groups` are chosen from
+    top_groups: int = 1
+    shared_size: int = 0  # the inner size of experts that every row goes to; 0: there are none
+    gate_limit: float | None = None  # gate and up are limited to it (gpt-oss); None: a plain activation
+
+    def is_in_layer(self, layer: int) -> bool:
+        return self.layers is None or self.layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model's hyperparameters under one set of names for all families and file formats. Unprefixed fields are the
     decoder's; in an encoder-only model, the encoder's."""
@@ -147,6 +167,9 @@ class ModelConfig:
     has_lm_head: bool = True  # False: a decoder without a head over its vocabulary, which generates nothing
     classifier: ClassifierConfig | None = None  # set: it has a head that gives labels or scores
     matryoshka: tuple[int, ...] | None = None  # lengths to which its vectors may be cut; empty: any; None: unknown
+    experts: ExpertConfig | None = None  # set: a mixture of experts
+    head_norms: bool = False  # query and key heads are normed, in a family that has both forms (GLM-4.5)
+    attention_sinks: bool = False  # each head has a score that takes its share of the softmax, and no value
     gated_mlp: bool = False  # for a family that has both forms (T5)
     decoder_start_token_id: int | None = None  # the first token of every decoder prompt
     forced_bos_token_id: int | None = None  # the token after it, unless the caller gives a decoder prompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ratoon.layers.linear import make_product
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.weights import Weights
 

@@ -6,7 +6,8 @@ CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ from ratoon.layers import fp8
 from ratoon.layers.gpu import has_gluon, has_wgmma
 from ratoon.layers.invariant_choices import Segments, segments_of, wide_of
 from ratoon.layers.ops import (
+    ExpertGate,
+    ExpertProducts,
+    ExpertWeights,
     FusedProduct,
     JoinedProducts,
     LowRankProducts,
     Product,
     RMSWeights,
+    Router,
+    RoutingRule,
     SavedTables,
     WeightFormat,
     WeightUse,
@@ -36,8 +42,9 @@ from ratoon.layers.product_choices import (
     invariant_choice,
 )
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import TorchOps
+from ratoon.layers.torch_ops import TorchOps, route
 from ratoon.layers.triton import elementwise, norms
+from ratoon.layers.triton import experts as experts_kernels
 from ratoon.layers.triton.gemv import MAX_NORM_WIDTH, gemv
 from ratoon.layers.triton.joined import TritonJoined, can_join
 from ratoon.layers.triton.low_rank import TritonLowRank, TritonTables
@@ -332,6 +339,30 @@ class CudaOps(TorchOps):
         """How the sums of a weight are cut for the same bits in any batch; None: by tiles of one size (matmul.py)."""
         outputs, inputs = weight.shape
         return segments_of(kind, outputs, inputs, dtype_name(weight.dtype)) if self.choices.has_wgmma else None
+
+    def make_router(self, rule: RoutingRule, bias: Tensor | None, counts: Tensor | None = None) -> Router:
+        return partial(route if rule.num_groups > 1 else experts_kernels.route, rule, bias, counts)
+
+    def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
+        """The weights of all experts are one tensor for each product."""
+        gate_up: Tensor | None = None
+        down: Tensor | None = None
+        biases: list[tuple[Tensor, Tensor]] = []
+        for index, one in enumerate(experts):
+            parts = [part.floats() for part in (one.gate, one.up, one.down)]
+            inner, hidden = parts[0].shape
+            if gate_up is None or down is None:
+                gate_up = parts[0].new_empty((len(own), 2 * inner, hidden))
+                down = parts[0].new_empty((len(own), hidden, inner))
+            gate_up[index, :inner], gate_up[index, inner:], down[index] = parts
+            if one.gate_up_bias is not None and one.down_bias is not None:
+                biases.append((one.gate_up_bias, one.down_bias))
+        assert gate_up is not None and down is not None, "there is an expert"
+        joined = None
+        if biases:
+            first, second = (torch.cat([pair[side] for pair in biases]).view(len(own), -1) for side in (0, 1))
+            joined = first, second
+        return experts_kernels.TritonExperts(gate_up, down, joined, own, gate, self.batch_invariant)
 
     def fuse(self, product: Product) -> FusedProduct | None:
         return product.fused if isinstance(product, CudaLinear | CudaGatedMLP) else None

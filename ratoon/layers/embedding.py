@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers.adapters import AdaptedProduct, AdapterRows
-from ratoon.layers.linear import make_product
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 

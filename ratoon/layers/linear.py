@@ -8,14 +8,14 @@ rank takes, and adapters add their low-rank products by row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from ratoon.layers.adapters import AdaptedProduct, AdapterRows
 from ratoon.layers.norm import LinearInput, Normed
-from ratoon.layers.ops import Ops, Product, WeightUse
+from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import join_rows, make_product
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Weights
 
@@ -237,20 +237,6 @@ def _halves_of_heads(num_heads: int, head_dim: int, rotary_dim: int) -> list[int
     return [head * head_dim + row for head in range(num_heads) for row in within]
 
 
-def make_product(ops: Ops, parts: list[StoredTensor], bias: Tensor | None) -> Product:
-    """The product with weights [out, in] concatenated by rows, each in its stored format."""
-    groups = [list(group) for _, group in groupby(parts, key=lambda part: part.format)]
-    if len(groups) > 1:
-        sizes = [sum(part.shape[0] for part in group) for group in groups]
-        biases = [None] * len(groups) if bias is None else bias.split(sizes)
-        products = [make_product(ops, group, own) for group, own in zip(groups, biases, strict=True)]
-        return ops.join(products)
-    kept = ops.find_format(parts[0])
-    if kept is not None:
-        return kept.make_linear(parts, bias)
-    return ops.make_linear(_join([part.data for part in parts]), bias)
-
-
 def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, transposed: bool) -> StoredTensor:
     """[outputs, inputs] of the weight; `transposed` says that the checkpoint has it as [in, out]."""
     shape = (piece.out_features, in_features)
@@ -265,7 +251,7 @@ def _take_weight(piece: Piece, outputs: range, in_features: int, inputs: range, 
 def _take_bias(pieces: Sequence[Piece]) -> Tensor | None:
     if not any(piece.has_bias for piece in pieces):
         return None
-    return _join([_bias_part(piece, outputs) for piece in pieces for outputs in piece.outputs])
+    return join_rows([_bias_part(piece, outputs) for piece in pieces for outputs in piece.outputs])
 
 
 def _bias_part(piece: Piece, outputs: range) -> Tensor:
@@ -275,11 +261,3 @@ def _bias_part(piece: Piece, outputs: range) -> Tensor:
     part = TensorSlice.of_range(0, outputs, piece.out_features)
     bias = weights.take("bias", piece.out_features, part=part)
     return bias if piece.order is None else bias[list(piece.order)]
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    if parts[0].device.type == "meta":  # torch.cat of meta tensors imports torch's compiler, which takes two seconds
-        return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
-    return torch.cat(parts)

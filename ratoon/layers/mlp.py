@@ -45,8 +45,10 @@ class GatedMLP:
         bias: bool = False,
         activation: str = "silu",
         names: Sequence[str] = GATED_NAMES,
+        reduces: bool = True,
     ) -> None:
-        """`names`: of gate, up and down, or of gate and up as one layer, and down."""
+        """`names`: of gate, up and down, or of gate and up as one layer, and down. Without `reduces`, a rank's result
+        is its part of the sum over ranks."""
         _check_activation(activation)
         sizes = (intermediate_size, intermediate_size)
         self.gate_up: Linear
@@ -55,6 +57,8 @@ class GatedMLP:
         else:
             self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
         self.down = RowParallelLinear(weights / names[-1], intermediate_size, hidden_size, bias)
+        if not reduces:
+            self.down.reduce = None
         ops = weights.ops
         self.multiply: Product | None = None
         self.activate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=activation)

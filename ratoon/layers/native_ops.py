@@ -6,17 +6,18 @@ Every kernel computes a row from that row alone, in a fixed order: a request's r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ratoon.layers.native import kernel_set_name, library, reason_for_none
+from ratoon.layers.native import ExpertWeight, kernel_set_name, library, reason_for_none
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_adapters import NativeLowRank, NativeTables
 from ratoon.layers.native_choices import KernelChoices
+from ratoon.layers.native_experts import NativeExperts, NativeRouter, PackedExpert
 from ratoon.layers.native_formats import (
     BLOCK,
     BLOCK_READERS,
@@ -26,17 +27,23 @@ from ratoon.layers.native_formats import (
     QuantisedLinear,
 )
 from ratoon.layers.ops import (
+    ExpertGate,
+    ExpertProducts,
+    ExpertWeights,
     FusedProduct,
     JoinedProducts,
     Lookup,
     LowRankProducts,
     Product,
+    Router,
+    RoutingRule,
     SavedTables,
     WeightFormat,
     WeightUse,
 )
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import mask_lookup
+from ratoon.layers.torch_ops import TorchExperts, mask_lookup
 
 Tensor = torch.Tensor
 
@@ -109,15 +116,16 @@ class NativeGatedMLP:
 class JoinedLinears:
     """[T, in] → [T, all outs]: each product writes its own columns."""
 
-    __slots__ = ("_products", "_sizes")
+    __slots__ = ("_sizes", "out_features", "products")
 
     def __init__(self, products: Sequence[NativeLinear | QuantisedLinear]) -> None:
-        self._products = products
+        self.products = products
         self._sizes = [product.out_features for product in products]
+        self.out_features = sum(self._sizes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = new_floats(x.shape[0], sum(self._sizes))
-        for product, columns in zip(self._products, y.split_with_sizes(self._sizes, 1), strict=True):
+        y = new_floats(x.shape[0], self.out_features)
+        for product, columns in zip(self.products, y.split_with_sizes(self._sizes, 1), strict=True):
             product.write(x, columns)
         return y
 
@@ -229,6 +237,35 @@ class NativeOps:
             return QuantisedGatedMLP(gate_up, down)
         return lambda x: down(self.silu_and_mul(gate_up(x)))
 
+    def make_router(self, rule: RoutingRule, bias: Tensor | None, counts: Tensor | None = None) -> Router:
+        return NativeRouter(rule, bias, counts)
+
+    def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
+        """Weights that no kernel multiplies as they are, such as those whose inputs are in another order, are
+        multiplied expert by expert."""
+        products: list[tuple[Product, Product]] = []
+        packed: list[tuple[PackedExpert, PackedExpert]] = []
+        for one in experts:
+            gate_up = make_product(self, [one.gate, one.up], one.gate_up_bias)
+            down = make_product(self, [one.down], one.down_bias)
+            products.append((gate_up, down))
+            parts = _packed_expert(gate_up), _packed_expert(down)
+            if parts[0] is not None and parts[1] is not None:
+                packed.append((parts[0], parts[1]))
+        if len(packed) < len(own) or len({len(first.parts) for first, _ in packed}) > 1:
+            return TorchExperts(self, products, own, gate)
+        return NativeExperts(packed, own, gate, _ACTIVATIONS)
+
+    def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+        self._kernels.ratoon_add_gated(y.data_ptr(), x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape)
+        return y
+
+    def clamped_swiglu(self, x: Tensor, limit: float) -> Tensor:
+        rows, double = x.shape
+        y = new_floats(rows, double // 2)
+        self._kernels.ratoon_clamped_swiglu(x.data_ptr(), x.stride(0), y.data_ptr(), rows, double // 2, limit)
+        return y
+
     def fuse(self, product: Product) -> FusedProduct | None:
         return None
 
@@ -320,6 +357,22 @@ class NativeOps:
         y = new_floats(rows, width)
         self._kernels.ratoon_activation(x.data_ptr(), x.stride(0), y.data_ptr(), rows, width, _ACTIVATIONS[kind])
         return y
+
+
+def _packed_expert(product: Product) -> PackedExpert | None:
+    """A product as the kernels of experts read it; None: it is of another kind."""
+    if isinstance(product, NativeLinear):
+        weight = ExpertWeight(product.packed_pointer, product.bias_pointer, None)
+        return PackedExpert([(weight, product)], product.in_features, product.out_features)
+    if isinstance(product, QuantisedLinear):
+        weight = ExpertWeight(None, None, product.weight.pointer)
+        return PackedExpert([(weight, product)], product.weight.in_features, product.out_features)
+    if isinstance(product, JoinedLinears):
+        packed = [_packed_expert(one) for one in product.products]
+        if len({None if one is None else one.out_features for one in packed}) == 1 and packed[0] is not None:
+            parts = [part for one in packed if one is not None for part in one.parts]
+            return PackedExpert(parts, packed[0].in_features, product.out_features)
+    return None
 
 
 def _float_table(table: Tensor) -> KeptTable:

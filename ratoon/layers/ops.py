@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ class WeightUse(enum.Enum):
     """What multiplies by a weight, or reads it; it decides in how many bits Ops keeps it."""
 
     LINEAR = enum.auto()  # a linear layer of the model's body
+    EXPERT = enum.auto()  # the same of an expert, of which a layer has many
     VOCABULARY = enum.auto()  # the vocabulary's table, or the head
     OTHER = enum.auto()  # stays as it is
 
@@ -107,6 +108,56 @@ class SavedTables(Protocol):
         ...
 
 
+class RoutingRule(NamedTuple):
+    """How the experts of a row are chosen by its router's logits.
+
+    Scores are the softmax or the sigmoid of the logits. The `top_k` experts of the largest score are chosen; with a
+    bias, those of the largest score plus bias; with groups of neighbours, from the best `top_groups` alone. A group is
+    as good as its best expert, or, with a bias, as the sum of its two best."""
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"  # or "sigmoid"
+    renormalise: bool = False  # the chosen experts' scores are divided by their sum
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+class Routes(NamedTuple):
+    """The experts of each row and what their results are multiplied with, the best first."""
+
+    experts: Tensor  # [T, k] int32
+    weights: Tensor  # [T, k] float32
+
+
+Router = Callable[[Tensor], Routes]  # logits [T, E] → routes
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one expert, or a rank's part of them: I inner features."""
+
+    gate: StoredTensor  # [I, H]
+    up: StoredTensor  # [I, H]
+    down: StoredTensor  # [H, I]
+    gate_up_bias: Tensor | None = None  # [2·I]
+    down_bias: Tensor | None = None  # [H]
+
+
+class ExpertGate(NamedTuple):
+    """What is between the products of an expert: one of `Ops.gated_activation`, or "clamped_swiglu", in which gate and
+    up are limited: gate · sigmoid(1.702 · gate) · (up + 1)."""
+
+    kind: str = "silu"
+    limit: float = 0.0  # of clamped_swiglu
+
+
+class ExpertProducts(Protocol):
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        """x [T, H] → [T, H]: the sum over the experts of each row that are here, times their weights."""
+        ...
+
+
 class Ops(Protocol):
     """T tokens, H hidden size. Nothing here synchronises with the device."""
 
@@ -169,6 +220,20 @@ class Ops(Protocol):
         """down(silu_and_mul(gate_up(x))), as one call where the products allow it."""
         ...
 
+    def make_router(self, rule: RoutingRule, bias: Tensor | None, counts: Tensor | None = None) -> Router:
+        """How rows are sent to experts. `bias` [E] float32: for the choice. `counts` [E] int64: goes up by the rows of
+        each expert, padding of a step among them."""
+        ...
+
+    def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
+        """Takes over the weights of the experts `own` of all; other ranks have the others. They are read one after the
+        other."""
+        ...
+
+    def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+        """y [T, H] += sigmoid(gates [T, 1]) · x, in place; returns y."""
+        ...
+
     def fuse(self, product: Product) -> FusedProduct | None:
         """A product of this Ops, also of `make_gated_mlp`, with its neighbours. None: they are called by themselves,
         and the norm after it adds the product to the residual stream."""
@@ -229,6 +294,10 @@ class Ops(Protocol):
 
     def gated_activation(self, x: Tensor, kind: str) -> Tensor:
         """[T, 2·I] → [T, I]: the activation of the first half, of any kind, times the second."""
+        ...
+
+    def clamped_swiglu(self, x: Tensor, limit: float) -> Tensor:
+        """[T, 2·I] → [T, I], as ExpertGate says."""
         ...
 
     def activation(self, x: Tensor, kind: str) -> Tensor:

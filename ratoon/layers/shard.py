@@ -43,6 +43,7 @@ class Shard:
     rank: int = 0
     world_size: int = 1
     collective: Collective | None = None
+    expert_parallel: bool = False  # each rank has some of the experts of a layer whole, not a part of each
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or (self.collective is None) != (self.world_size == 1):

@@ -5,22 +5,31 @@ Norms and rotations of 16-bit tensors are computed in float32. Nothing here know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ratoon.layers.ops import (
+    ExpertGate,
+    ExpertProducts,
+    ExpertWeights,
     FusedProduct,
     JoinedProducts,
     Lookup,
     LowRankProducts,
+    Ops,
     Product,
+    Router,
+    Routes,
+    RoutingRule,
     SavedTables,
     WeightFormat,
     WeightUse,
 )
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_adapters import TorchLowRank, TorchTables
 
@@ -82,6 +91,28 @@ class TorchOps:
 
         return feed_forward
 
+    def make_router(self, rule: RoutingRule, bias: Tensor | None, counts: Tensor | None = None) -> Router:
+        return partial(route, rule, bias, counts)
+
+    def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
+        products = [
+            (
+                make_product(self, [one.gate, one.up], one.gate_up_bias),
+                make_product(self, [one.down], one.down_bias),
+            )
+            for one in experts
+        ]
+        return TorchExperts(self, products, own, gate)
+
+    def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+        return y.addcmul_(x, gates.sigmoid())
+
+    def clamped_swiglu(self, x: Tensor, limit: float) -> Tensor:
+        """[T, 2·I] → [T, I], as ExpertGate says."""
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1).mul_(gate * torch.sigmoid(1.702 * gate))
+
     def fuse(self, product: Product) -> FusedProduct | None:
         return None
 
@@ -142,6 +173,57 @@ class TorchOps:
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
+
+
+def route(rule: RoutingRule, bias: Tensor | None, counts: Tensor | None, logits: Tensor) -> Routes:
+    """The router of `Ops.make_router`, by operations of torch; none of them waits for the device."""
+    logits = logits.float()  # [T, E]
+    scores = logits.sigmoid() if rule.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if rule.num_groups > 1:
+        groups = choice.unflatten(-1, (rule.num_groups, -1))  # [T, groups, E / groups]
+        count = min(2, groups.shape[-1]) if bias is not None else 1
+        best = groups.topk(count, dim=-1).values.sum(-1).topk(rule.top_groups, dim=-1).indices  # [T, top_groups]
+        kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+        choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    experts = choice.topk(rule.top_k, dim=-1).indices  # [T, k]
+    weights = scores.gather(1, experts)
+    if rule.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if counts is not None:
+        counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+    return Routes(experts.int(), weights * rule.scale if rule.scale != 1.0 else weights)
+
+
+class TorchExperts:
+    """Implements ExpertProducts with any products. Rows are sorted by expert, and those without rows are not read. It
+    waits
+    for the device, to know how many rows each has."""
+
+    def __init__(self, ops: Ops, products: Sequence[tuple[Product, Product]], own: range, gate: ExpertGate) -> None:
+        """`products`: gate and up as one, and down, of each expert."""
+        self._own, self._products = own, products
+        self._gate: Callable[[Tensor], Tensor] = partial(ops.gated_activation, kind=gate.kind)
+        if gate.kind == "clamped_swiglu":
+            self._gate = partial(ops.clamped_swiglu, limit=gate.limit)
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        num_rows, top_k = routes.experts.shape
+        places = routes.experts.flatten().long() - self._own.start  # [T · k]
+        elsewhere = (places < 0) | (places >= len(self._own))
+        places = places.masked_fill(elsewhere, len(self._own))
+        order = places.argsort(stable=True)
+        counts = torch.bincount(places, minlength=len(self._own) + 1).tolist()
+        rows = x[order // top_k]  # sorted by expert
+        results = torch.zeros((len(order), x.shape[1]), dtype=x.dtype, device=x.device)
+        start = 0
+        for (gate_up, down), count in zip(self._products, counts):
+            if count:
+                results[start : start + count] = down(self._gate(gate_up(rows[start : start + count])))
+            start += count
+        by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, -1)
+        weights = routes.weights.masked_fill(elsewhere.view(num_rows, top_k), 0.0).to(x.dtype)
+        return (by_pair * weights[..., None]).sum(1)
 
 
 def mask_lookup(lookup: Lookup, rows: range) -> Lookup:

@@ -120,6 +120,7 @@ class Weights:
         self.shard = shard or Shard()
         self.stage = stage or Stage()
         self.prefix = ""
+        self.counts_experts = False  # routers count the rows of each expert
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.adapter_tables: dict[str, TableTarget] = {}
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
@@ -239,6 +240,11 @@ class Weights:
     def ignore(self, *names: str) -> None:
         """Tensors that the file may hold and the model does not need (stored rotary tables, tied copies)."""
         self._placed.update(self.prefix + name for name in names)
+
+    def ignore_below(self, name: str) -> None:
+        """The same of all tensors below `name`."""
+        prefix = f"{self.prefix}{name}."
+        self._placed.update(found for found in self.source.shapes() if found.startswith(prefix))
 
     def check_nothing_left(self) -> None:
         left = sorted(set(self.source.shapes()) - self._placed)

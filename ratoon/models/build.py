@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.layers.ops import Ops, Product
+from ratoon.layers.ops import ExpertGate, ExpertProducts, ExpertWeights, Ops, Product
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart, Shard
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
@@ -121,10 +121,13 @@ def shorten(model: LanguageModel) -> LanguageModel:
 
 
 def count_first_layers(config: ModelConfig) -> int:
-    """Layers from the first on, so many that every kind is among them (they differ in attention alone), and one that is
-    not the last: that one skips rows."""
-    windows = [config.window_of_layer(index) for index in range(config.num_layers)]
-    return min(config.num_layers, max(2, 1 + max(map(windows.index, windows))))
+    """Layers from the first on, so many that every kind is among them (they differ in their window, and in whether they
+    have experts), and one that is not the last: that one skips rows."""
+    kinds = [
+        (config.window_of_layer(index), config.experts is not None and config.experts.is_in_layer(index))
+        for index in range(config.num_layers)
+    ]
+    return min(config.num_layers, max(2, 1 + max(map(kinds.index, kinds))))
 
 
 class ReadAhead:
@@ -180,6 +183,10 @@ class _RecordingOps(TorchOps):
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:
         self.recorded.append(("gated", *self._shapes[gate_up]))
         return super().make_gated_mlp(gate_up, down)
+
+    def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
+        """Experts are multiplied in groups, by kernels that need no choice of their own."""
+        return TorchOps().make_experts(experts, own, gate)
 
 
 class _RecordingWeights(Weights):

@@ -10,9 +10,10 @@ import torch
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.attention import StepContext
-from ratoon.layers.linear import Linear, Piece, make_product
+from ratoon.layers.linear import Linear, Piece
 from ratoon.layers.norm import RMSNorm
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 from ratoon.models.base import FinalStates, LanguageModel, end_of_stream

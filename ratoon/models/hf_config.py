@@ -1,7 +1,8 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
-The first decoder-only families are read here, others in hf_decoder_config.py, those with an encoder and a decoder in
-hf_encoder_config.py, encoders alone and heads that classify in hf_bert_config.py, and what some add to read images in
+The first decoder-only families are read here, others in hf_decoder_config.py, mixtures of experts in
+hf_mixture_config.py, those with an encoder and a decoder in hf_encoder_config.py, encoders alone and heads that
+classify in hf_bert_config.py, and what some add to read images in
 hf_media_config.py. Where a field may be absent, the default
 is the one that transformers has for the same family. A field that is wrong is named in the error.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from ratoon.core.config import ClassifierConfig, ModelConfig, PositionKind
 from ratoon.core.errors import ModelError
-from ratoon.models import hf_bert_config, hf_decoder_config, hf_encoder_config, hf_media_config
+from ratoon.models import hf_bert_config, hf_decoder_config, hf_encoder_config, hf_media_config, hf_mixture_config
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
 from ratoon.models.family import ModelFamily, find_family, known_architectures
@@ -35,10 +36,13 @@ MOST = {
     "num_channels": 2**8,
     "temporal_patch_size": 2**8,
     "merge_size": 2**8,
+    "num_experts": 2**10,
+    "inner_size": 2**22,
 }
 ROTARY = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
-    *hf_decoder_config.PARSERS, *hf_media_config.TEXT_MODELS, "ModernBertModel", "ModernBertForSequenceClassification",
+    *hf_decoder_config.PARSERS, *hf_mixture_config.PARSERS, *hf_media_config.TEXT_MODELS, "ModernBertModel",
+    "ModernBertForSequenceClassification",
 )  # fmt: skip
 # Decoders that have another head, or none: the family with one whose layers they have.
 WITHOUT_LM_HEAD = {
@@ -54,6 +58,7 @@ MODEL_TYPES = {
     "gpt2": "GPT2LMHeadModel",
     "gemma3_text": "Gemma3ForCausalLM",
     **hf_decoder_config.MODEL_TYPES,
+    **hf_mixture_config.MODEL_TYPES,
     **hf_encoder_config.MODEL_TYPES,
     **hf_bert_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
@@ -86,7 +91,7 @@ def _parse(fields: ConfigFields, architecture: str, family: ModelFamily | None) 
 def _check_sizes(config: ModelConfig, source: str) -> None:
     """Implausible sizes would otherwise fail only when memory is allocated."""
     vision = None if config.media is None else config.media.vision
-    for part in (config, config.encoder, config.relative_positions, vision):
+    for part in (config, config.encoder, config.relative_positions, config.experts, vision):
         for name, most in MOST.items():
             value = getattr(part, name, None)
             if value is not None and value > most:
@@ -285,6 +290,7 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "GPT2LMHeadModel": _parse_gpt2,
     "Gemma3ForCausalLM": _parse_gemma3,
     **hf_decoder_config.PARSERS,
+    **hf_mixture_config.PARSERS,
     **hf_encoder_config.PARSERS,
     **hf_bert_config.PARSERS,
     **dict.fromkeys(WITHOUT_LM_HEAD, _parse_without_lm_head),

@@ -28,7 +28,7 @@ MODEL_TYPES = {
 }
 
 
-def _decoder(
+def decoder_config(
     fields: ConfigFields,
     architecture: str,
     *,
@@ -78,7 +78,7 @@ def _decoder(
     )
 
 
-def _with_windows(config: ModelConfig, window: int | None, sliding: tuple[bool, ...]) -> ModelConfig:
+def with_windows(config: ModelConfig, window: int | None, sliding: tuple[bool, ...]) -> ModelConfig:
     if window is None or not any(sliding):
         return config
     return replace(config, sliding_window=window, sliding_layers=None if all(sliding) else sliding)
@@ -88,7 +88,7 @@ def _parse_gemma2(fields: ConfigFields, architecture: str) -> ModelConfig:
     if fields.flag("use_bidirectional_attention", False):
         raise fields.wrong("use_bidirectional_attention", "is True", "False: the other form is not supported")
     has_bias = fields.flag("attention_bias", False)
-    config = _decoder(
+    config = decoder_config(
         fields, architecture, num_kv_heads=4, head_dim=256, max_position=8192, tied=True, bos=2, eos=(1,),
         activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -100,7 +100,7 @@ def _parse_gemma2(fields: ConfigFields, architecture: str) -> ModelConfig:
     sliding = tuple(layer % 2 == 0 for layer in range(config.num_layers))
     if fields.raw.get("layer_types") is not None:
         sliding = sliding_layers(fields, config.num_layers)
-    return _with_windows(config, window, sliding)
+    return with_windows(config, window, sliding)
 
 
 def _soft_cap(fields: ConfigFields, name: str, default: float) -> float | None:
@@ -116,7 +116,7 @@ def _parse_phi3(fields: ConfigFields, architecture: str) -> ModelConfig:
     if (kind := rope_kind(rope)) not in ("default", "longrope"):
         raise rope.wrong("rope_type", f"is {show(kind)}", "default or longrope")
     window = fields.optional_count("sliding_window")
-    return _decoder(
+    return decoder_config(
         fields, architecture, max_position=4096, bos=1, eos=(32000,), rope=rope, sliding_window=window,
         norm_eps=fields.number("rms_norm_eps", 1e-5),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _parse_phi3(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _parse_olmo2(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
-    return _decoder(
+    return decoder_config(
         fields, architecture, max_position=2048, eos=(50279,), norm_eps=fields.number("rms_norm_eps", 1e-5),
         attention_bias=has_bias, attention_output_bias=has_bias,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _parse_olmo2(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _parse_granite(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
-    return _decoder(
+    return decoder_config(
         fields, architecture, max_position=2048, bos=1, eos=(2,), attention_bias=has_bias,
         attention_output_bias=has_bias, mlp_bias=fields.flag("mlp_bias", False),
         attention_scale=fields.number("attention_multiplier", 1.0),
@@ -144,7 +144,7 @@ def _parse_granite(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _parse_starcoder2(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("use_bias", True)
-    return _decoder(
+    return decoder_config(
         fields, architecture, num_kv_heads=2, max_position=4096, tied=True, bos=50256, eos=(50256,),
         norm_eps=fields.number("norm_epsilon", 1e-5), activation=fields.text("hidden_act", "gelu_pytorch_tanh"),
         attention_bias=has_bias, attention_output_bias=has_bias, mlp_bias=has_bias,
@@ -154,7 +154,7 @@ def _parse_starcoder2(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _parse_smollm3(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
-    config = _decoder(
+    config = decoder_config(
         fields, architecture, num_kv_heads=4, max_position=32768, theta=2_000_000.0, tied=True, bos=128000,
         eos=(128001,), attention_bias=has_bias, attention_output_bias=has_bias, mlp_bias=fields.flag("mlp_bias", False),
     )  # fmt: skip
@@ -170,11 +170,11 @@ def _parse_smollm3(fields: ConfigFields, architecture: str) -> ModelConfig:
     sliding = tuple(not mark for mark in rotary)
     if fields.raw.get("layer_types") is not None:
         sliding = sliding_layers(fields, config.num_layers)
-    return _with_windows(config, window, sliding)
+    return with_windows(config, window, sliding)
 
 
 def _parse_glm(fields: ConfigFields, architecture: str) -> ModelConfig:
-    return _decoder(
+    return decoder_config(
         fields, architecture, num_kv_heads=2, head_dim=128, max_position=131072, share=0.5,
         eos=(151329, 151336, 151338), norm_eps=fields.number("rms_norm_eps", 1.5625e-7),
         attention_bias=fields.flag("attention_bias", True), interleaved_rotary=True,
@@ -183,7 +183,7 @@ def _parse_glm(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 def _parse_gpt_neox(fields: ConfigFields, architecture: str) -> ModelConfig:
     has_bias = fields.flag("attention_bias", True)
-    return _decoder(
+    return decoder_config(
         fields, architecture, max_position=2048, theta=fields.number("rotary_emb_base", 10000.0),
         share=fields.number("rotary_pct", 0.25), bos=0, eos=(2,), kv_heads=fields.count("num_attention_heads"),
         norm_eps=fields.number("layer_norm_eps", 1e-5), activation=fields.text("hidden_act", "gelu"),
@@ -200,7 +200,7 @@ def _parse_falcon(fields: ConfigFields, architecture: str) -> ModelConfig:
     if not is_new:
         num_kv_heads = 1 if fields.flag("multi_query", True) else num_heads
     has_bias = fields.flag("bias", False)
-    return _decoder(
+    return decoder_config(
         fields, architecture, max_position=2048, tied=True, bos=11, eos=(11,), kv_heads=num_kv_heads,
         intermediate_size=fields.count("ffn_hidden_size", 4 * fields.count("hidden_size")),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5), activation=fields.text("activation", "gelu"),

@@ -6,12 +6,13 @@ from __future__ import annotations
 from ratoon.core.errors import ModelError
 from ratoon.layers.norm import RMSNorm, WholeRMSNorm
 from ratoon.layers.weights import Weights
+from ratoon.models.base import StreamLayer
 from ratoon.models.decoder import NormedUpdateLayer, SelfAttention
 from ratoon.models.llama import LlamaForCausalLM
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    def build_layer(self, weights: Weights, index: int) -> NormedUpdateLayer:
+    def build_layer(self, weights: Weights, index: int) -> StreamLayer:
         size, eps = self.config.hidden_size, self.config.norm_eps
         return NormedUpdateLayer(
             self.build_attention(weights / "self_attn", index),

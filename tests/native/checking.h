@@ -32,6 +32,7 @@ void expect_true(int holds, const char *what, int64_t row, int64_t column);
 void check_threads(void);
 void check_linear(void);
 void check_mlp(void);
+void check_experts(void);
 void check_low_rank(void);
 void check_rows(void);
 void check_attention(void);

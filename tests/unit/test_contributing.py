@@ -31,7 +31,7 @@ from ratoon.distributed.executor import executor_class
 from ratoon.engine.core import EngineCore
 from ratoon.execution.rules.base import apply_rules
 from ratoon.layers.attention import AttentionLayer
-from ratoon.layers.linear import make_product
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 from ratoon.memory import growth
 from ratoon.memory.kv_cache_manager import KVCacheManager

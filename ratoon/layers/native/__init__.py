@@ -67,6 +67,45 @@ class SavedTable(ctypes.Structure):
     _fields_ = (("numbers", _POINTER), ("rows", _INT), ("format", _INT))
 
 
+class RouteRule(ctypes.Structure):
+    """`route_rule` of kernels.h."""
+
+    _fields_ = (
+        ("experts", _INT),
+        ("top_k", _INT),
+        ("scoring", _INT),
+        ("renormalise", _INT),
+        ("groups", _INT),
+        ("top_groups", _INT),
+        ("bias", _POINTER),
+        ("scale", _FLOAT),
+    )
+
+
+class ExpertWeight(ctypes.Structure):
+    """`expert_weight` of kernels.h."""
+
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("quantised", _POINTER))
+
+
+class ExpertLayer(ctypes.Structure):
+    """`expert_layer` of kernels.h."""
+
+    _fields_ = (
+        ("experts", _INT),
+        ("first", _INT),
+        ("in_features", _INT),
+        ("inner", _INT),
+        ("out_features", _INT),
+        ("parts", _INT),
+        ("gate_up", _POINTER),
+        ("down", _POINTER),
+        ("activation", _INT),
+        ("has_quantised", _INT),
+        ("limit", _FLOAT),
+    )
+
+
 class DecodeInputs(ctypes.Structure):
     """`decode_inputs` of kernels.h."""
 
@@ -123,6 +162,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_scale": (None, [_POINTER, _INT, _INT, _INT, _FLOAT]),
     "ratoon_add": (None, [_POINTER, _INT, _POINTER, _INT, _INT, _INT]),
     "ratoon_soft_cap": (None, [_POINTER, _INT, _INT, _INT, _FLOAT]),
+    "ratoon_clamped_swiglu": (None, [_POINTER, _INT, _POINTER, _INT, _INT, _FLOAT]),
+    "ratoon_route": (None, [_POINTER, _POINTER, _INT, _INT, *[_POINTER] * 3]),
+    "ratoon_experts_scratch": (_INT, [_POINTER, _INT, _INT]),
+    "ratoon_experts": (ctypes.c_int, [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER]),
+    "ratoon_add_gated": (None, [*[_POINTER] * 3, *[_INT] * 3]),
     "ratoon_attention": (
         ctypes.c_int,
         [

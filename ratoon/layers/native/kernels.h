@@ -68,6 +68,49 @@ void ratoon_scale(float *x, int64_t ldx, int64_t rows, int64_t width, float fact
 void ratoon_add(float *x, int64_t ldx, const float *y, int64_t ldy, int64_t rows, int64_t width);  // x += y
 void ratoon_soft_cap(float *x, int64_t ldx, int64_t rows, int64_t width, float cap);  // cap · tanh(x / cap), in place
 
+// silu with 1.702 of the first half of a row, at most `limit`, times 1 + the second, from -limit to limit.
+void ratoon_clamped_swiglu(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, float limit);
+
+// Mixtures of experts (experts.c).
+#define MOST_EXPERTS 1024
+enum { ROUTE_SOFTMAX, ROUTE_SIGMOID };
+typedef struct {
+    int64_t experts, top_k, scoring, renormalise;
+    int64_t groups, top_groups;  // experts are chosen from the best groups alone; groups of neighbours divide them evenly
+    const float *bias;           // [experts]: added to scores for the choice, not for the weights; NULL: none
+    float scale;                 // of the weights
+} route_rule;
+
+// The experts of each row, the best first, and their weights: [rows][top_k] each. counts [experts], or NULL: goes up by the rows of
+// each expert.
+void ratoon_route(const route_rule *rule, const float *logits, int64_t ldl, int64_t rows, int32_t *chosen, float *weights,
+                  int64_t *counts);
+
+typedef struct {
+    const float *packed;      // of ratoon_pack_weight; NULL: quantised
+    const float *bias;        // of the former
+    const void *quantised;    // a quantised_weight
+} expert_weight;
+
+enum { CLAMPED_SWIGLU = 5 };
+typedef struct {
+    int64_t experts, first;   // those that are here, and the number of the first: other ranks have the others
+    int64_t in, inner, out;
+    int64_t parts;            // 1: gate and up are one product of 2 · inner columns; 2: each is one
+    const expert_weight *gate_up;  // [parts][experts]
+    const expert_weight *down;     // [experts]
+    int64_t activation;       // as of ratoon_activation, or CLAMPED_SWIGLU
+    int64_t has_quantised;    // whether one of the weights is
+    float limit;              // of CLAMPED_SWIGLU
+} expert_layer;
+
+// y [rows, out]: the sum of down(activation(gate(x)) · up(x)) of a row's experts, times their weights. `scratch` has so many bytes
+// as the first function says. Returns 0, or -1 when there is no memory.
+int64_t ratoon_experts_scratch(const expert_layer *layer, int64_t rows, int64_t top_k);
+int ratoon_experts(const expert_layer *layer, const float *x, int64_t ldx, int64_t rows, const int32_t *chosen,
+                   const float *weights, int64_t top_k, void *scratch, float *y);
+void ratoon_add_gated(float *y, const float *x, const float *gates, int64_t ldg, int64_t rows, int64_t width);  // y += sigmoid(g) · x
+
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,

@@ -10,6 +10,7 @@
 // of SUM_DEPTH, and over those.
 #include <string.h>
 
+#include "jobs.h"
 #include "kernels.h"
 #include "room.h"
 #include "threads.h"
@@ -345,4 +346,42 @@ void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packe
         lay_out(&c);
         parallel_units(linear_unit, &c, c.units_per_block * ((c.rows + c.block_rows - 1) / c.block_rows));
     }
+}
+
+// Several products of one shape with few rows each. Their units are one loop: a product of its own, with a row or two, would leave
+// threads waiting at its end. Rows are read where they are, so the results are those of ratoon_linear, to the bit.
+typedef struct {
+    linear_call *calls;
+    int64_t units;  // of each
+} linear_group;
+
+static void group_unit(void *context, int64_t unit) {
+    const linear_group *g = context;
+    linear_unit(&g->calls[unit / g->units], unit % g->units);
+}
+
+int linear_jobs(const linear_job *jobs, int64_t count, int64_t in, int64_t out) {
+    static _Thread_local room room_of_calls;
+    linear_call *calls = at_least(&room_of_calls, (size_t)count * sizeof(linear_call));
+    if (count && !calls) return -1;
+    int64_t few = 0;
+    const int64_t panels = panels_of(out), wanted = panels * count / (UNITS_PER_THREAD * thread_count());
+    int64_t panels_per_unit = wanted < 1 ? 1 : wanted < panels ? wanted : panels;
+    if (panels_per_unit >= MAX_TILE_PANELS) panels_per_unit = panels_per_unit / MAX_TILE_PANELS * MAX_TILE_PANELS;
+    for (int64_t i = 0; i < count; i++) {
+        const linear_job *j = &jobs[i];
+        if (j->rows > MOST_GROUPED_ROWS) {
+            ratoon_linear(j->x, j->ldx, j->rows, j->packed, in, out, j->bias, j->y, j->ldy);
+            continue;
+        }
+        const packed_header *header = (const packed_header *)j->packed;
+        calls[few++] = (linear_call){
+            .x = j->x, .weight = (const char *)(header + 1), .bias = j->bias, .y = j->y, .ldx = j->ldx, .ldy = j->ldy,
+            .rows = j->rows, .in = in, .out = out, .panels = panels, .block_rows = MOST_GROUPED_ROWS,
+            .panels_per_unit = panels_per_unit, .units_per_block = (panels + panels_per_unit - 1) / panels_per_unit,
+            .format = header->format};
+    }
+    linear_group g = {calls, few ? calls[0].units_per_block : 0};
+    if (few) parallel_units(group_unit, &g, few * g.units);
+    return 0;
 }

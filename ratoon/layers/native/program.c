@@ -146,6 +146,23 @@ int ratoon_soft_cap_words(const int64_t *w) {
     return 0;
 }
 
+int ratoon_clamped_swiglu_words(const int64_t *w) {
+    ratoon_clamped_swiglu(P(0), w[1], P(2), w[3], w[4], F(5));
+    return 0;
+}
+
+int ratoon_route_words(const int64_t *w) {
+    ratoon_route(P(0), P(1), w[2], w[3], P(4), P(5), P(6));
+    return 0;
+}
+
+int ratoon_experts_words(const int64_t *w) { return ratoon_experts(P(0), P(1), w[2], w[3], P(4), P(5), w[6], P(7), P(8)); }
+
+int ratoon_add_gated_words(const int64_t *w) {
+    ratoon_add_gated(P(0), P(1), P(2), w[3], w[4], w[5]);
+    return 0;
+}
+
 int ratoon_attention_words(const int64_t *w) {
     return ratoon_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14], w[15],
                             w[16], w[17], w[18], w[19], w[20], P(21), P(22), w[23], F(24), F(25));

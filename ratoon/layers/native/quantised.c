@@ -7,6 +7,8 @@
 
 #include <math.h>
 
+#include "jobs.h"
+#include "room.h"
 #include "threads.h"
 
 #define MAX_TILE_ROWS (W == 16 ? 8 : 4)
@@ -440,20 +442,27 @@ static void choose_kernel(quantised_call *c) {
     c->matrix_rows -= behind;
 }
 
-void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
-                             int64_t ldy) {
-    if (rows <= 0) return;
+// The call of a product, before its panels are divided among units.
+static quantised_call call_of(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
+                              int64_t ldy) {
     quantised_call c = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows};
     c.blocks = weight->in / QUANTISED_BLOCK;
     c.groups = QUANTISED_BLOCK / weight->group;
+    c.panels = (weight->out + TILE - 1) / TILE;
     choose_kernel(&c);
     c.height = c.kernel == IN_REGISTERS && rows < STRIP ? rows : STRIP;
-    const int64_t strips = (rows + c.height - 1) / c.height, row_blocks = strips * c.height * c.blocks;
+    const int64_t row_blocks = (rows + c.height - 1) / c.height * c.height * c.blocks;
     c.activations = scratch;
     c.rests = c.activations + row_blocks * (int64_t)ROW_BYTES;
     c.has_rests = c.rests + row_blocks * (int64_t)REST_BYTES;
-    quantise(&c, strips);
-    c.panels = (weight->out + TILE - 1) / TILE;
+    return c;
+}
+
+void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int64_t ldx, int64_t rows, void *scratch, float *y,
+                             int64_t ldy) {
+    if (rows <= 0) return;
+    quantised_call c = call_of(weight, x, ldx, rows, scratch, y, ldy);
+    quantise(&c, (rows + c.height - 1) / c.height);
     // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another.
     c.panels_per_unit = c.panels / (UNITS_PER_THREAD * thread_count());
     if (c.panels_per_unit < 1) c.panels_per_unit = 1;
@@ -461,6 +470,52 @@ void ratoon_quantised_linear(const quantised_weight *weight, const float *x, int
     c.units_per_block = (c.panels + c.panels_per_unit - 1) / c.panels_per_unit;
     c.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     parallel_units(product_unit, &c, c.units_per_block * c.row_blocks);
+}
+
+typedef struct {
+    quantised_call *calls;
+    int64_t units;  // of each
+} quantised_group;
+
+static void quantise_job(void *context, int64_t job) {
+    const quantised_call *c = &((const quantised_group *)context)->calls[job];
+    memset(c->has_rests, 0, (size_t)c->blocks);
+    quantise_unit((void *)c, 0);
+}
+
+static void group_unit(void *context, int64_t unit) {
+    const quantised_group *g = context;
+    product_unit(&g->calls[unit / g->units], unit % g->units);
+}
+
+// Weights of one shape; their formats may differ. Products of few rows are one loop, others are made by themselves first.
+int quantised_jobs(const linear_job *jobs, int64_t count, void *scratch) {
+    static _Thread_local room room_of_calls;
+    quantised_call *calls = at_least(&room_of_calls, (size_t)count * sizeof(quantised_call));
+    if (count && !calls) return -1;
+    int64_t few = 0;
+    uint8_t *free_scratch = scratch;
+    for (int64_t i = 0; i < count; i++) {
+        const linear_job *j = &jobs[i];
+        if (j->rows >= STRIP || ratoon_quantised_kernel(j->quantised, j->rows) != IN_REGISTERS)
+            ratoon_quantised_linear(j->quantised, j->x, j->ldx, j->rows, scratch, j->y, j->ldy);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const linear_job *j = &jobs[i];
+        if (j->rows >= STRIP || ratoon_quantised_kernel(j->quantised, j->rows) != IN_REGISTERS) continue;
+        calls[few] = call_of(j->quantised, j->x, j->ldx, j->rows, free_scratch, j->y, j->ldy);
+        calls[few].rows_per_unit = j->rows;
+        calls[few++].row_blocks = 1;
+        free_scratch += j->rows * ratoon_quantised_scratch(j->quantised->in);
+    }
+    if (!few) return 0;
+    const int64_t panels = calls[0].panels, wanted = panels * few / (UNITS_PER_THREAD * thread_count());
+    const int64_t panels_per_unit = wanted < 1 ? 1 : wanted < panels ? wanted : panels;
+    quantised_group g = {calls, (panels + panels_per_unit - 1) / panels_per_unit};
+    for (int64_t i = 0; i < few; i++) calls[i].panels_per_unit = panels_per_unit, calls[i].units_per_block = g.units;
+    parallel_units(quantise_job, &g, few);
+    parallel_units(group_unit, &g, few * g.units);
+    return 0;
 }
 
 void ratoon_quantised_gated_mlp(const quantised_weight *gate_up, const quantised_weight *down, const float *x, int64_t ldx,

@@ -260,6 +260,35 @@ void ratoon_silu_and_mul(const float *x, int64_t ldx, float *y, int64_t rows, in
     ratoon_gated_activation(x, ldx, y, rows, width, 0);
 }
 
+typedef struct {
+    const float *x;
+    float *y;
+    int64_t ldx, width;
+    float limit;
+} clamped_call;
+
+INLINE vec clamped(vec gate, vec up, vec limit) {
+    return gelu_quick(min_(gate, limit)) * (splat(1.0f) + min_(max_(up, -limit), limit));
+}
+
+static void clamped_row(const void *context, int64_t row) {
+    const clamped_call *c = context;
+    const float *gate = c->x + row * c->ldx, *up = gate + c->width;
+    const vec limit = splat(c->limit);
+    float *y = c->y + row * c->width;
+    int64_t i = 0;
+    for (; i + W <= c->width; i += W) store(y + i, clamped(load(gate + i), load(up + i), limit));
+    if (i < c->width) {
+        const vec v = clamped(load_some(gate + i, c->width - i), load_some(up + i, c->width - i), limit);
+        for (int64_t j = 0; i + j < c->width; j++) y[i + j] = v[j];
+    }
+}
+
+void ratoon_clamped_swiglu(const float *x, int64_t ldx, float *y, int64_t rows, int64_t width, float limit) {
+    clamped_call c = {x, y, ldx, width, limit};
+    for_rows(clamped_row, &c, rows, width * 8);
+}
+
 #define ACTIVATION(NAME)                                                        \
     static void NAME##_row(const void *context, int64_t row) {                  \
         const activation_call *c = context;                                     \

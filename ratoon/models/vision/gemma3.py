@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from ratoon.core.media import MediaConfig, MediaInput
-from ratoon.layers.linear import make_product
 from ratoon.layers.norm import RMSNorm
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.weights import Weights
 from ratoon.models.media_encoder import Attend, read_pixels
 from ratoon.models.vision.vit import VisionTransformer

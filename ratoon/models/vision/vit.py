@@ -14,10 +14,11 @@ import torch
 
 from ratoon.core.media import MediaConfig, VisionConfig
 from ratoon.layers.embedding import Embedding
-from ratoon.layers.linear import ColumnParallelLinear, Linear, QKVLinear, RowParallelLinear, make_product
+from ratoon.layers.linear import ColumnParallelLinear, Linear, QKVLinear, RowParallelLinear
 from ratoon.layers.mlp import MLP, FeedForward
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.ops import Product, WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.weights import Weights
 from ratoon.models.media_encoder import Attend

@@ -7,11 +7,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from ratoon.layers.linear import make_product
 from ratoon.layers.native import library
 from ratoon.layers.native_formats import QuantisedLinear
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ratoon.layers.linear import make_product
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 from ratoon.layers.torch_ops import TorchOps
 

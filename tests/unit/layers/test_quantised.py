@@ -11,7 +11,6 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from ratoon.layers.grouped import grouped_tensor
-from ratoon.layers.linear import make_product
 from ratoon.layers.native import library
 from ratoon.layers.native.recording import Arena, Recording
 from ratoon.layers.native_formats import (
@@ -25,6 +24,7 @@ from ratoon.layers.native_formats import (
 )
 from ratoon.layers.native_ops import NativeOps, set_native_threads
 from ratoon.layers.ops import WeightUse
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")

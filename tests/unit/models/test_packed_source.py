@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from ratoon.core.errors import ModelError
-from ratoon.layers.linear import ColumnParallelLinear, make_product
+from ratoon.layers.linear import ColumnParallelLinear
 from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
+from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import TensorSource, Weights
 from ratoon.models.config_fields import ConfigFields
