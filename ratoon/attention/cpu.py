@@ -53,6 +53,7 @@ class CpuAttentionBackend(AttentionBackend):
     name = "cpu"
     sees_ahead = True
     caps_scores = True
+    has_sinks = True
     supports_recording = True
 
     def __init__(self) -> None:
@@ -147,6 +148,7 @@ class CpuAttentionBackend(AttentionBackend):
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, metadata.block_size, window,
             layer.causal, metadata.visible_ends, bias_data, reach, layer.scale, layer.soft_cap or 0.0,
+            None if layer.sinks is None else layer.sinks.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
@@ -161,8 +163,8 @@ class RoundedCpuBackend(CpuAttentionBackend):
 
     @staticmethod
     def can_serve(needs: AttentionNeeds) -> bool:
-        plain = not (needs.causal or needs.has_bias or needs.has_soft_cap or needs.window is not None)
-        plain = plain and needs.num_heads == needs.num_kv_heads
+        is_other = needs.causal or needs.has_bias or needs.has_soft_cap or needs.has_sinks or needs.window is not None
+        plain = not is_other and needs.num_heads == needs.num_kv_heads
         return needs.may_round and plain and has_bf16_matrices(needs.head_dim)
 
     def forward(

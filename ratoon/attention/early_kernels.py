@@ -50,7 +50,8 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
     if config.dtype == "auto" and dtype not in _DTYPES:
         dtype = "bfloat16"
     is_other = config.attention_backend not in ("auto", "triton") or config.batch_invariant
-    is_other = is_other or model.attention_soft_cap is not None  # that kernel has none
+    # That kernel has neither.
+    is_other = is_other or model.attention_soft_cap is not None or model.attention_sinks
     if is_other or dtype not in _DTYPES or not model.causal or model.encoder:
         return []
     windows = dict.fromkeys(model.window_of_layer(index) is not None for index in range(model.num_layers))

@@ -36,6 +36,7 @@ class AttentionNeeds:
     causal: bool = True
     has_bias: bool = False  # a bias by distance, added to scores
     has_soft_cap: bool = False  # scores approach a bound by tanh
+    has_sinks: bool = False  # scores without a value are in each softmax
     content: str = AttentionSpec.content  # what is kept for a token
     kv_dtype: torch.dtype | None = None  # that it is kept in, where it is not `dtype`
     batch_invariant: bool = False  # a row's result has the same bits in any batch and any chunk
@@ -67,6 +68,7 @@ class AttentionNeeds:
             all(layer.causal for layer in layers),
             any(layer.bias is not None for layer in layers),
             any(layer.soft_cap is not None for layer in layers),
+            any(layer.sinks is not None for layer in layers),
             spec.content,
             None if kept == dtype else kept,
             batch_invariant,
@@ -128,6 +130,8 @@ class AttentionBackend(ABC):
     sees_ahead: bool = False
     # Whether it reads `soft_cap` of layers.
     caps_scores: bool = False
+    # Whether it reads `sinks` of layers.
+    has_sinks: bool = False
 
     @classmethod
     @abstractmethod

@@ -52,6 +52,8 @@ def _reasons_against(backend: type[AttentionBackend], needs: AttentionNeeds) -> 
         reasons.append("the rows of an image can't see those behind them")
     if needs.has_soft_cap and not backend.caps_scores:
         reasons.append("scores can't have a soft cap")
+    if needs.has_sinks and not backend.has_sinks:
+        reasons.append("heads can't have sinks")
     return reasons
 
 

@@ -40,6 +40,7 @@ class TorchReferenceBackend(AttentionBackend):
     name = "torch"
     sees_ahead = True
     caps_scores = True
+    has_sinks = True
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
@@ -128,5 +129,9 @@ def _attend(
         scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
     if layer.bias is not None:
         scores += layer.bias[:, distances + layer.bias.shape[1] // 2]  # [heads, Q, S]
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(values.dtype)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if layer.sinks is not None:
+        sinks = layer.sinks.float()[:, None, None].expand(-1, num_queries, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., :num_keys].to(values.dtype)
     return torch.einsum("hqk,khd->qhd", weights, values)

@@ -67,6 +67,7 @@ class TritonAttentionBackend(AttentionBackend):
     name = "triton"
     sees_ahead = True
     caps_scores = True
+    has_sinks = True
     supports_graphs = True
 
     def __init__(
@@ -119,13 +120,18 @@ class TritonAttentionBackend(AttentionBackend):
             reasons.append(f"fp8 needs heads of more than {_FP8_HEAD_DIM_ABOVE}, not of {needs.head_dim}")
         if needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {_MAX_HEAD_DIM}, not {needs.head_dim}")
+        if needs.has_sinks and needs.batch_invariant:
+            reasons.append("with sinks, the order of its sums depends on the batch")
         if needs.content != AttentionSpec.content:
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         return reasons
 
     @classmethod
     def create(cls, needs: AttentionNeeds) -> TritonAttentionBackend:
-        return cls(batch_invariant=needs.batch_invariant, cascade=needs.window is None and not needs.has_bias)
+        return cls(
+            batch_invariant=needs.batch_invariant,
+            cascade=needs.window is None and not needs.has_bias and not needs.has_sinks,
+        )
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
         ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
@@ -226,7 +232,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _find_cascade(self, operands: Operands, longest: int) -> Cascade | None:
         layer, fits = operands.layer, 2 * operands.num_rows <= MAX_PARTS
-        if not self.shares_prefixes or not fits or layer.window is not None or layer.bias is not None:
+        is_plain = layer.window is None and layer.bias is None and layer.sinks is None
+        if not self.shares_prefixes or not fits or not is_plain:
             return None
         return operands.metadata.cascade(longest, layer.causal)
 
@@ -235,7 +242,7 @@ class TritonAttentionBackend(AttentionBackend):
         layer, metadata = operands.layer, operands.metadata
         num_tiles = metadata.num_requests * layer.num_kv_heads
         is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(operands.q.device)
-        if metadata.inputs.visible_ends_device is not None:
+        if metadata.inputs.visible_ends_device is not None or layer.sinks is not None:
             return False
         if self._batch_invariant and (operands.q.dtype == torch.float32 or operands.pages.dtype != operands.q.dtype):
             return False  # a norm would have another order; the new key can't be placed among pairs of fp8

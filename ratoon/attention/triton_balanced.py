@@ -51,6 +51,7 @@ def serves(
         layer.causal
         and layer.bias is None
         and layer.soft_cap is None
+        and layer.sinks is None
         and layer.num_heads // layer.num_kv_heads <= _HEADS
         and layer.head_dim in (_HEAD_DIMS[1:] if pages.dtype == _FP8 else _HEAD_DIMS)
         and dtype in _DTYPES

@@ -554,7 +554,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRED: tl.constexpr, CLEAR_LOOP: tl.constexpr,
     TILES: tl.constexpr, REQUESTS_PAD: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
     MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, PREFIX_TILE: tl.constexpr, KEEP_PARTS: tl.constexpr,
-    HAS_ENDS: tl.constexpr, SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_ENDS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, KV heads, splits. Only requests with shortest … longest query tokens take part.
 
@@ -563,7 +563,8 @@ def attention_kernel(
     and the last of them to arrive merges MERGE_ROWS rows at a time. CHUNK: see split_of; without SPLIT a program
     attends to the chunks one after the other. PREFIX_TILE > 0: a request's keys begin at begins_ptr; those before it
     were attended to by a launch with KEEP_PARTS, in prefix_splits, by tiles of so many keys. Its results stay in parts,
-    in the num_slots of each row. HAS_ENDS: see _last_key.
+    in the num_slots of each row. HAS_ENDS: see _last_key. HAS_SINKS: bias_ptr has a score of each head, in base e, that
+    has no value.
 
     What differs from batch to batch is no constant where that costs nothing: each value would be another kernel.
     """
@@ -629,6 +630,16 @@ def attention_kernel(
         kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
         HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK, SOFT_CAP,
     )  # fmt: skip
+    if HAS_SINKS:  # bias_ptr has them: a score of each head, in the first split, without a value
+        sinks = tl.load(bias_ptr + heads, mask=rows < num_rows, other=0.0).to(tl.float32) * 1.4426950408889634
+        if SPLIT:
+            sinks = tl.where(split == 0, sinks, float("-inf"))
+        top = tl.maximum(peak, sinks)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp2(peak - safe)
+        total = total * keep + tl.exp2(sinks - safe)
+        acc = acc * keep[:, None]
+        peak = top
     store_result(
         acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,
         out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT,

@@ -207,6 +207,8 @@ class Launches:
         slots."""
         layer, q, out, pages = operands.layer, operands.q, operands.out, operands.pages
         inputs, bias = operands.metadata.inputs, layer.bias
+        assert bias is None or layer.sinks is None, "the kernel has a place for one of them"
+        by_head = layer.sinks if bias is None else bias
         table = inputs.block_table_device
         begins, prefix_tile, *numbers = prefix or (inputs.seq_lens_device, 0, 0, keep_slots or num_splits)
         is_split = num_splits > 1 or keep_slots > 0
@@ -216,7 +218,8 @@ class Launches:
             splits_pad = 1
         launch(
             attention_kernel, grid,
-            q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out if bias is None else bias,
+            q, out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
+            out if by_head is None else by_head,
             *(parts or (out,) * 4), begins, begins if ends is None else ends, layer.scale * LOG2_E, q.stride(0),
             q.stride(1), pages.stride(0), table.stride(0), operands.metadata.num_requests, *query_lens,
             layer.window or 0, 0 if bias is None else bias.shape[1] // 2, num_splits, self._min_share, tiles_each or 0,
@@ -226,6 +229,7 @@ class Launches:
             CHUNK=tiles.block_n if self._batch_invariant else 0,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
             PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, HAS_ENDS=ends is not None,
+            HAS_SINKS=layer.sinks is not None,
             **self._constants(operands, tiles),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Attention of long queries on Hopper GPUs: what the kernel of triton_prefill_kernels.py serves, and its launch.
 
-Other GPUs, float32, biases, soft caps, other sizes of heads, and results with the same bits in any batch stay with
-attention_kernel of triton_kernels.py.
+Other GPUs, float32, biases, soft caps, sinks, other sizes of heads, and results with the same bits in any batch stay
+with attention_kernel of triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, page
         layer.bias is None
         and layer.soft_cap is None
         and (layer.causal or layer.window is None)
+        and layer.sinks is None
         and layer.head_dim in _HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)

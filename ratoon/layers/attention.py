@@ -91,6 +91,7 @@ class AttentionLayer:
     # query (negative: before). No sequence is longer than reach + 1.
     bias: torch.Tensor | None = None
     soft_cap: float | None = None  # scores become soft_cap · tanh(score / soft_cap), before bias and mask
+    sinks: torch.Tensor | None = None  # [heads] float32: a score of each head that is in its softmax and has no value
 
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         if self.window is None or not self.causal:  # a sequence that runs in one step has all its blocks
@@ -122,6 +123,7 @@ class CrossAttentionLayer:
     causal = False
     bias = None
     soft_cap = None
+    sinks = None
 
     @property
     def num_kv_heads(self) -> int:

@@ -11,12 +11,14 @@ from ratoon.models.damage import show
 from ratoon.models.hf_decoder_config import decoder_config, with_windows
 from ratoon.models.hf_rope import sliding_layers
 
+GPT_OSS_ALPHA = 1.702  # of the gate's activation
 MODEL_TYPES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 
@@ -86,6 +88,27 @@ def _parse_glm4_moe(fields: ConfigFields, architecture: str) -> ModelConfig:
     )  # fmt: skip
 
 
+def _parse_gpt_oss(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Every other layer has a window, unless the file says which."""
+    if (alpha := fields.number("swiglu_alpha", GPT_OSS_ALPHA)) != GPT_OSS_ALPHA:
+        raise fields.wrong("swiglu_alpha", f"is {alpha}", f"{GPT_OSS_ALPHA}: no other is supported")
+    experts = ExpertConfig(
+        _num_experts(fields, 128), _top_k(fields, 4), fields.count("intermediate_size", 2880), renormalise=True,
+        gate_limit=fields.number("swiglu_limit", 7.0),
+    )  # fmt: skip
+    has_bias = fields.flag("attention_bias", True)
+    config = decoder_config(
+        fields, architecture, num_kv_heads=8, head_dim=64, max_position=131072, theta=150_000.0,
+        norm_eps=fields.number("rms_norm_eps", 1e-5), attention_bias=has_bias, attention_output_bias=has_bias,
+        mlp_bias=True, attention_sinks=True, experts=experts,
+    )  # fmt: skip
+    window = fields.optional_count("sliding_window") if "sliding_window" in fields.raw else 128
+    sliding = tuple(layer % 2 == 0 for layer in range(config.num_layers))
+    if fields.raw.get("layer_types") is not None:
+        sliding = sliding_layers(fields, config.num_layers)
+    return with_windows(config, window, sliding)
+
+
 def _qwen_experts(fields: ConfigFields, count: int, top_k: int, inner: int, shared: int) -> ExpertConfig:
     """Layers are dense if they are named, or if their number is no multiple of a step."""
     num_layers, step = fields.layers("num_hidden_layers"), fields.count("decoder_sparse_step", 1)
@@ -123,4 +146,5 @@ PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "Qwen3MoeForCausalLM": _parse_qwen3_moe,
     "OlmoeForCausalLM": _parse_olmoe,
     "Glm4MoeForCausalLM": _parse_glm4_moe,
+    "GptOssForCausalLM": _parse_gpt_oss,
 }

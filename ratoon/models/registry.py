@@ -30,6 +30,7 @@ MODEL_CLASSES = {
     "Qwen3MoeForCausalLM": "ratoon.models.mixture:Qwen3MoeForCausalLM",
     "OlmoeForCausalLM": "ratoon.models.mixture:OlmoeForCausalLM",
     "Glm4MoeForCausalLM": "ratoon.models.mixture:Glm4MoeForCausalLM",
+    "GptOssForCausalLM": "ratoon.models.gpt_oss:GptOssForCausalLM",
     "GPT2LMHeadModel": "ratoon.models.gpt2:GPT2LMHeadModel",
     "BartForConditionalGeneration": "ratoon.models.bart:BartForConditionalGeneration",
     "MBartForConditionalGeneration": "ratoon.models.mbart:MBartForConditionalGeneration",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ratoon.core.errors import ModelError
 from ratoon.core.plugins import WEIGHT_FORMATS, PluginError, find_plugin
 from ratoon.models.config_fields import ConfigFields
+from ratoon.models.mxfp4_source import METHOD, Mxfp4Source
 from ratoon.models.packed_source import AWQ, COMPRESSED, GPTQ, PackedSource, read_scheme
 
 if TYPE_CHECKING:
@@ -46,4 +47,11 @@ def _read_packed(fields: ConfigFields) -> WrapTensors:
     return lambda files: PackedSource(files, scheme)
 
 
-BUILT_IN: dict[str, WeightFormatReader] = dict.fromkeys((GPTQ, AWQ, COMPRESSED), _read_packed)
+def _read_mxfp4(fields: ConfigFields) -> WrapTensors:
+    return Mxfp4Source
+
+
+BUILT_IN: dict[str, WeightFormatReader] = {
+    **dict.fromkeys((GPTQ, AWQ, COMPRESSED), _read_packed),
+    METHOD: _read_mxfp4,
+}

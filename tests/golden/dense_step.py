@@ -39,7 +39,10 @@ class DenseStep:
         if layer.soft_cap is not None:
             scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
         scores = scores.masked_fill(~visible, float("-inf"))
-        return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), values).flatten(1)  # [T, heads · head_dim]
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, num_queries, 1)), -1)
+        weights = scores.softmax(dim=-1)[..., :num_keys]
+        return torch.einsum("hts,shd->thd", weights, values).flatten(1)  # [T, heads · head_dim]
 
     def reading(self, rows: Tensor) -> None:
         """Rows that are read are selected behind attention."""

@@ -17,8 +17,9 @@ from tests.golden.tiny_models import TinyModel, make_tiny, plain_config, shared_
 EXPERTS, TOP_K, INNER = 6, 2, 40
 
 
-def tiny_mixtral(window: int | None = None, seed: int = 0) -> TinyModel:
+def tiny_mixtral(window: int | None = None, inner: int | None = None, seed: int = 0) -> TinyModel:
     config = plain_config("MixtralForCausalLM", 4, 2)
+    config = config if inner is None else replace(config, intermediate_size=inner)
     experts = ExpertConfig(EXPERTS, TOP_K, config.intermediate_size, renormalise=True)
     config = replace(config, experts=experts, sliding_window=window)
     arguments = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": window}
@@ -26,13 +27,13 @@ def tiny_mixtral(window: int | None = None, seed: int = 0) -> TinyModel:
     return _apart(make_tiny(transformers.MixtralForCausalLM, oracle_config, config, seed))
 
 
-def tiny_qwen2_moe(renormalise: bool = False, seed: int = 0) -> TinyModel:
-    """Its first layer is dense, by name; it has a shared expert with a gate."""
-    layers = (False, True, True)
+def tiny_qwen2_moe(renormalise: bool = False, dense: bool = True, seed: int = 0) -> TinyModel:
+    """Its first layer is `dense`, by name; it has a shared expert with a gate."""
+    layers = (False, True, True) if dense else None
     experts = ExpertConfig(EXPERTS, TOP_K, INNER, layers, renormalise=renormalise, shared_size=24)
     config = replace(plain_config("Qwen2MoeForCausalLM", 4, 2), attention_bias=True, experts=experts)
     oracle_config = transformers.Qwen2MoeConfig(
-        **shared_arguments(config), **_qwen_arguments(experts), mlp_only_layers=[0],
+        **shared_arguments(config), **_qwen_arguments(experts), mlp_only_layers=[0] if dense else [],
         shared_expert_intermediate_size=24,
     )  # fmt: skip
     return _apart(make_tiny(transformers.Qwen2MoeForCausalLM, oracle_config, config, seed))
@@ -84,6 +85,29 @@ def tiny_glm4_moe(groups: int = 1, head_norms: bool = False, seed: int = 0) -> T
     return _apart(tiny)
 
 
+def tiny_gpt_oss(window: int | None = 6, seed: int = 0) -> TinyModel:
+    """Every other layer has the window. Numbers reach the limit of gates, and sinks take a share of each softmax."""
+    sliding = (True, False, True)
+    config = plain_config("GptOssForCausalLM", 4, 2)
+    experts = ExpertConfig(EXPERTS, TOP_K, config.intermediate_size, renormalise=True, gate_limit=0.6)
+    config = replace(
+        config, experts=experts, attention_bias=True, attention_output_bias=True, mlp_bias=True, attention_sinks=True,
+        sliding_window=window, sliding_layers=None if window is None else sliding,
+    )  # fmt: skip
+    kinds = ["sliding_attention" if is_sliding and window else "full_attention" for is_sliding in sliding]
+    oracle_config = transformers.GptOssConfig(
+        **shared_arguments(config, {"rope_type": "default"}), head_dim=config.head_dim, num_local_experts=EXPERTS,
+        num_experts_per_tok=TOP_K, swiglu_limit=0.6, sliding_window=window, layer_types=kinds,
+    )  # fmt: skip
+    tiny = make_tiny(transformers.GptOssForCausalLM, oracle_config, config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in tiny.oracle.state_dict().items():
+            if name.endswith("_bias"):  # of experts, in which a fresh model has nothing
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    return _apart(tiny, interleaved=True)
+
+
 def _qwen_arguments(experts: ExpertConfig) -> dict[str, Any]:
     return {
         "num_experts": experts.num_experts,
@@ -107,4 +131,5 @@ MIXTURES: dict[str, Callable[[], TinyModel]] = {
     "olmoe": tiny_olmoe,
     "glm4_moe": tiny_glm4_moe,
     "glm4_moe with groups and norms of heads": lambda: tiny_glm4_moe(groups=4, head_norms=True),
+    "gpt_oss": tiny_gpt_oss,
 }

@@ -22,7 +22,7 @@ typedef struct {
     int32_t query_start[MOST_REQUESTS + 1], seq_lens[MOST_REQUESTS], shared[MOST_REQUESTS];
     int32_t *table, *ends;
     unsigned char *cache, *scales;
-    float *q, *out, *bias;
+    float *q, *out, *bias, *sinks;
     float scale, cap;  // 0: scores have no cap
 } batch;
 
@@ -194,6 +194,7 @@ static void expect_row(const batch *b, int64_t r, int64_t token, int64_t head) {
     double weight_error = score_error + (UNIT * spread + EXP_ERROR) + stretches * (2 * EXP_ERROR + UNIT) + UNIT * spread;
     double sum_roundings = (STRETCH + stretches + 5) * UNIT;  // with a scale of the value
     for (int64_t key = first; key < end; key++) total += scores[key] = exp(scores[key] - highest);
+    if (b->sinks) total += exp(b->sinks[head] - highest);
     for (int64_t i = 0; i < b->head_dim; i++) {
         double sum = 0, sizes = 0;
         for (int64_t key = first; key < end; key++) {
@@ -216,7 +217,7 @@ static int run(const batch *b, int64_t first, int64_t end, float *out) {
                             b->cache, b->block_bytes, b->scales, b->scale_block_bytes, b->table + first * b->table_width,
                             b->table_width, query_start, b->seq_lens + first, shared, end - first, b->heads, b->kv_heads,
                             b->head_dim, b->block_size, b->window, b->causal,
-                            b->ends ? b->ends + b->query_start[first] : NULL, b->bias, b->reach, b->scale, b->cap);
+                            b->ends ? b->ends + b->query_start[first] : NULL, b->bias, b->reach, b->scale, b->cap, b->sinks);
 }
 
 // The bits of a row depend neither on the number of threads nor on the requests beside its own.
@@ -242,6 +243,7 @@ static void compare(int kind, int decode) {
     b.block_bytes = 2 * b.kv_heads * b.head_dim * b.block_size * size_of[kind] + 64 * random_between(0, 1);  // rows may be wider
     b.scale_block_bytes = 2 * b.kv_heads * b.block_size * 4 + 64 * random_between(0, 1);
     b.scale = 1 / sqrtf((float)b.head_dim);
+    b.sinks = random_between(0, 2) == 0 ? random_floats(b.heads, 6) : NULL;
     b.cap = random_between(0, 2) == 0 ? (float)random_between(1, 40) / 8 : 0;
     b.ldq = b.heads * b.head_dim + 5;
     b.ldo = b.heads * b.head_dim + 3;

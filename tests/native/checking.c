@@ -13,7 +13,7 @@
 #include "quantised.h"
 
 #define MAX_PRINTED 5
-#define MAX_MAPPED 64
+#define MAX_MAPPED 256
 
 int failures;
 static uint64_t state;

@@ -130,10 +130,10 @@ static void compare_attention(const float *x) {
     expect_true(memcmp(scales, other_scales, (size_t)(2 * scale_bytes)) == 0, "store of scales", 0, 0);
     begin();
     ratoon_attention(x, WIDTH, direct, WIDTH, 2, cache, bytes, scales, scale_bytes, table, 2, query_start, seq_lens, shared, 1, 2, 1,
-                     16, 16, 2, 1, ends, bias, 16, 0.25f, 1.5f);
+                     16, 16, 2, 1, ends, bias, 16, 0.25f, 1.5f, bias);
     expect_equal(ratoon_attention_words,
                  (int64_t[]){P(x), WIDTH, P(replayed), WIDTH, 2, P(cache), bytes, P(scales), scale_bytes, P(table), 2, P(query_start),
-                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(ends), P(bias), 16, number(0.25f), number(1.5f)},
+                             P(seq_lens), P(shared), 1, 2, 1, 16, 16, 2, 1, P(ends), P(bias), 16, number(0.25f), number(1.5f), P(bias)},
                  "attention");
 }
 

@@ -179,6 +179,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
             _INT,
             _FLOAT,
             _FLOAT,
+            _POINTER,
         ],
     ),
     "ratoon_attention_bf16_scratch": (_INT, [_INT] * 4),

@@ -271,7 +271,12 @@ static void write_rows(const attention_call *c, const part *part, int64_t kv_hea
     const int64_t group = c->heads / c->kv_heads;
     for (int64_t row = 0; row < rows; row++) {
         float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
-        vec scale = splat(1.0f / sum_of_lanes(load(from->total + row * W)));
+        float total = sum_of_lanes(load(from->total + row * W));
+        if (c->sinks) {
+            const float sink = c->sinks[kv_head * group + row % group] * (float)LOG2_E;
+            total += exp_scalar((sink - from->highest[row]) * (float)(1 / LOG2_E));
+        }
+        vec scale = splat(1.0f / total);
         for (int64_t i = 0; i < c->head_dim; i += W) store(out + i, load(from->sum + row * c->head_dim + i) * scale);
     }
 }
@@ -460,15 +465,16 @@ static int make_plan(plan *plan) {
 
 // `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
 // common with that of the request before it, all of them visible to both. `ends` [tokens]: the last key that a token sees,
-// never falling within a request, where that is behind its own position; or NULL. `cap`: of scores, before the bias; 0: none. Returns 0, or -1 when memory ran out.
+// never falling within a request, where that is behind its own position; or NULL. `cap`: of scores, before the bias;
+// 0: none. `sinks` [heads]: scores that are in every row's softmax and have no value; or NULL. Returns 0, or -1 when memory ran out.
 int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache, int64_t block_bytes,
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
-                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap) {
+                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap, const float *sinks) {
     plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
                           shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, ends,
-                          bias, reach, (float)(scale * LOG2_E), (float)(cap * LOG2_E)}};
+                          bias, reach, (float)(scale * LOG2_E), (float)(cap * LOG2_E), sinks}};
     if (query_start[requests] == 0) return 0;
     if (make_plan(&plan)) return -1;
     parallel_units(attention_unit, &plan, plan.num_units * kv_heads);

@@ -37,6 +37,7 @@ typedef struct {
     int64_t reach;
     float scale;  // of scores, whose weights are powers of two
     float cap;    // that scores approach, in both directions, in the same unit; 0: they have none
+    const float *sinks;  // [heads]: a score that takes its share of the weights, and has no value; or NULL
 } attention_call;
 
 typedef struct {

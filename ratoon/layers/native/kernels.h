@@ -115,7 +115,7 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
                      const void *scales, int64_t scale_block_bytes, const int32_t *block_table, int64_t table_width,
                      const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared, int64_t requests,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t causal,
-                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap);
+                     const int32_t *ends, const float *bias, int64_t reach, float scale, float cap, const float *sinks);
 void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t kind, void *cache, int64_t block_bytes,
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);

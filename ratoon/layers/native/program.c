@@ -165,7 +165,7 @@ int ratoon_add_gated_words(const int64_t *w) {
 
 int ratoon_attention_words(const int64_t *w) {
     return ratoon_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14], w[15],
-                            w[16], w[17], w[18], w[19], w[20], P(21), P(22), w[23], F(24), F(25));
+                            w[16], w[17], w[18], w[19], w[20], P(21), P(22), w[23], F(24), F(25), P(26));
 }
 
 int ratoon_store_kv_words(const int64_t *w) {

@@ -157,7 +157,9 @@ class Batch:
                     if layer.bias is not None:
                         reach = layer.bias.shape[1] // 2
                         scores += layer.bias[head, reach - position + first : reach - position + end].double().cpu()
-                    heads.append(scores.softmax(0) @ v[first:end, kv_head])
+                    if layer.sinks is not None:
+                        scores = torch.cat((scores, layer.sinks[head : head + 1].double().cpu()))
+                    heads.append(scores.softmax(0)[: end - first] @ v[first:end, kv_head])
                 rows.append(torch.cat(heads))
             results.append(torch.stack(rows))
         return results
@@ -185,10 +187,16 @@ CAPPED = [
     AttentionLayer(0, 4, 2, 256, 0.0625, window=20, soft_cap=50.0),
     AttentionLayer(0, 4, 2, 32, 0.2, bias=BIAS, soft_cap=1.0),
 ]
+# Scores without a value: some take nearly all of the softmax, some nothing
+SINKS = torch.tensor([-60.0, -1.0, 0.5, 3.0, 90.0, 0.0, 2.0, -3.0])
+WITH_SINKS = [
+    AttentionLayer(0, 8, 2, 64, 0.125, sinks=SINKS),
+    AttentionLayer(0, 4, 4, 32, 0.17, window=20, sinks=SINKS[:4]),
+]
 MIXED = ([0, 54, 145, 3, 63, 64], [130, 1, 1, 40, 1, 65])
 
 
-@pytest.mark.parametrize("layer", [*SHAPES, *CAPPED], ids=str)
+@pytest.mark.parametrize("layer", [*SHAPES, *CAPPED, *WITH_SINKS], ids=str)
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_paged_attention_equals_its_definition(backend, layer, block_size):
@@ -258,8 +266,16 @@ def test_a_backend_without_soft_caps_is_not_taken_for_them(monkeypatch):
     assert choice.reasons_against["cpu"][-1] == "scores can't have a soft cap"
 
 
+def test_a_backend_without_sinks_is_not_taken_for_them(monkeypatch):
+    monkeypatch.setattr(CpuAttentionBackend, "has_sinks", False)
+    needs = AttentionNeeds("cpu", torch.float32, 16, 64, 4, 4, has_sinks=True)
+    choice = select_backend("auto", needs, "layers 0-3")
+    assert choice.backend.name == "torch"
+    assert choice.reasons_against["cpu"][-1] == "heads can't have sinks"
+
+
 KEPT = ["float16", "int8"]
-KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0], CAPPED[0]]
+KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0], CAPPED[0], WITH_SINKS[0]]
 
 
 @needs_kernels

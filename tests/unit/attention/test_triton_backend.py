@@ -41,7 +41,7 @@ from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
 from ratoon.layers.torch_ops import TorchOps
 from tests.triton_interpreter import repair_interpreter
-from tests.unit.attention.test_backends import BIAS, Batch, CrossBatch
+from tests.unit.attention.test_backends import BIAS, SINKS, Batch, CrossBatch
 
 pytestmark = pytest.mark.slow  # Triton's interpreter
 
@@ -89,9 +89,10 @@ def assert_as_defined(batch: Batch, backend: TritonAttentionBackend, tolerance: 
         (AttentionLayer(0, 2, 1, 32, 0.17, window=5), MIXED, 24),
         (AttentionLayer(0, 4, 2, 16, 0.2, bias=BIAS.to(DEVICE)), ([0, 33], [33, 1]), 16),
         (AttentionLayer(0, 4, 2, 16, 0.4, window=20, soft_cap=1.5), MIXED, 16),
+        (AttentionLayer(0, 4, 2, 16, 0.4, window=20, sinks=SINKS[:4].to(DEVICE)), MIXED, 16),
         (AttentionLayer(0, 70, 1, 16, 0.2), ([0, 20], [2, 1]), 8),  # more rows for a token than a tile has
     ],
-    ids=["grouped", "odd", "window", "narrow window", "bias", "soft cap", "many heads"],
+    ids=["grouped", "odd", "window", "narrow window", "bias", "soft cap", "sinks", "many heads"],
 )
 @pytest.mark.one_in(2)
 def test_a_mixed_batch_equals_the_definition(
@@ -105,6 +106,14 @@ def test_a_mixed_batch_equals_the_definition(
 def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> None:
     batch = Batch([130, 60, 0], [1, 3, 1], replace(GROUPED, window=window), 16, device=DEVICE)
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
+
+
+def test_a_sink_is_in_one_of_the_splits() -> None:
+    layer = replace(GROUPED, sinks=SINKS[: GROUPED.num_heads].to(DEVICE))
+    batch = Batch([130, 60, 0], [1, 3, 1], layer, 16, device=DEVICE)
+    assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
+    needs = AttentionNeeds("cuda", torch.float16, 16, 64, 4, 4, has_sinks=True, batch_invariant=True)
+    assert "sinks" in TritonAttentionBackend.reasons_against(needs)[-1]
 
 
 @pytest.mark.full
