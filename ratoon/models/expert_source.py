@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ratoon.layers.stored import StoredTensor, TensorSlice
 
 if TYPE_CHECKING:
+    from ratoon.core.config import ModelConfig
     from ratoon.layers.weights import Destination, TensorSource
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias|\.weight|\.bias)?")
@@ -78,8 +79,11 @@ class ExpertSource:
                 self._pieces[full] = ExpertPiece(name, expert, rows, transposed, own)
 
 
-def has_fused_experts(source: TensorSource) -> bool:
-    return any(FUSED.fullmatch(name) for name in source.shapes())
+def with_experts_apart(source: TensorSource, config: ModelConfig) -> TensorSource:
+    """The source itself, unless it has the experts of layers fused."""
+    if config.experts is None or not any(FUSED.fullmatch(name) for name in source.shapes()):
+        return source
+    return ExpertSource(source, interleaved=config.architecture == "GptOssForCausalLM")
 
 
 def _one_expert(stored: StoredTensor, piece: ExpertPiece) -> StoredTensor:

@@ -40,6 +40,9 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "gptneox": "GPTNeoXForCausalLM",
     "falcon": "FalconForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -59,6 +62,15 @@ LLAMA_NAMES = {
     "ffn_gate": "model.layers.{}.mlp.gate_proj",
     "ffn_up": "model.layers.{}.mlp.up_proj",
     "ffn_down": "model.layers.{}.mlp.down_proj",
+    # Of mixtures; the experts of a layer are one tensor, which expert_source.py takes apart
+    "ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "ffn_gate_exps": "model.layers.{}.mlp.experts.gate_proj",
+    "ffn_up_exps": "model.layers.{}.mlp.experts.up_proj",
+    "ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+    "ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
 }
 GEMMA3_NAMES = {
     **LLAMA_NAMES,
@@ -133,11 +145,14 @@ NAMES = {
     "gptneox": GPT_NEOX_NAMES,
     "falcon": FALCON_NAMES,
 }  # of other architectures: LLAMA_NAMES
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe")
 PERMUTED = ("llama", "granite", "smollm3")  # whose query and key rows the converter reordered
 BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
 LAYER_NORMED = ("gpt2", "starcoder2", "gptneox", "falcon")
 # Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+ONE_OUTPUT = ".ffn_gate_inp_shexp.weight"  # a weight [1, in], which files have without its first dimension
 
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency factors, spelled out by the converter
@@ -182,6 +197,8 @@ class GGUFSource:
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()
         if self.architecture in BY_KV_HEAD and ".attn_qkv." in gguf_name:
             return self._read_by_kv_head(name, gguf_name, part)
+        if gguf_name.endswith(ONE_OUTPUT):
+            return StoredTensor.of_floats(self.file.read(gguf_name).floats().view(self._shapes[name]), part)
         stored = self.file.read(gguf_name, part)
         if self.architecture in ("gemma2", "gemma3") and gguf_name.endswith("norm.weight"):
             return StoredTensor.of_floats(stored.floats() - 1.0)  # the converter added what Gemma adds to its weights
@@ -226,6 +243,8 @@ class GGUFSource:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self.file.tensors[self._gguf_names[name]].shape
+        if self._gguf_names[name].endswith(ONE_OUTPUT) and len(shape) == 1:
+            return (1, *shape)
         return shape[::-1] if self._is_transposed(name) else shape
 
     def _permuted_heads(self, gguf_name: str) -> int:
@@ -268,8 +287,6 @@ class GGUFSource:
         return float(value)
 
     def _build_config(self) -> dict[str, Any]:
-        if self._whole("expert_count", 0):
-            raise ModelError(self.name, "is a mixture of experts", "only dense models are known")
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(self.name, "lacks the tensor token_embd.weight", "convert the model again")
@@ -292,7 +309,35 @@ class GGUFSource:
             "falcon": self._falcon_config,
         }
         config.update(builders.get(self.architecture, self._llama_config)())
-        return config
+        return config | self._expert_config() if self._whole("expert_count", 0) else config
+
+    def _expert_config(self) -> dict[str, Any]:
+        """What files leave out is as llama.cpp has it."""
+        if self.architecture not in MIXTURES:
+            known = ", ".join(MIXTURES)
+            raise ModelError(self.name, f"is a mixture of experts of {self.architecture}", f"known mixtures: {known}")
+        num_layers = self._whole("block_count")
+        layers = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in self.file.tensors]
+        inner = self._whole("expert_feed_forward_length", self._whole("feed_forward_length"))
+        config: dict[str, Any] = {
+            "num_experts": self._whole("expert_count"),
+            "num_experts_per_tok": self._whole("expert_used_count"),
+            "norm_topk_prob": self.architecture == "qwen3moe",
+            "mlp_only_layers": [layer for layer in range(num_layers) if layer not in layers],
+        }
+        if self.architecture == "llama":
+            if "blk.0.ffn_gate_exps.weight" not in self.file.tensors:
+                raise ModelError(self.name, "has the experts of a layer apart", "convert the model again")
+            return config | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        if self.architecture == "qwen2moe":
+            config["shared_expert_intermediate_size"] = self._shared_size()
+        return config | ({} if self.architecture == "olmoe" else {"moe_intermediate_size": inner})
+
+    def _shared_size(self) -> int:
+        """Of the shared expert; older files do not say it."""
+        tensors = (self.file.tensors.get(f"blk.{n}.ffn_up_shexp.weight") for n in range(self._whole("block_count")))
+        shapes = [tensor.shape for tensor in tensors if tensor is not None]
+        return self._whole("expert_shared_feed_forward_length", shapes[0][0] if shapes else 0)
 
     def _gpt2_config(self) -> dict[str, Any]:
         return {

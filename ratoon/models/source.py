@@ -17,6 +17,7 @@ from ratoon.core.config import ModelConfig, PositionKind
 from ratoon.core.errors import ConfigError, ModelError
 from ratoon.models.damage import reading, shorten, show
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
+from ratoon.models.expert_source import with_experts_apart
 from ratoon.models.generation_config import generation_fields, read_generation_defaults
 from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.gguf_tokenizer import chat_templates_from_gguf, load_tokenizer_from_gguf
@@ -137,7 +138,7 @@ def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
         chat_template=chat_templates_from_gguf(source.metadata, str(path)).get(DEFAULT_TEMPLATE),
         pooling=None,
-        open_tensors=lambda: source,
+        open_tensors=lambda: with_experts_apart(source, config),
         open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),
     )
 
@@ -158,7 +159,7 @@ def _open_folder(folder: Path, overrides: Overrides, name: str | None = None) ->
     wrap = read_weight_format(raw_config, str(folder))
 
     def open_tensors() -> TensorSource:
-        return open_files() if wrap is None else wrap(open_files())
+        return with_experts_apart(open_files() if wrap is None else wrap(open_files()), config)
 
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
         raw_config["dtype"] = open_files().most_common_dtype()
