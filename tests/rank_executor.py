@@ -29,7 +29,13 @@ class RankExecutor(ThreadedExecutor):
         meeting = Meeting(WORLD_SIZE)
         self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(WORLD_SIZE)]
         self.workers = [
-            Worker(config, model, tensors, StartupTimer(), ModelPart(Shard(rank, WORLD_SIZE, Rank(meeting, rank))))
+            Worker(
+                config,
+                model,
+                tensors,
+                StartupTimer(),
+                ModelPart(Shard(rank, WORLD_SIZE, Rank(meeting, rank), config.enable_expert_parallel)),
+            )
             for rank in range(WORLD_SIZE)
         ]
         self.facts, *_ = self.rank_facts = bring_up(self._on_all)

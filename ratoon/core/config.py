@@ -480,6 +480,14 @@ class EngineConfig:
         at_least(1),
         options=("-pp",),
     )
+    enable_expert_parallel: bool = setting(
+        False,
+        "each of several ranks has some of the experts of a mixture whole, not a part of every expert; no effect on "
+        "other models",
+    )
+    expert_metrics: bool = setting(
+        False, "count the rows that the router of each layer sends to each expert, for /metrics (docs/experts.md)"
+    )
     nnodes: int = setting(
         1, "hosts of one engine, each with equally many ranks; the others are started with --node-rank", at_least(1)
     )

@@ -109,3 +109,5 @@ class SchedulerStats(msgspec.Struct, gc=False):
     drafts: dict[str, DraftStats] = {}  # by source; sources that drafted nothing are not there
     adapters: AdapterStats = msgspec.field(default_factory=AdapterStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
+    # Rows that each expert of a layer has got since the start, by layer. Not in every snapshot; empty: it is not there
+    experts: dict[int, list[int]] = {}

@@ -80,6 +80,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
 
     num_computed_tokens: int = 0  # rows run through the model since the start
     graphs: GraphStats | None = None  # what CUDA graphs cost; None: steps are not captured
+    experts: dict[int, list[int]] = {}  # SchedulerStats.experts
 
 
 _Function = tuple[str, int, str]  # file, line, name

@@ -124,7 +124,8 @@ def make_shard(launch: WorkerLaunch, own: Collective | None, links: HostLinks | 
     if num_shards > num_together:
         assert links is not None, "a stage is on several hosts"
         own = HostCollective(links, own, num_shards, num_together)
-    return Shard(launch.rank % num_shards, num_shards, own)
+    is_expert_parallel = launch.config.enable_expert_parallel and num_shards > 1
+    return Shard(launch.rank % num_shards, num_shards, own, is_expert_parallel)
 
 
 def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:

@@ -323,9 +323,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         stats = self.scheduler.stats()
         stats.num_waiting += len(self.preparing)
-        graphs = self.executor.stats.graphs
-        if graphs is not None:
-            stats.graphs = graphs
+        of_worker = self.executor.stats
+        if of_worker.graphs is not None:
+            stats.graphs = of_worker.graphs
+        stats.experts = of_worker.experts
         return stats
 
     @property

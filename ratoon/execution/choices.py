@@ -120,8 +120,9 @@ class WorkerParts:
 
     def build_model(self) -> LanguageModel:
         model = build_model(
-            self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len, self.part
-        )
+            self.model_config, self.tensors, self.ops, self.device, self.dtype, self.max_model_len, self.part,
+            self.config.expert_metrics,
+        )  # fmt: skip
         if self.config.adapters.num_slots:
             open_slots(model, self.config.adapters.num_slots, self.config.adapters.max_lora_rank)
         return model

@@ -30,6 +30,7 @@ from ratoon.execution.adapter_slots import bytes_of_slots
 from ratoon.execution.choices import WorkerParts, choose_capture, choose_parts
 from ratoon.execution.devices import has_modes_of_its_own, on_stream, use_device
 from ratoon.execution.drafting.build import BuiltDraft
+from ratoon.execution.expert_load import ExpertLoad
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
 from ratoon.execution.kv.fingerprint import fingerprint_of, fingerprint_of_encoder
@@ -90,6 +91,7 @@ class Worker:
         self._timer = timer
         self._part = part
         self._stream: torch.cuda.Stream | None = None  # of all steps
+        self._expert_load = ExpertLoad() if config.expert_metrics else None
         self._connector: KVConnector | None = None
         self._mover: BlockMover | None = None
         self._encoder_store: BlockMover | None = None
@@ -267,7 +269,8 @@ class Worker:
     @property
     def stats(self) -> WorkerStats:
         graphs = self.runner.graphs
-        return WorkerStats(self.runner.num_computed_tokens, None if graphs is None else graphs.stats)
+        experts = {} if self._expert_load is None else self._expert_load.take(self.runner.program.model)
+        return WorkerStats(self.runner.num_computed_tokens, None if graphs is None else graphs.stats, experts)
 
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
         """Compile the grammar of a request in another thread. The future raises RequestError if it can't be. Of a

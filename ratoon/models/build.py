@@ -44,11 +44,13 @@ def build_model(
     dtype: torch.dtype,
     max_position: int | None = None,
     part: ModelPart = WHOLE_MODEL,
+    counts_experts: bool = False,
 ) -> LanguageModel:
     """The model with its weights, or a part of it, of which only the weights are read. A source that does not match the
     whole model raises ModelError before any tensor is read.
 
-    `max_position` is the longest sequence that will be run, where it is less than the model's limit.
+    `max_position` is the longest sequence that will be run, where it is less than the model's limit. `counts_experts`:
+    routers count the rows of each expert.
     """
     length = config.max_position if max_position is None else max_position
     model_class = find_model_class(config.architecture)
@@ -62,7 +64,9 @@ def build_model(
         notes = WeightNotes()
         read = partial(read_tensor, source, ops, destination=destination, notes=notes)
         with ReadAhead(read, comparison.requests, 1 if destination is None else READERS_OF_DEVICE) as ahead:
-            model = model_class(config, Weights(source, ops, device, dtype, part.shard, ahead, part.stage), length)
+            weights = Weights(source, ops, device, dtype, part.shard, ahead, part.stage)
+            weights.counts_experts = counts_experts
+            model = model_class(config, weights, length)
     for line in notes.lines():
         logger.warning("%s: %s", source.name, line)
     return model

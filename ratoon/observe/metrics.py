@@ -84,6 +84,12 @@ DRAFT_COUNTERS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The same of each layer and expert of a mixture, where they are counted
+EXPERT_COUNTERS: dict[str, tuple[str, ...]] = {
+    "expert_rows": ("Rows that a layer's router sent to an expert.", "layer", "expert"),
+}
+
+
 def _draft_counts(source: str, drafts: DraftStats) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yields the counts of a source, with the name and the labels of each."""
     yield ("spec_decode_num_drafts", source), drafts.drafts
@@ -170,6 +176,9 @@ class EngineFigures:
         for source, drafts in stats.drafts.items():
             for labels, count in _draft_counts(source, drafts):
                 self.sums.setdefault("|".join(labels), GrowingCount()).update(count)
+        for layer, counts in stats.experts.items():
+            for expert, count in enumerate(counts):
+                self.sums.setdefault(f"expert_rows|{layer}|{expert}", GrowingCount()).update(count)
 
 
 class EngineMetrics:
@@ -379,7 +388,7 @@ class EngineMetrics:
             yield _gauge(name, text, {label: read(engine.newest) for label, engine in engines.items()}, "engine")
         for name, text, _ in ENGINE_COUNTERS:
             yield _counter(name, text, {label: engine.sums[name].total for label, engine in engines.items()}, "engine")
-        for name, (text, *labels) in DRAFT_COUNTERS.items():
+        for name, (text, *labels) in (DRAFT_COUNTERS | EXPERT_COUNTERS).items():
             values: Values = {
                 (*engine, *parts): count.total
                 for engine, figures in engines.items()

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from ratoon.api.llm import LLM
+from ratoon.core.errors import ModelError
+from ratoon.core.params import HiddenStatesParams
+from ratoon.execution.device_kinds import CpuDevice
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.ops import Ops
+from ratoon.layers.shard import ModelPart, Shard
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
 from tests.golden.dense_step import dense_logits
+from tests.golden.engines import engine, greedy, oracle_tokens, run, tiny_model, tokens_of
+from tests.golden.hidden_oracle import oracle_states
 from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import random_token_ids
+from tests.rank_executor import NAME
+from tests.unit.layers.ranks import Meeting, Rank
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # of logits that reach about 3
@@ -55,3 +66,97 @@ def test_the_config_of_transformers_is_parsed_as_the_one_written_by_hand(family:
     assert torch.equal(
         dense_logits(tiny._replace(config=parsed).build(), token_ids), dense_logits(tiny.build(), token_ids)
     )
+
+
+PROMPTS = [random_token_ids(length, seed=length) for length in (33, 1, 18)]
+ENGINES = [name for name in MIXTURES if name not in ("qwen3_moe", "mixtral with a window")]
+
+
+@pytest.mark.parametrize("family", ENGINES)
+def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> None:
+    with engine(family) as llm:
+        outputs = run(llm, PROMPTS, greedy(64, logprobs=2, prompt_logprobs=0))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 64) for prompt in PROMPTS]
+        check_hidden_states(llm, family)
+        for prompt, output in zip(PROMPTS, outputs):
+            sequence = prompt + list(output.outputs[0].token_ids)
+            wanted = tiny_model(family).oracle_logits(sequence).log_softmax(-1)
+            assert output.outputs[0].logprobs is not None
+            for place, row in enumerate(output.outputs[0].logprobs, len(prompt)):
+                assert abs(row[sequence[place]].logprob - float(wanted[place - 1, sequence[place]])) < 1e-4
+
+
+def check_hidden_states(llm: LLM, family: str) -> None:
+    """Those of all layers, at all positions."""
+    params = HiddenStatesParams(layers="all", positions="all")
+    (found,) = llm.extract_hidden_states([PROMPTS[0]], params, progress=False)
+    wanted = np.delete(oracle_states(family, PROMPTS[0]), -2, axis=0)  # as transformers lists them
+    np.testing.assert_allclose(found.tensor.numpy(), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_continuation_of_a_batch_is_that_of_transformers() -> None:
+    family = "qwen3_moe with dense layers"
+    with engine(family) as llm:
+        first = run(llm, PROMPTS, greedy(9))
+        suffixes = [random_token_ids(3, seed=50 + place) for place in range(len(first))]
+        for output, suffix in zip(first, suffixes):
+            again = llm.generate_continuation(output, suffix, greedy(8))
+            sequence = [*output.prompt_token_ids, *output.outputs[0].token_ids, *suffix]
+            assert list(again.outputs[0].token_ids) == oracle_tokens(family, sequence, 8)
+
+
+@pytest.mark.skipif("native" not in OPS, reason="no kernels for this processor")
+def test_steps_of_an_engine_are_recorded_passes() -> None:
+    """Routes are found anew in each of them, by kernels alone."""
+    with engine("qwen2_moe") as llm:
+        run(llm, PROMPTS, greedy(16))
+        runner = llm._client.core.executor._worker.runner
+        assert runner.recorded is not None and len(runner.recorded) > 0
+
+
+# Experts that are cut by inner features, and experts that ranks share out; with a shared expert, biases and sinks
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_answer_as_one_worker(family: str, expert_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "make_ops", lambda *arguments: TorchOps())  # ranks are threads here
+    settings = {"executor": NAME, "attention_backend": "torch", "enable_expert_parallel": expert_parallel}
+    with engine(family, **settings) as llm:
+        outputs = run(llm, PROMPTS, greedy(12))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 12) for prompt in PROMPTS]
+        check_hidden_states(llm, family)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
+@pytest.mark.slow
+def test_ranks_in_processes_share_out_experts_and_count_their_rows() -> None:
+    """With the kernels of the CPU, in recorded passes."""
+    family = "qwen3_moe with dense layers"
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_metrics": True}
+    with engine(family, **settings) as llm:
+        outputs = run(llm, PROMPTS, greedy(20))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 20) for prompt in PROMPTS]
+
+
+def test_ranks_that_can_t_share_out_experts_are_refused() -> None:
+    tiny = MIXTURES["qwen3_moe"]()
+    part = ModelPart(Shard(0, 4, Rank(Meeting(4), 0), expert_parallel=True))
+    with pytest.raises(ModelError, match="6 experts can't be cut into 4 equal parts"):
+        build_model(tiny.config, tiny.source, TorchOps(), CPU, torch.float32, part=part)
+
+
+def test_the_rows_of_each_expert_are_counted_where_it_is_asked_for() -> None:
+    family = "qwen3_moe with dense layers"
+    with engine(family, expert_metrics=True, enable_prefix_caching=False) as llm:
+        worker = llm._client.core.executor._worker
+        run(llm, PROMPTS, greedy(5))
+        worker._expert_load._next = 0.0  # a second may not be over
+        counts = worker.stats.experts
+        assert worker.stats.experts == {}  # not again so soon
+    config = tiny_model(family).config
+    assert config.experts is not None
+    assert list(counts) == [layer for layer in range(config.num_layers) if config.experts.is_in_layer(layer)]
+    assert all(sum(of_layer) > 0 for of_layer in counts.values())
+    assert all(len(of_layer) == config.experts.num_experts for of_layer in counts.values())
+    # In all but the last layer, which reads some rows alone: those of prompts, and all tokens but the last
+    rows = sum(len(prompt) + 4 for prompt in PROMPTS)
+    assert sum(counts[1]) >= rows * config.experts.top_k
