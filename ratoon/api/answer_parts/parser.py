@@ -105,7 +105,7 @@ class AnswerFormat:
 
     def marks(self, with_tools: bool) -> tuple[str, ...]:
         """What must reach the text, even if it is a special token."""
-        reasoning = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
+        reasoning = () if self.reasoning is None else self.reasoning.marks
         return (*reasoning, *(self.tools.marks if with_tools else ()))
 
 

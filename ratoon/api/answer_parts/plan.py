@@ -61,6 +61,11 @@ class AnswerPlan:
     def structured_output(self, asked: StructuredOutput | None, prompt: str | None) -> StructuredOutput | None:
         """What the whole answer must match, if its text is asked to match `asked`."""
         state = self.format.reasoning_state(prompt, self.continued)
+        reasoning = self.format.reasoning
+        if reasoning is not None and not reasoning.can_be_enforced and (asked is not None or self.tools.must_call):
+            field = "response_format" if asked is not None else "tool_choice"
+            problem = f"answers in the format {reasoning.name} can't be made to match a grammar"
+            raise RequestError(field, problem, "leave it out, or auto for tool_choice; or --reasoning-parser none")
         if self.tools.must_call:
             return self._grammar("calls", self._call_rules(), state)
         if asked is None:

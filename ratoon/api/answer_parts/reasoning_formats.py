@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,16 @@ class ReasoningFormat:
     end: str
     opens_by_itself: bool = False  # the answer begins with reasoning even where neither prompt nor answer has the start
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What must reach the text, even if it is a special token."""
+        return self.start, self.end
+
+    @property
+    def can_be_enforced(self) -> bool:
+        """Whether a grammar can have the reasoning before what it enforces."""
+        return True
+
     def state(self, prompt: str | None) -> ReasoningState:
         """How an answer to this prompt begins: templates write the start, or, to switch reasoning off, both marks."""
         text = prompt or ""
@@ -62,6 +74,58 @@ class ReasoningFormat:
         sink.begin_content()
 
 
+class HarmonyFormat(ReasoningFormat):
+    """The format of gpt-oss: an answer is a sequence of messages in channels, of which "analysis" is the reasoning. A
+    message to a function is a call; all others are content.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{…}<|call|>, or <|channel|>final<|message|>…<|return|>
+    """
+
+    __slots__ = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*HARMONY_ENDS, "<|channel|>", "<|message|>", "<|constrain|>")
+
+    @property
+    def can_be_enforced(self) -> bool:
+        return False
+
+    def state(self, prompt: str | None) -> ReasoningState:
+        """A prompt ends before the channel of the answer, unless it begins a message for it."""
+        text = (prompt or "").rstrip()
+        return ReasoningState.OPEN if text.endswith(self.start) else ReasoningState.POSSIBLE
+
+    def read(self, source: Source, sink: PartSink, state: ReasoningState) -> Reading[None]:
+        """All messages of the answer. One without any is content."""
+        if state is ReasoningState.OVER:
+            return
+        header: list[str] = [] if state is ReasoningState.POSSIBLE else [self.start]
+        if not header and not (yield from opens_with(source, HARMONY_BEGINS)):
+            return
+        while header or (yield from until(source, ("<|message|>",), header.append)) is not None:
+            emit = _begin_message(sink, "".join(header))
+            header = []
+            if (yield from until(source, HARMONY_ENDS, emit)) is None:
+                return
+
+
+def _begin_message(sink: PartSink, header: str) -> Callable[[str], None]:
+    """Where the text of a message goes, by what stands before it."""
+    recipient = HARMONY_RECIPIENT.search(header)
+    if recipient is not None:
+        sink.begin_call(recipient[1])
+        return sink.arguments
+    if "analysis" in header:
+        return sink.reasoning
+    sink.begin_content()
+    return sink.content
+
+
+HARMONY_BEGINS = ("<|channel|>", "<|start|>assistant")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 THINK = ("<think>", "</think>")
 REASONING_FORMATS = {
     made.name: made
@@ -71,6 +135,7 @@ REASONING_FORMATS = {
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+        HarmonyFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>"),
     )
 }
 
@@ -86,6 +151,8 @@ def custom_reasoning_format(text: str) -> ReasoningFormat | None:
 def reasoning_format_of_template(template: str | None) -> ReasoningFormat | None:
     """None: the template knows no reasoning. A template that only removes reasoning from earlier answers knows it."""
     text = template or ""
+    if "<|channel|>" in text and "<|message|>" in text:
+        return REASONING_FORMATS["harmony"]
     for name in ("qwen3", "mistral", "seed_oss"):
         if REASONING_FORMATS[name].end in text:
             return REASONING_FORMATS[name]
