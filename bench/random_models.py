@@ -37,6 +37,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     },
+    # Two of the 48 layers of Qwen3-30B-A3B, with a smaller vocabulary: 1.3 billion weights, five gigabytes in float32
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+    "tiny-experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    },
     "tiny": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -55,9 +70,10 @@ class RandomModel(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A matrix of codes (int8: from -8 to 7, or 8 bits wide for the vocabulary's table), or the floats of a norm."""
+    """A matrix of codes (int8: from -8 to 7, or 8 bits wide for the vocabulary's table), those of the experts of a
+    layer [experts, out, in], or the floats of a norm or a router."""
 
-    name: str  # in the folder
+    name: str  # in the folder; with {} where the number of an expert goes
     gguf_name: str
     data: torch.Tensor
     num_rotated_heads: int = 0  # rows of queries and keys, which llama.cpp keeps in another order
@@ -100,7 +116,8 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    has_head_norms = config["model_type"] == "qwen3"
+    has_head_norms = config["model_type"] in ("qwen3", "qwen3_moe")
+    num_experts = config.get("num_experts", 0)
 
     def matrix(name: str, gguf_name: str, rows: int, inputs: int, num_rotated_heads: int = 0) -> Tensor:
         codes = torch.randint(-8, 8, (rows, inputs), generator=generator, dtype=torch.int8)
@@ -124,6 +141,15 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
         yield matrix(f"{layer}.self_attn.v_proj", f"{block}.attn_v", kv_heads * head_dim, hidden)
         yield matrix(f"{layer}.self_attn.o_proj", f"{block}.attn_output", hidden, heads * head_dim)
         yield norm(f"{layer}.post_attention_layernorm", f"{block}.ffn_norm")
+        if num_experts:
+            router = torch.randn(num_experts, hidden, generator=generator).mul_(0.02)
+            yield Tensor(f"{layer}.mlp.gate.weight", f"{block}.ffn_gate_inp.weight", router)
+            own = config["moe_intermediate_size"]
+            for part, rows, inputs in (("gate", own, hidden), ("up", own, hidden), ("down", hidden, own)):
+                codes = torch.randint(-8, 8, (num_experts, rows, inputs), generator=generator, dtype=torch.int8)
+                names = f"{layer}.mlp.experts.{{}}.{part}_proj.weight", f"{block}.ffn_{part}_exps.weight"
+                yield Tensor(*names, codes)
+            continue
         for part in ("gate", "up"):
             yield matrix(f"{layer}.mlp.{part}_proj", f"{block}.ffn_{part}", inner, hidden)
         yield matrix(f"{layer}.mlp.down_proj", f"{block}.ffn_down", hidden, inner)
@@ -135,8 +161,8 @@ def _is_table(tensor: Tensor) -> bool:
     return tensor.gguf_name == "token_embd.weight"
 
 
-def _is_norm(tensor: Tensor) -> bool:
-    return tensor.data.dim() == 1
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.data.is_floating_point()
 
 
 def _write_folder(config: dict[str, Any], folder: Path) -> None:
@@ -145,7 +171,11 @@ def _write_folder(config: dict[str, Any], folder: Path) -> None:
     tensors = {}
     for tensor in _tensors(config):
         step = TABLE_STEP if _is_table(tensor) else WEIGHT_STEP
-        tensors[tensor.name] = tensor.data if _is_norm(tensor) else tensor.data.float().mul_(step)
+        numbers = tensor.data if _is_float(tensor) else tensor.data.float().mul_(step)
+        if "{}" in tensor.name:
+            tensors |= {tensor.name.format(expert): each.clone() for expert, each in enumerate(numbers)}
+        else:
+            tensors[tensor.name] = numbers
     with whole_folder(folder) as partial:
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         _write_tokenizer(config["vocab_size"], partial)
@@ -156,7 +186,11 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     import gguf
 
     partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, config["model_type"])
+    writer = gguf.GGUFWriter(partial, config["model_type"].replace("_", ""))
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -179,7 +213,7 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
     for tensor in _tensors(config):
-        if _is_norm(tensor):
+        if _is_float(tensor):
             writer.add_tensor(tensor.gguf_name, tensor.data.numpy())
             continue
         kind = "Q8_0" if _is_table(tensor) else name
@@ -200,25 +234,25 @@ def _reorder_heads(codes: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _encode(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """[rows, inputs] int8 → [rows, bytes] uint8: blocks of 32 with their scale first."""
+    """[…, rows, inputs] int8 → […, rows, bytes] uint8: blocks of 32 with their scale first."""
     import torch
 
-    blocks = codes.unflatten(1, (-1, BLOCK))  # [rows, blocks, 32]
+    blocks = codes.unflatten(-1, (-1, BLOCK))  # […, rows, blocks, 32]
     if kind == "Q8_0":
-        return torch.cat((_halves(blocks, TABLE_STEP), blocks.view(torch.uint8)), -1).flatten(1)
+        return torch.cat((_halves(blocks, TABLE_STEP), blocks.view(torch.uint8)), -1).flatten(-2)
     unsigned = (blocks + 8).view(torch.uint8)
     packed = unsigned[..., : BLOCK // 2] | unsigned[..., BLOCK // 2 :] << 4
     head = [_halves(blocks, WEIGHT_STEP)]
     if kind == "Q4_1":
         head.append(_halves(blocks, -8 * WEIGHT_STEP))  # what the code 0 stands for
-    return torch.cat((*head, packed), -1).flatten(1)
+    return torch.cat((*head, packed), -1).flatten(-2)
 
 
 def _halves(blocks: torch.Tensor, number: float) -> torch.Tensor:
     """This number in fp16, two bytes for each block."""
     import torch
 
-    return torch.tensor([number], dtype=torch.float16).view(torch.uint8).expand(*blocks.shape[:2], 2)
+    return torch.tensor([number], dtype=torch.float16).view(torch.uint8).expand(*blocks.shape[:-1], 2)
 
 
 def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:

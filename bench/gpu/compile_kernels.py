@@ -40,11 +40,12 @@ from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
 from ratoon.layers.attention import AttentionLayer, HeadTransform
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
-from ratoon.layers.ops import FusedProduct, RMSWeights
+from ratoon.layers.ops import ExpertGate, FusedProduct, RMSWeights, Routes, RoutingRule
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
 from ratoon.layers.triton import (
     bits,
     elementwise,
+    experts,
     gemv,
     joined,
     low_rank,
@@ -311,6 +312,25 @@ def outputs_of(weight: Tensor) -> FusedProduct:
     return lambda x, norm, residual: torch.zeros(len(x), len(weight), dtype=x.dtype)
 
 
+def mixtures(compilation: Compilation) -> None:
+    """Routers and grouped products, in the shapes of Qwen3-30B-A3B and of gpt-oss-20B."""
+    shapes = (("30B-A3B", 2048, 768, 128, 8, ""), ("gpt-oss-20B", 2880, 2880, 32, 4, "clamped_swiglu"))
+    for model, hidden, inner, num_experts, top_k, kind in shapes:
+        rule = RoutingRule(num_experts, top_k, renormalise=True)
+        own, gate = range(num_experts), ExpertGate(kind or "silu", 7.0 if kind else 0.0)
+        weights = torch.zeros(2, 2 * inner, hidden, dtype=BF16), torch.zeros(2, hidden, inner, dtype=BF16)
+        biases = (torch.zeros(2, 2 * inner, dtype=BF16), torch.zeros(2, hidden, dtype=BF16)) if kind else None
+        layer = experts.TritonExperts(*weights, biases, own, gate)
+        counts = torch.zeros(num_experts, dtype=torch.int64)
+        for num_rows in (1, 256, 4096):
+            compilation.part = f"experts: {model}, {num_rows} rows"
+            x = torch.zeros(num_rows, hidden, dtype=BF16)
+            routes = experts.route(rule, None, counts, torch.zeros(num_rows, num_experts, dtype=BF16))
+            layer(x, Routes(torch.zeros_like(routes.experts), routes.weights))
+    compilation.part = "experts: sigmoid with a bias"
+    experts.route(rule._replace(scoring="sigmoid"), torch.zeros(num_experts), None, torch.zeros(4, num_experts))
+
+
 def adapters(compilation: Compilation) -> None:
     cpu = torch.device("cpu")
     for model, hidden, inner in (("0.6B", 1024, 3072), ("8B", 4096, 14336)):
@@ -364,7 +384,10 @@ def inputs(compilation: Compilation) -> None:
     copy_blocks(pages, pages, [(1, 2)] * 3)
 
 
-PARTS = {"attention": attention, "products": products, "adapters": adapters, "choices": choices, "inputs": inputs}
+PARTS = {
+    "attention": attention, "products": products, "experts": mixtures, "adapters": adapters, "choices": choices,
+    "inputs": inputs,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -49,11 +49,14 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
 
 
-def test_random_models_hold_the_same_numbers_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_random_models_hold_the_same_numbers_in_every_form(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "bench")
     random_models = importlib.import_module("random_models")
     monkeypatch.setattr(random_models, "CACHE_FOLDER", tmp_path)
-    model = random_models.make_random_model("tiny")
+    model = random_models.make_random_model(shape)
     floats = resolve_model(str(model.folder)).tensors
     for path in model.files.values():
         quantised = resolve_model(str(path)).tensors
@@ -76,6 +79,19 @@ def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Pat
     assert quantised["weight_bytes"] < floats["weight_bytes"] / 4
     assert floats["identical_answers"] == {"transformers": {"identical": 6, "requests": 6}}
     assert floats["figures"]["many-8"]["best"] == floats["figures"]["many-8"]["ratios"]["transformers"]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_mixture_of_experts_is_compared(tmp_path: Path) -> None:
+    options = ("--tiny", "--random", "tiny-experts", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
+    shown = run_program(
+        "experts.py", *options, "--engines", "ratoon,transformers", "--json", str(tmp_path / "out.json")
+    )
+    assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
+    _, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
+    found = floats["identical_answers"]["transformers"]
+    assert found["identical"] == found["requests"] > 0
 
 
 class BreakingEngine:

@@ -34,7 +34,11 @@ def test_every_kernel_in_gluon_is_one_that_is_compiled_here():
 
 @needs_triton
 @pytest.mark.parametrize(
-    "part", ["inputs", *(pytest.param(part, marks=pytest.mark.full) for part in ("attention", "products", "choices"))]
+    "part",
+    [
+        "inputs",
+        *(pytest.param(part, marks=pytest.mark.full) for part in ("attention", "products", "experts", "choices")),
+    ],
 )
 @pytest.mark.slow
 def test_kernels_compile_for_a_hopper_gpu_and_need_no_stack(part):
