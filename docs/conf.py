@@ -24,6 +24,7 @@ NAVIGATION = {
         "Call tools, and show reasoning": "docs/tools",
         "Make answers match a schema": "docs/structured-output",
         "Load a model": "docs/models",
+        "Run mixtures of experts": "docs/experts",
         "Use adapters": "docs/adapters",
     },
     "Serve it": {

@@ -43,6 +43,23 @@ FAMILIES = (
         ("GPTNeoXForCausalLM",), "`gptneox`", "GPT-NeoX, Pythia; halves of a layer side by side or one after the other"
     ),
     FamilyNote(("FalconForCausalLM",), "`falcon`", "without ALiBi"),
+    FamilyNote(
+        ("MixtralForCausalLM",), "`llama` with experts", "a [mixture of experts](experts.md); a window for all layers"
+    ),
+    FamilyNote(
+        ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        "`qwen2moe`, `qwen3moe`",
+        "[mixtures](experts.md), with dense layers between by the config; a shared expert with a gate in Qwen2's",
+    ),
+    FamilyNote(("OlmoeForCausalLM",), "`olmoe`", "a [mixture](experts.md); without `clip_qkv`"),
+    FamilyNote(
+        ("Glm4MoeForCausalLM",),
+        "",
+        "GLM-4.5 and GLM-4.5-Air, [mixtures](experts.md); layers that predict further tokens are left out",
+    ),
+    FamilyNote(
+        ("GptOssForCausalLM",), "", "gpt-oss, a [mixture](experts.md) with attention sinks; experts in MXFP4 or floats"
+    ),
     FamilyNote(("GPT2LMHeadModel",), "`gpt2`", "also files saved without the head's prefix"),
     FamilyNote(
         ("BartForConditionalGeneration", "MBartForConditionalGeneration"),

@@ -57,6 +57,7 @@ NOT_RUN = {
         "ratoon bench profile Qwen": "needs the hub",
     },
     "deployment.md": {"": "sets up an environment"},
+    "experts.md": {"ratoon info Qwen": "needs the hub", "ratoon serve Qwen": "needs the hub"},
     "gpu.md": {"": "needs a GPU"},
     "images.md": {"": "is about a model that takes minutes to train; test_images.py asks one"},
     "models.md": {
