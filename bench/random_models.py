@@ -168,7 +168,7 @@ def _is_float(tensor: Tensor) -> bool:
 def _write_folder(config: dict[str, Any], folder: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for tensor in _tensors(config):
         step = TABLE_STEP if _is_table(tensor) else WEIGHT_STEP
         numbers = tensor.data if _is_float(tensor) else tensor.data.float().mul_(step)
