@@ -13,6 +13,8 @@ OFF = "off"
 PREDICTION = "prediction"  # the source that a request brings itself
 MAX_DRAFT_TOKENS = 64
 CPU_FREE_ROWS, GPU_FREE_ROWS = 16, 512
+# Most tokens of a draft: with the newest token, as many rows of a sequence as kernels take at once
+CPU_DRAFT_TOKENS, GPU_DRAFT_TOKENS = 15, 7
 SOURCES = "ngram, roots, draft:MODEL or head:PATH, several with commas between them, or off"
 NAMES_A_FILE = {"ngram": False, "roots": False, "draft": True, "head": True}  # sources; some have a model or file
 SUPPORTED = ("ngram", "roots", "draft", "head")  # sources that scheduling/drafters/build.py makes
@@ -38,9 +40,10 @@ class SpeculationConfig:
         "hidden states); several with commas between them, the first that has a draft is taken; off",
         metavar="SOURCES",
     )
-    num_tokens: int = setting(
-        7,  # with the newest token, a step has as many of a sequence as kernels of GPUs take at once
-        "most tokens of a draft; it is shorter where fewer were right of late, or where many sequences run",
+    num_tokens: int | None = setting(
+        None,
+        "most tokens of a draft; it is shorter where fewer were right of late, or where many sequences run; default: "
+        f"{CPU_DRAFT_TOKENS} on a CPU, {GPU_DRAFT_TOKENS} on a GPU",
         whole_between(1, MAX_DRAFT_TOKENS),
         name="speculate_tokens",
     )
@@ -98,6 +101,12 @@ class SpeculationConfig:
     )
     # Rows that take as long as the rest of a step, before any step was observed. Follows from the device.
     free_rows: int = CPU_FREE_ROWS
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a draft."""
+        by_default = GPU_DRAFT_TOKENS if self.free_rows == GPU_FREE_ROWS else CPU_DRAFT_TOKENS
+        return by_default if self.num_tokens is None else self.num_tokens
 
     @property
     def on_device(self) -> DraftSource | None:

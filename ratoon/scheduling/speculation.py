@@ -14,6 +14,7 @@ checked, so it is asked for no more than what seems to be worth it, and from tim
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from ratoon.core.request import CheckedDrafts
@@ -26,16 +27,23 @@ from ratoon.scheduling.drafters.prediction import PredictionDrafter
 from ratoon.scheduling.drafters.roots import RootsDrafter
 from ratoon.scheduling.pace import StepPace
 
-FIRST_RATE = 0.6  # the share of guesses that is right, before any was compared
-FIRST_RATES = {PredictionDrafter.name: 0.9}  # the same of sources that promise more
-WEIGHT = 1 / 8  # of the newest guess in that share
+# The more tokens a source has found before its guess, the likelier that is right. So shares of right guesses are kept
+# for sources that have found none, for matches of one token to five, of six and more, and so on
+MATCHES = (1, 6, 12, 24)
+# These shares before any guess was compared. Behind a short match the first guess is not drafted, by default.
+FIRST_RATES = (0.6, 0.38, 0.65, 0.87, 0.97)
+FIRST_RATE_OF = {PredictionDrafter.name: 0.9}  # of a source that promises more without a match
+WEIGHT = 1 / 8  # of the newest guess in its share
 LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
 # Rows that take as long as the rest of a step, at least: few steps of a size may have been observed, and all of them
 # disturbed
 LEAST_FREE_ROWS = 1
 MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
 LEAST_COST = 0.02
-ROWS_AHEAD = 4  # rows for drafts over which their cost is taken
+ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
+# Tokens that a draft may have. Not all numbers: every size of a step has to be recorded or captured, and observed
+LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+FIRST_ON_DEVICE = 7  # tokens that the device drafts behind the first step of a branch
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
 WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
@@ -54,16 +62,23 @@ def num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
 
 
 class SourceRecord:
-    """A source, and how often it was right about a branch."""
+    """A source, and how often it was right about a branch, by the length of its matches."""
 
-    __slots__ = ("drafter", "guess", "guess_at", "num_left_out", "rate")
+    __slots__ = ("drafter", "guess", "guess_at", "match", "num_left_out", "rates")
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.rate = FIRST_RATES.get(drafter.name, FIRST_RATE)
+        self.rates = list(FIRST_RATES)
+        self.rates[0] = FIRST_RATE_OF.get(drafter.name, self.rates[0])
+        self.match = 0  # of MATCHES, the length of the newest one
         self.guess = -1  # at the token of this place, which is not known yet; -1: none
         self.guess_at = 0
         self.num_left_out = 0  # steps behind which the device could have drafted
+
+    @property
+    def rate(self) -> float:
+        """The share of guesses that are right behind a match like the newest one."""
+        return self.rates[self.match]
 
     def compare(self, token_ids: Sequence[int]) -> None:
         """Compares the last guess, unless its token is still unknown."""
@@ -72,7 +87,14 @@ class SourceRecord:
             self.guess = -1
 
     def count(self, is_right: bool) -> None:
-        self.rate = max(LOWEST_RATE, self.rate + (is_right - self.rate) * WEIGHT)
+        rate = self.rates[self.match]
+        self.rates[self.match] = max(LOWEST_RATE, rate + (is_right - rate) * WEIGHT)
+
+    def propose(self, branch: Branch, max_tokens: int) -> Sequence[int]:
+        drafts = self.drafter.propose(branch, max_tokens)
+        if drafts:
+            self.match = bisect_right(MATCHES, self.drafter.num_matched(branch))
+        return drafts
 
 
 class BranchDrafts:
@@ -97,9 +119,10 @@ class ResultWaits:
     def __init__(self) -> None:
         self.plain = self.drafted = 1.0
 
-    def observe(self, num_steps: float, num_drafts: int, cost: float) -> None:
-        if num_drafts:
-            self.drafted += (max(1.0, min(num_steps, MOST_WAIT) - num_drafts * cost) - self.drafted) * WEIGHT_OF_WAIT
+    def observe(self, num_steps: float, time_of_drafts: float | None) -> None:
+        """`time_of_drafts`: that their rows take, in steps; None: there were none."""
+        if time_of_drafts is not None:
+            self.drafted += (max(1.0, min(num_steps - time_of_drafts, MOST_WAIT)) - self.drafted) * WEIGHT_OF_WAIT
         else:
             self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
 
@@ -115,6 +138,7 @@ class Speculation:
     ) -> None:
         """`draft_cost`: of a token that the device drafts, in steps of the model."""
         self.config = config
+        self._most = config.most_tokens
         self._device = next((one for one in drafters if isinstance(one, DeviceDrafter)), None)
         self._draft_cost = draft_cost
         self.stats: dict[str, DraftStats] = {}  # by source
@@ -125,6 +149,8 @@ class Speculation:
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
         self._waits = ResultWaits()
+        self._lengths = [length for length in LENGTHS if length < self._most] + [self._most]
+        self._times: list[float] = []  # of these, as found for the result that is being taken: in steps
         self._num_held_back = 0
 
     # ---- branches ----
@@ -139,7 +165,7 @@ class Speculation:
             branch.speculates = True
             self._drafts[branch] = BranchDrafts(drafters)
             if self._device in drafters:
-                branch.num_to_draft = self.config.num_tokens
+                branch.num_to_draft = min(self._most, FIRST_ON_DEVICE)
 
     def close(self, branch: Branch) -> None:
         """A branch ended."""
@@ -208,12 +234,16 @@ class Speculation:
         """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
         `num_rows`: of all running branches. `now`: when the result came."""
         cost = self._cost_of_row(num_rows)
-        self._observe_waits(branches, num_rows, cost, now)
+        self._times = []
+        self._observe_waits(branches, num_rows, now)
         room = self._max_rows - num_rows
         lengths: dict[float, int] = {}  # by rate: many branches have the same
         for branch in branches:
             drafting = self._drafts[branch]
-            drafts, drafting.drafted_by = self._draft(branch, drafting, cost, room, lengths)
+            for record in drafting.records:
+                record.compare(branch.token_ids)
+            found = self._draft(branch, drafting, num_rows, room, lengths) if cost <= MOST_COST else ((), None)
+            drafts, drafting.drafted_by = found
             # What is pending is known before the draft is checked
             branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
             if branch.waits_to_draft:
@@ -222,9 +252,9 @@ class Speculation:
                 branch.propose(drafts)
                 room -= len(drafts)
             if self._device is not None:
-                branch.num_to_draft = self._length_on_device(drafting, cost, room)
+                branch.num_to_draft = self._length_on_device(drafting, cost, num_rows, room)
 
-    def _observe_waits(self, branches: list[Branch], num_rows: int, cost: float, now: float) -> None:
+    def _observe_waits(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """Observes one branch that had drafts in the step, and one that had none."""
         seen = set()
         for branch in branches:
@@ -235,58 +265,56 @@ class Speculation:
                 seen.add(bool(num_checked))
                 seconds = self._pace.seconds_of_rows(num_rows)
                 if seconds is not None:
-                    self._waits.observe((now - before) / seconds, num_checked, cost)
+                    taken = self._time_of(num_checked, num_rows) if num_checked else None
+                    self._waits.observe((now - before) / seconds, taken)
 
     def _draft(
-        self, branch: Branch, drafting: BranchDrafts, cost: float, room: int, lengths: dict[float, int]
+        self, branch: Branch, drafting: BranchDrafts, num_rows: int, room: int, lengths: dict[float, int]
     ) -> tuple[Sequence[int], SourceRecord | None]:
         """Returns the draft of the first source that has one worth its rows."""
         for record in drafting.records:
-            record.compare(branch.token_ids)
-        if cost > MOST_COST:
-            return (), None
-        for record in drafting.records:
-            worth = lengths.get(record.rate)
-            if worth is None:
-                worth = lengths[record.rate] = self._length(record.rate, cost)
-            length = min(worth, room)
-            drafts = record.drafter.propose(branch, max(length, 1))
+            drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
                 continue
+            rate = record.rate
+            worth = lengths.get(rate)
+            if worth is None:
+                worth = lengths[rate] = self._length(rate, num_rows)
+            length = min(worth, room)
             record.guess, record.guess_at = drafts[0], branch.num_tokens
-            if length > 0 or (worth == 0 and self._is_due(record.rate)):
-                return drafts, record
+            if length > 0 or (worth == 0 and self._is_due(rate)):
+                return drafts[: max(length, 1)], record
         return (), None
 
-    def _length_on_device(self, drafting: BranchDrafts, cost: float, room: int) -> int:
+    def _length_on_device(self, drafting: BranchDrafts, cost: float, num_rows: int, room: int) -> int:
         """The tokens that the device drafts behind the next step of a branch."""
         record = next((one for one in drafting.records if one.drafter is self._device), None)
         if record is None or cost > MOST_COST:
             return 0
-        if self.config.max_seqs is None:
-            cost += self._draft_cost
-        length = min(self._length(record.rate, cost), room)
+        of_drafting = 0.0 if self.config.max_seqs is not None else self._draft_cost
+        length = min(self._length(record.rate, num_rows, of_drafting), room)
         if length > 0:
             return length
         record.num_left_out += 1
         return int(record.num_left_out % TRIES == 0)
 
-    def _length(self, rate: float, cost: float) -> int:
+    def _length(self, rate: float, num_rows: int, of_drafting: float = 0.0) -> int:
         """The tokens to draft: as many as bring the most tokens in the same time. The k-th is right with probability
-        rate ** k, and the result of a step with k of them comes later by the wait for it and by k rows."""
+        rate ** k, and the result of a step with k of them comes later by the wait for it and by k rows. `of_drafting`:
+        what the device takes to draft one of them, in steps."""
         if rate < self.config.min_acceptance:
             return 0
+        if not self._times:
+            self._times = [self._time_of(count, num_rows) for count in self._lengths]
         rate = min(rate, HIGHEST_RATE)
         plain, drafted = (1.0, 1.0) if self.config.max_seqs is not None else (self._waits.plain, self._waits.drafted)
         length, most = 0, (1 + LEAST_GAIN) / plain
-        probability = tokens = 1.0
-        for count in range(1, self.config.num_tokens + 1):
-            probability *= rate
-            tokens += probability
-            if tokens > most * (drafted + count * cost):
-                length, most = count, tokens / (drafted + count * cost)
-            elif length:
-                break  # further ones bring less
+        # Further ones may bring more again: a ninth row may take long, and the seven behind it next to nothing
+        for count, time in zip(self._lengths, self._times):
+            tokens = (1 - rate ** (count + 1)) / (1 - rate)
+            per_step = tokens / (drafted + time + count * of_drafting)
+            if per_step > most:
+                length, most = count, per_step
         return length
 
     def _is_due(self, rate: float) -> bool:
@@ -301,8 +329,16 @@ class Speculation:
         where a step takes about as long with a few more."""
         if self.config.max_seqs is not None:
             return MOST_COST + 1 if num_rows > self.config.max_seqs else LEAST_COST
-        num_rows = max(1, num_rows)
-        cost = self._pace.cost_of_rows(num_rows, ROWS_AHEAD)
+        return self._cost_of_rows(ROWS_AHEAD, max(1, num_rows))
+
+    def _cost_of_rows(self, count: int, num_rows: int) -> float:
+        cost = self._pace.cost_of_rows(num_rows, count)
         if cost is None:
             return num_rows / (num_rows + self.config.free_rows)
         return max(min(cost, num_rows / (num_rows + LEAST_FREE_ROWS)), LEAST_COST)
+
+    def _time_of(self, count: int, num_rows: int) -> float:
+        """What so many rows for the drafts of a branch take, in steps, if all others have as many."""
+        if self.config.max_seqs is not None:
+            return count * LEAST_COST
+        return count * self._cost_of_rows(count, max(1, num_rows))

@@ -94,6 +94,9 @@ class GuessingSource:
         event("a source has a draft" + (" behind a pending token" if branch.num_pending else ""))
         return guesses(self._runner, row, branch.num_tokens, 1 + number % max_tokens, number)
 
+    def num_matched(self, branch: Branch) -> int:
+        return 0
+
     def drop(self, branch: Branch) -> None:
         self._known.discard(branch)
 

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_TOKENS = 64  # of a step: with more, the kernels take so long that what lies between them does not matter
 MAX_PASSES = 256
 # Steps of a shape that run call by call before one is recorded. Recording takes as long as several replays gain, and a
-# step with one token for each request is followed by others like it, while a prompt's may not be.
+# step all of whose rows are read (one token of each request, or drafts that are checked) is followed by others like it,
+# while a prompt's may not be.
 STEPS_BEFORE_DECODES = 1
 STEPS_BEFORE_PROMPTS = 4
 MAX_LOGITS_ROWS = 8  # of a pass that ends with logits: each such pass keeps memory for its own
@@ -115,7 +116,7 @@ class RecordedPasses:
             inputs.adapters is not None,
             layers,
         )
-        found = self._run_shape(shape, program, inputs)
+        found = self._run_shape(shape, program, inputs, reads_all=rows is None)
         if found is None:
             return None
         if found.result is not None:
@@ -134,14 +135,17 @@ class RecordedPasses:
             states, adapters = states.select(read), None if adapters is None else adapters.select(read)
         return program.finish(states, ends, columns, observer, adapters=adapters)
 
-    def _run_shape(self, shape: PassShape, program: StepProgram, inputs: StepInputs) -> PassResult | None:
+    def _run_shape(
+        self, shape: PassShape, program: StepProgram, inputs: StepInputs, reads_all: bool
+    ) -> PassResult | None:
         recorded = self._passes.pop(shape, None)
         if recorded is not None:
             result = self._replay(recorded, program.model, inputs)
             if result is not None:
                 self._passes[shape] = recorded
             return result
-        needed = STEPS_BEFORE_DECODES if shape.num_tokens == shape.num_reqs else STEPS_BEFORE_PROMPTS
+        is_decode = reads_all or shape.num_tokens == shape.num_reqs
+        needed = STEPS_BEFORE_DECODES if is_decode else STEPS_BEFORE_PROMPTS
         if self._steps[shape] < needed:
             self._steps[shape] += 1
             return None

@@ -22,5 +22,8 @@ class DeviceDrafter:
         num_tokens, drafts = self._drafts.get(branch, (-1, ()))
         return drafts[:max_tokens] if num_tokens == branch.num_tokens else ()
 
+    def num_matched(self, branch: Branch) -> int:
+        return 0
+
     def drop(self, branch: Branch) -> None:
         self._drafts.pop(branch, None)

@@ -21,6 +21,10 @@ class Drafter(Protocol):
         """Returns guesses at the tokens behind those that the branch has, at most `max_tokens`; empty: it has none."""
         ...
 
+    def num_matched(self, branch: Branch) -> int:
+        """Returns the number of tokens by which the last draft of the branch was found; 0: it was not found so."""
+        ...
+
     def drop(self, branch: Branch) -> None:
         """The branch has ended or was dropped: what is kept for it alone goes."""
         ...

@@ -10,6 +10,7 @@ from array import array
 
 MAX_CANDIDATES = 16  # that are compared to find the longest match
 LEAST_SLOTS = 256
+NO_MATCH = -1, 0
 
 
 class NgramIndex:
@@ -50,18 +51,19 @@ class NgramIndex:
             last[slot] = position
         self._next = max(self._next, end)
 
-    def find(self, text: list[int]) -> int:
-        """Returns the position behind the longest match with the end of `text`, of equals the last one; -1: there is
-        none. `text` may be the indexed one: its end itself is not in the index."""
+    def find(self, text: list[int]) -> tuple[int, int]:
+        """Returns the position behind the longest match with the end of `text`, of equals the last one, and the length
+        of the match, at most `most`; -1 and 0: there is none. `text` may be the indexed one: its end itself is not in
+        the index."""
         least, tokens = self._least, self.tokens
         if len(text) < least:
-            return -1
+            return NO_MATCH
         slot = hash(tuple(text[-least:])) & self._mask
         if text is tokens:
             self._end, self._end_slot = len(text), slot
         position = self._last[slot]
         if position < 0:
-            return -1
+            return NO_MATCH
         tail: list[int] = []
         best, longest = -1, least - 1
         for _ in range(MAX_CANDIDATES):
@@ -81,4 +83,4 @@ class NgramIndex:
                 if length == len(tail):
                     break
             position = self._previous[position - self._first]
-        return best
+        return (best, longest) if best >= 0 else NO_MATCH

@@ -34,7 +34,8 @@ class Place:
         self.num_seen = len(token_ids)
         self.index.extend(TOKENS_AT_ONCE)
         if self.next < 0:
-            self.next = self.index.find(token_ids[max(self.num_prompt_tokens, len(token_ids) - MOST_MATCH) :])
+            answered = token_ids[max(self.num_prompt_tokens, len(token_ids) - MOST_MATCH) :]
+            self.next, _ = self.index.find(answered)
 
 
 class PredictionDrafter:
@@ -49,6 +50,9 @@ class PredictionDrafter:
             place = self._places[branch] = Place(branch.request.prediction, branch.num_prompt_tokens)
         place.follow(branch.token_ids)
         return place.index.tokens[place.next : place.next + max_tokens] if place.next >= 0 else ()
+
+    def num_matched(self, branch: Branch) -> int:
+        return 0
 
     def drop(self, branch: Branch) -> None:
         self._places.pop(branch, None)

@@ -122,6 +122,11 @@ class RootsDrafter:
         for name in node.texts:
             self._owner_of[name].texts.move_to_end(name)
 
+    def num_matched(self, branch: Branch) -> int:
+        scope = self._scopes.get(_scope_key(branch))
+        place = None if scope is None else scope.places.get(branch)
+        return 0 if place is None else place.match.length
+
     def drop(self, branch: Branch) -> None:
         scope = self._scopes.get(_scope_key(branch))
         if scope is not None:

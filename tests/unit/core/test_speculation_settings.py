@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ratoon.core import speculation
+from ratoon.core.config import fit_to_device
 from ratoon.core.errors import ConfigError
 from ratoon.core.settings import engine_config
 from ratoon.core.speculation import DraftSource, SpeculationConfig
@@ -20,6 +21,13 @@ def all_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_drafted_unless_it_is_asked_for() -> None:
     assert engine_config("m").speculation.sources == ()
     assert engine_config("m", speculate="off").speculation.sources == ()
+
+
+def test_a_draft_is_as_long_as_kernels_of_the_device_like_it_unless_it_is_set() -> None:
+    on_cpu, on_gpu = (fit_to_device(engine_config("m"), gpu_bytes).speculation for gpu_bytes in (0, 8 << 30))
+    assert (on_cpu.most_tokens, on_gpu.most_tokens) == (15, 7)
+    for gpu_bytes in (0, 8 << 30):
+        assert fit_to_device(engine_config("m", speculate_tokens=4), gpu_bytes).speculation.most_tokens == 4
 
 
 def test_sources_keep_their_order_and_their_files() -> None:

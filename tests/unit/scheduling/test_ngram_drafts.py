@@ -65,7 +65,7 @@ def test_nothing_is_kept_of_a_branch_that_ended() -> None:
     drafter.propose(branch, 1)
     drafter.drop(branch)
     drafter.drop(branch)
-    assert not drafter._indices
+    assert not drafter._places
 
 
 @given(st.lists(st.integers(0, 3), max_size=300), st.integers(1, 4))
@@ -77,12 +77,12 @@ def test_the_index_finds_what_a_search_would(tokens: list[int], least: int) -> N
     for token in tokens:
         growing.append(token)
         index.extend(TOKENS_AT_ONCE)
-        found = index.find(growing)
+        found, num_equal = index.find(growing)
         ends = [end for end in range(least, len(growing)) if growing[end - least : end] == growing[-least:]]
         lengths = {end: common_end(growing[:end], growing, most) for end in ends}
         assert (found >= 0) == bool(ends)
         if len(ends) <= 16 and ends:
-            assert lengths[found] == max(lengths.values())
+            assert lengths[found] == num_equal == max(lengths.values())
             assert found == max(end for end in ends if lengths[end] == lengths[found])
 
 
@@ -91,3 +91,16 @@ def common_end(one: list[int], other: list[int], most: int) -> int:
     while length < min(most, len(one), len(other)) and one[-1 - length] == other[-1 - length]:
         length += 1
     return length
+
+
+def test_a_match_is_as_long_as_it_was_followed() -> None:
+    text = list(range(10, 50))
+    branch, drafter = branch_with([*text, 5, *text[:3]]), NgramDrafter(3, 8)
+    found = []
+    for token in text[3:30]:
+        assert drafter.propose(branch, 1) == [token]
+        found.append(drafter.num_matched(branch))
+        branch.append_tokens([token])
+    assert found == list(range(3, 30)), "also beyond the tokens that are compared"
+    branch.append_tokens([7, 20, 21, 22])
+    assert drafter.propose(branch, 2) == [23, 24] and drafter.num_matched(branch) == 3

@@ -24,9 +24,10 @@ TEXT = list(range(10, 60))  # what every branch generates
 class Known:
     """Guesses the text, rightly where `right` says so."""
 
-    def __init__(self, name: str = "known", right: bool = True) -> None:
+    def __init__(self, name: str = "known", right: bool = True, matched: int = 0) -> None:
         self.name = name
         self.right = right
+        self.matched = matched
         self.num_asked = 0
         self.dropped: list[str] = []
 
@@ -34,6 +35,9 @@ class Known:
         self.num_asked += 1
         done = branch.num_output_tokens
         return [token + (not self.right) for token in TEXT[done : done + max_tokens]]
+
+    def num_matched(self, branch: Branch) -> int:
+        return self.matched
 
     def drop(self, branch: Branch) -> None:
         self.dropped.append(branch.branch_id)
@@ -208,6 +212,45 @@ def test_drafts_are_short_where_rows_are_dear() -> None:
     scheduler.state.pace.observe(4, 0.022)
     add(scheduler, "a", 3)
     assert lengths(scheduler, 2) == [0, 1]
+
+
+def test_a_draft_is_as_long_as_the_fastest_step() -> None:
+    """Up to eight rows each takes a little more, the ninth as long as eight more, and those behind it nothing."""
+    found = {}
+    for most in (11, 15):
+        scheduler = with_sources(Known(matched=30), speculation=SpeculationConfig(num_tokens=most))
+        for size, seconds in ((1, 0.010), (8, 0.020), (12, 0.030), (16, 0.030)):
+            scheduler.state.pace.observe(size, seconds)
+        add(scheduler, "a", 3)
+        found[most] = lengths(scheduler, 2)[-1]
+    assert found == {11: 7, 15: 15}
+
+
+def test_a_longer_match_promises_more() -> None:
+    drafted = []
+    for matched in (3, 6, 12, 24):
+        scheduler = with_sources(Known(matched=matched), speculation=SpeculationConfig())
+        for size in (1, 2, 4, 8, 16):
+            scheduler.state.pace.observe(size, 0.010 + 0.001 * size)
+        add(scheduler, "a", 3)
+        drafted.append(lengths(scheduler, 2)[-1])
+    assert drafted[0] == 0 and drafted == sorted(set(drafted)), "behind three tokens it is compared first"
+
+
+def test_what_is_wrong_behind_short_matches_tells_nothing_about_long_ones() -> None:
+    source = Known(matched=8, right=False)
+    scheduler = with_sources(source)
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 8)[-3:] == [0, 0, 0]
+    source.matched, source.right = 30, True
+    assert lengths(scheduler, 2)[-1] == 4
+
+
+def test_a_short_match_that_was_right_is_drafted_from() -> None:
+    scheduler = with_sources(Known(matched=3))
+    add(scheduler, "a", 3)
+    assert lengths(scheduler, 6)[:2] == [0, 0]
+    assert lengths(scheduler, 2)[-1] > 0
 
 
 def test_a_disturbed_step_does_not_end_the_drafts_of_a_sequence_alone() -> None:
