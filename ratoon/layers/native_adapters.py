@@ -8,17 +8,22 @@ slot, and with few rows for each adapter it takes as long as that reading.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from ratoon.layers.native import LowRankPart, SavedTable, library
+from ratoon.layers.native.recording import Arena
 from ratoon.layers.ops import RMSWeights
 
 Tensor = torch.Tensor
 
 PANEL = 16  # columns
+CHUNK_BYTES = 16 << 20  # eight large pages
+_memory = Arena(CHUNK_BYTES)  # of all adapters: what one leaves, the next one gets
+_memory_lock = threading.Lock()
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -42,8 +47,8 @@ class NativeLowRank:
 
     def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None:
         dtype = torch.bfloat16 if self._has_few_bits or b.dtype == torch.bfloat16 else torch.float32
-        columns = pack_panels(b.to(dtype))  # [panels, rank, 16]
-        low = None if a is None else pack_panels(a.to(dtype))  # [panels, in, 16]
+        columns = _keep(pack_panels(b.to(dtype)))  # [panels, rank, 16]
+        low = None if a is None else _keep(pack_panels(a.to(dtype)))  # [panels, in, 16]
         entry = self._entries[slot * self._num_parts + part]
         entry.a, entry.b = None if low is None else low.data_ptr(), columns.data_ptr()
         entry.scale, entry.format = scale, FORMATS[dtype]
@@ -94,6 +99,13 @@ class NativeTables:
             self._pointer, self._num_slots, slots.data_ptr(), ids.data_ptr(), self._rows.start, len(ids),
             found.shape[1], found.data_ptr(),
         )  # fmt: skip
+
+
+def _keep(packed: Tensor) -> Tensor:
+    """Returns the same numbers in large pages, beside those that were loaded before."""
+    with _memory_lock:
+        kept = _memory.take(packed.nbytes).view(packed.dtype).view(packed.shape)
+    return kept.copy_(packed)
 
 
 def pack_panels(matrix: Tensor) -> Tensor:

@@ -4,6 +4,10 @@
 // slot are multiplied together, so that a matrix is read once for all of them; every row has a chain of its own for each sum,
 // in stretches as in tile.h, and comes out the same whatever rows are beside it. First all low products of all rows, then all
 // columns: both are divided among the threads by slot and by panels of 16 columns.
+//
+// An adapter has few rows in a step, which takes as long as its matrices take to arrive. So they are fetched ahead, also those
+// of the next unit; and a tile of few rows computes two stretches of a sum at a time, or two panels, since a chain alone waits
+// for each of its sums.
 #include <string.h>
 
 #include "kernels.h"
@@ -13,57 +17,138 @@
 
 #define GROUP_ROWS 32    // of one slot that a unit multiplies
 #define UNIT_PANELS 16   // of columns in a unit
+#define FETCH_BYTES 4096 // that are fetched ahead
+#define CACHE_LINE 64
+#define PAIRED_STRETCHES(rows) ((rows) * TILE_VECS <= 4)  // chains that leave multiply-adds idle
+#define PAIRED_PANELS (W == 16)
 
 static int64_t panels_of(int64_t width) { return (width + TILE - 1) / TILE; }
 
-// acc += A · B of rows that lie anywhere: a chain for each element.
-INLINE void rows_chain(int rows, int format, const float *const *a, int64_t k, int64_t end, const void *b,
-                       vec acc[][TILE_VECS]) {
-#if W == 4
-    for (; k + 4 <= end; k += 4) {
-        vec a4[MAX_TILE_ROWS];
-        UNROLLED for (int i = 0; i < rows; i++) a4[i] = load(a[i] + k);
-        UNROLLED for (int s = 0; s < 4; s++)
-            UNROLLED for (int j = 0; j < TILE_VECS; j++) {
-                vec column = load_as(format, b, (k + s) * TILE + j * W);
-                UNROLLED for (int i = 0; i < rows; i++) acc[i][j] = fma_(column, splat(a4[i][s]), acc[i][j]);
-            }
-    }
-#endif
-    for (; k < end; k++) {
-        vec column[TILE_VECS];
-        UNROLLED for (int j = 0; j < TILE_VECS; j++) column[j] = load_as(format, b, k * TILE + j * W);
-        UNROLLED for (int i = 0; i < rows; i++) {
-            vec value = splat(a[i][k]);
-            UNROLLED for (int j = 0; j < TILE_VECS; j++) acc[i][j] = fma_(column[j], value, acc[i][j]);
-        }
-    }
+// Memory that is read next: what lies behind the numbers that are being read, or the beginning of others.
+INLINE void fetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(from + i, 0, 3);
 }
 
-// out[i] [TILE] = scale · A · B, in stretches; with `adds`, out[i] += A · B.
-INLINE void rows_product(int rows, int format, const float *const *a, int64_t depth, const void *b, float scale, int adds,
-                         float *const *out) {
+// acc[c] += A · B of rows that lie anywhere: a chain for each element and c. Chain c reads A from `k` + c · a_step on, and B
+// from there + c · b_step.
+INLINE void rows_chains(int rows, int chains, int format, const float *const *a, int64_t k, int64_t depth, int64_t a_step,
+                        const void *b, int64_t b_step, vec acc[][MAX_TILE_ROWS][TILE_VECS]) {
+    int64_t s = 0;
+#if W == 4
+    for (; s + 4 <= depth; s += 4)
+        UNROLLED for (int c = 0; c < chains; c++) {
+            vec a4[MAX_TILE_ROWS];
+            UNROLLED for (int i = 0; i < rows; i++) a4[i] = load(a[i] + k + c * a_step + s);
+            UNROLLED for (int lane = 0; lane < 4; lane++)
+                UNROLLED for (int j = 0; j < TILE_VECS; j++) {
+                    vec column = load_as(format, b, c * b_step + (s + lane) * TILE + j * W);
+                    UNROLLED for (int i = 0; i < rows; i++) acc[c][i][j] = fma_(column, splat(a4[i][lane]), acc[c][i][j]);
+                }
+        }
+#endif
+    for (; s < depth; s++)
+        UNROLLED for (int c = 0; c < chains; c++) {
+            vec column[TILE_VECS];
+            UNROLLED for (int j = 0; j < TILE_VECS; j++) column[j] = load_as(format, b, c * b_step + s * TILE + j * W);
+            UNROLLED for (int i = 0; i < rows; i++) {
+                vec value = splat(a[i][k + c * a_step + s]);
+                UNROLLED for (int j = 0; j < TILE_VECS; j++) acc[c][i][j] = fma_(column[j], value, acc[c][i][j]);
+            }
+        }
+}
+
+INLINE void add_tile(int rows, vec total[][TILE_VECS], vec acc[][TILE_VECS]) {
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int j = 0; j < TILE_VECS; j++) total[i][j] += acc[i][j];
+}
+
+// out[i] [TILE] = scale · A · B, in stretches. `next`: what is read behind B.
+INLINE void low_product(int rows, int format, const float *const *a, int64_t depth, const char *b, const char *next, float scale,
+                        float *const *out) {
+    const int64_t stretch_bytes = STRETCH_K * TILE * bytes_of(format);
+    const char *end = b + depth * TILE * bytes_of(format);
     vec total[MAX_TILE_ROWS][TILE_VECS];
     clear_tile(rows, total);
-    rows_chain(rows, format, a, 0, depth < STRETCH_K ? depth : STRETCH_K, b, total);
-    for (int64_t k = STRETCH_K; k < depth; k += STRETCH_K) {
-        vec acc[MAX_TILE_ROWS][TILE_VECS];
-        clear_tile(rows, acc);
-        rows_chain(rows, format, a, k, k + STRETCH_K < depth ? k + STRETCH_K : depth, b, acc);
-        UNROLLED for (int i = 0; i < rows; i++)
-            UNROLLED for (int j = 0; j < TILE_VECS; j++) total[i][j] += acc[i][j];
+    for (int64_t k = 0; k < depth;) {
+        vec acc[2][MAX_TILE_ROWS][TILE_VECS];
+        const int paired = PAIRED_STRETCHES(rows) && k + 2 * STRETCH_K <= depth;
+        const int64_t bytes = paired ? 2 * stretch_bytes : stretch_bytes;
+        fetch(b + bytes < end ? b + bytes : next, bytes);
+        clear_tile(rows, acc[0]);
+        if (paired) {
+            clear_tile(rows, acc[1]);
+            rows_chains(rows, 2, format, a, k, STRETCH_K, STRETCH_K, b, STRETCH_K * TILE, acc);
+            add_tile(rows, total, acc[0]);
+            add_tile(rows, total, acc[1]);
+            k += 2 * STRETCH_K;
+        } else {
+            rows_chains(rows, 1, format, a, k, depth - k < STRETCH_K ? depth - k : STRETCH_K, 0, b, 0, acc);
+            add_tile(rows, total, acc[0]);
+            k += STRETCH_K;
+        }
+        b += bytes;
     }
     UNROLLED for (int i = 0; i < rows; i++)
-        UNROLLED for (int j = 0; j < TILE_VECS; j++)
-            store(out[i] + j * W, adds ? load(out[i] + j * W) + total[i][j] : total[i][j] * splat(scale));
+        UNROLLED for (int j = 0; j < TILE_VECS; j++) store(out[i] + j * W, total[i][j] * splat(scale));
 }
 
-typedef void (*product_function)(const float *const *a, int64_t depth, const void *b, float scale, int adds, float *const *out);
+// out[i] [panels · TILE] = A · B, in stretches; with `adds`, out[i] += A · B.
+INLINE void panels_product(int rows, int panels, int format, const float *const *a, int64_t depth, const char *b, int adds,
+                           float *const *out) {
+    vec total[2][MAX_TILE_ROWS][TILE_VECS];
+    UNROLLED for (int p = 0; p < panels; p++) clear_tile(rows, total[p]);
+    rows_chains(rows, panels, format, a, 0, depth < STRETCH_K ? depth : STRETCH_K, 0, b, depth * TILE, total);
+    for (int64_t k = STRETCH_K; k < depth; k += STRETCH_K) {
+        vec acc[2][MAX_TILE_ROWS][TILE_VECS];
+        UNROLLED for (int p = 0; p < panels; p++) clear_tile(rows, acc[p]);
+        rows_chains(rows, panels, format, a, k, depth - k < STRETCH_K ? depth - k : STRETCH_K, 0,
+                    b + k * TILE * bytes_of(format), depth * TILE, acc);
+        UNROLLED for (int p = 0; p < panels; p++) add_tile(rows, total[p], acc[p]);
+    }
+    UNROLLED for (int p = 0; p < panels; p++)
+        UNROLLED for (int i = 0; i < rows; i++)
+            UNROLLED for (int j = 0; j < TILE_VECS; j++) {
+                float *to = out[i] + p * TILE + j * W;
+                store(to, adds ? load(to) + total[p][i][j] : total[p][i][j]);
+            }
+}
 
-#define PRODUCT(ROWS, FORMAT)                                                                                            \
-    static void product_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const void *b, float scale, int adds,   \
-                                          float *const *out) {                                                           \
-        rows_product(ROWS, FORMAT, a, depth, b, scale, adds, out);                                                       \
+// Columns of `panels` whole panels, one after the other in B and in out[i].
+INLINE void columns_product(int rows, int format, const float *const *a, int64_t depth, const char *b, int64_t panels,
+                            const char *next, int adds, float *const *out) {
+    const int64_t panel_bytes = depth * TILE * bytes_of(format);
+    const char *end = b + panels * panel_bytes;
+    const int together = PAIRED_PANELS ? 2 : 1;
+    float *at[MAX_TILE_ROWS];
+    UNROLLED for (int i = 0; i < rows; i++) at[i] = out[i];
+    for (; panels > 0;) {
+        const int64_t count = panels < together ? 1 : together, bytes = count * panel_bytes;
+        if (b + FETCH_BYTES < end)
+            fetch(b + FETCH_BYTES, bytes);
+        else
+            fetch(next + FETCH_BYTES - (end - b), bytes);
+        if (PAIRED_PANELS && count == 2)
+            panels_product(rows, 2, format, a, depth, b, adds, at);
+        else
+            panels_product(rows, 1, format, a, depth, b, adds, at);
+        UNROLLED for (int i = 0; i < rows; i++) at[i] += count * TILE;
+        b += bytes;
+        panels -= count;
+    }
+}
+
+typedef void (*low_function)(const float *const *a, int64_t depth, const char *b, const char *next, float scale, float *const *out);
+typedef void (*columns_function)(const float *const *a, int64_t depth, const char *b, int64_t panels, const char *next, int adds,
+                                 float *const *out);
+
+#define PRODUCT(ROWS, FORMAT)                                                                                                  \
+    static void low_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, const char *next, float scale,     \
+                                      float *const *out) {                                                                     \
+        low_product(ROWS, FORMAT, a, depth, b, next, scale, out);                                                              \
+    }                                                                                                                          \
+    static void columns_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, int64_t panels,                \
+                                          const char *next, int adds, float *const *out) {                                     \
+        columns_product(ROWS, FORMAT, a, depth, b, panels, next, adds, out);                                                   \
     }
 #define PRODUCTS(ROWS) PRODUCT(ROWS, FLOATS) PRODUCT(ROWS, BF16)
 PRODUCTS(1)
@@ -79,16 +164,19 @@ PRODUCTS(7)
 PRODUCTS(8)
 #endif
 
-#define OF_FORMAT(ROWS) {product_##ROWS##_FLOATS, product_##ROWS##_BF16}
-static const product_function products[MAX_TILE_ROWS][2] = {
-    OF_FORMAT(1), OF_FORMAT(2), OF_FORMAT(3), OF_FORMAT(4),
-#if MAX_TILE_ROWS > 4
-    OF_FORMAT(5), OF_FORMAT(6),
+#define OF_FORMAT(NAME, ROWS) {NAME##_##ROWS##_FLOATS, NAME##_##ROWS##_BF16}
+#if MAX_TILE_ROWS == 4
+#define OF_ROWS(NAME) OF_FORMAT(NAME, 1), OF_FORMAT(NAME, 2), OF_FORMAT(NAME, 3), OF_FORMAT(NAME, 4)
+#elif MAX_TILE_ROWS == 6
+#define OF_ROWS(NAME)                                                                                                          \
+    OF_FORMAT(NAME, 1), OF_FORMAT(NAME, 2), OF_FORMAT(NAME, 3), OF_FORMAT(NAME, 4), OF_FORMAT(NAME, 5), OF_FORMAT(NAME, 6)
+#else
+#define OF_ROWS(NAME)                                                                                                          \
+    OF_FORMAT(NAME, 1), OF_FORMAT(NAME, 2), OF_FORMAT(NAME, 3), OF_FORMAT(NAME, 4), OF_FORMAT(NAME, 5), OF_FORMAT(NAME, 6),    \
+        OF_FORMAT(NAME, 7), OF_FORMAT(NAME, 8)
 #endif
-#if MAX_TILE_ROWS > 6
-    OF_FORMAT(7), OF_FORMAT(8),
-#endif
-};
+static const low_function low_products[MAX_TILE_ROWS][2] = {OF_ROWS(low)};
+static const columns_function columns_products[MAX_TILE_ROWS][2] = {OF_ROWS(columns)};
 
 typedef struct {  // rows of one slot: `order` has them from `first` on
     int32_t slot, first, rows;
@@ -106,6 +194,7 @@ typedef struct {
     const int32_t *order;
     const row_group *groups;
     const panel_unit *units;
+    int64_t num_units;
     float *low;  // [ordered rows][parts][low_width]
     int64_t low_width;
 } low_rank_call;
@@ -114,8 +203,15 @@ INLINE float *low_of(const low_rank_call *c, int64_t place, int64_t part) {
     return c->low + (place * c->parts + part) * c->low_width;
 }
 
-INLINE const void *panel_of(const low_rank_part *e, const void *numbers, int64_t panel, int64_t depth) {
+INLINE const char *panel_of(const low_rank_part *e, const void *numbers, int64_t panel, int64_t depth) {
     return number_at(e->format, numbers, panel * depth * TILE);
+}
+
+// The first numbers that a unit reads; those of the last one itself where there is no other.
+INLINE const char *begin_of(const low_rank_call *c, int64_t index, int of_columns) {
+    const panel_unit u = c->units[index < c->num_units ? index : c->num_units - 1];
+    const low_rank_part *e = c->entries + c->groups[u.group].slot * c->parts + u.part;
+    return of_columns ? panel_of(e, e->b, u.first, e->rank) : panel_of(e, e->a, u.first, c->in);
 }
 
 static void low_unit(void *context, int64_t index) {
@@ -123,15 +219,16 @@ static void low_unit(void *context, int64_t index) {
     const panel_unit u = c->units[index];
     const row_group g = c->groups[u.group];
     const low_rank_part *e = c->entries + g.slot * c->parts + u.part;
+    const char *panel = panel_of(e, e->a, u.first, c->in), *next = begin_of(c, index + 1, 0);
     for (int64_t row = 0; row < g.rows; row += MAX_TILE_ROWS) {
         const int rows = g.rows - row < MAX_TILE_ROWS ? (int)(g.rows - row) : MAX_TILE_ROWS;
         const float *a[MAX_TILE_ROWS];
-        for (int i = 0; i < rows; i++) a[i] = c->x + c->order[g.first + row + i] * c->ldx;
-        for (int64_t panel = u.first; panel < u.first + u.panels; panel++) {
-            float *out[MAX_TILE_ROWS];
-            for (int i = 0; i < rows; i++) out[i] = low_of(c, g.first + row + i, u.part) + panel * TILE;
-            products[rows - 1][e->format](a, c->in, panel_of(e, e->a, panel, c->in), e->scale, 0, out);
+        float *out[MAX_TILE_ROWS];
+        for (int i = 0; i < rows; i++) {
+            a[i] = c->x + c->order[g.first + row + i] * c->ldx;
+            out[i] = low_of(c, g.first + row + i, u.part) + u.first * TILE;
         }
+        low_products[rows - 1][e->format](a, c->in, panel, next, e->scale, out);
     }
 }
 
@@ -140,23 +237,29 @@ static void column_unit(void *context, int64_t index) {
     const panel_unit u = c->units[index];
     const row_group g = c->groups[u.group];
     const low_rank_part *e = c->entries + g.slot * c->parts + u.part;
+    const char *panels = panel_of(e, e->b, u.first, e->rank), *next = begin_of(c, index + 1, 1);
+    const int64_t left = e->out - u.first * TILE, whole = left / TILE < u.panels ? left / TILE : u.panels;
+    const int adds = e->a != NULL;
     for (int64_t row = 0; row < g.rows; row += MAX_TILE_ROWS) {
         const int rows = g.rows - row < MAX_TILE_ROWS ? (int)(g.rows - row) : MAX_TILE_ROWS;
+        const columns_function product = columns_products[rows - 1][e->format];
         const float *a[MAX_TILE_ROWS];
-        for (int i = 0; i < rows; i++)
-            a[i] = e->a ? low_of(c, g.first + row + i, u.part) : c->x + c->order[g.first + row + i] * c->ldx;
-        for (int64_t panel = u.first; panel < u.first + u.panels; panel++) {
-            const int64_t count = e->out - panel * TILE;
-            float last[MAX_TILE_ROWS * TILE], *y[MAX_TILE_ROWS], *out[MAX_TILE_ROWS];
-            for (int i = 0; i < rows; i++) {
-                y[i] = c->y + c->order[g.first + row + i] * c->ldy + e->column + panel * TILE;
-                out[i] = count >= TILE ? y[i] : last + i * TILE;  // a panel may end behind the columns
-            }
-            const int adds = e->a && count >= TILE;
-            products[rows - 1][e->format](a, e->rank, panel_of(e, e->b, panel, e->rank), 1, adds, out);
-            for (int i = 0; count < TILE && i < rows; i++)
-                for (int64_t j = 0; j < count; j++) y[i][j] = e->a ? y[i][j] + out[i][j] : out[i][j];
+        float *y[MAX_TILE_ROWS];
+        for (int i = 0; i < rows; i++) {
+            const int64_t at = c->order[g.first + row + i];
+            a[i] = adds ? low_of(c, g.first + row + i, u.part) : c->x + at * c->ldx;
+            y[i] = c->y + at * c->ldy + e->column + u.first * TILE;
         }
+        product(a, e->rank, panels, whole, next, adds, y);
+        if (whole == u.panels) continue;
+        float last[MAX_TILE_ROWS * TILE], *out[MAX_TILE_ROWS];  // a panel that ends behind the columns
+        for (int i = 0; i < rows; i++) out[i] = last + i * TILE;
+        product(a, e->rank, panel_of(e, e->b, u.first + whole, e->rank), 1, next, 0, out);
+        for (int i = 0; i < rows; i++)
+            for (int64_t j = 0; j < left - whole * TILE; j++) {
+                float *to = y[i] + whole * TILE + j;
+                *to = adds ? *to + out[i][j] : out[i][j];
+            }
     }
 }
 
@@ -221,9 +324,9 @@ int ratoon_add_low_rank(const float *x, int64_t ldx, int64_t rows, int64_t in, c
     c.low = at_least(&room_of_low, (size_t)(count * parts * low_width) * sizeof(float) + 64);
     if ((num_columns && !units) || !c.low) return -1;
     c.units = units;
-    list_units(&c, num_groups, 0, units);
+    c.num_units = list_units(&c, num_groups, 0, units);
     parallel_units(low_unit, &c, num_low);
-    list_units(&c, num_groups, 1, units);
+    c.num_units = list_units(&c, num_groups, 1, units);
     parallel_units(column_unit, &c, num_columns);
     return 0;
 }

@@ -106,7 +106,9 @@ class Arena:
     """Memory that stays where it is. What is taken returns when its last tensor is gone, and is handed out again: so a
     pass needs no more than it has in use at a time, and passes that never run together share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """`chunk_bytes`: that it grows by at least."""
+        self._chunk_bytes = chunk_bytes
         self._chunks: list[np.ndarray] = []
         self._returned: deque[tuple[int, int, int]] = deque()  # by finalizers, which may run at any time
         self._free: list[tuple[int, int, int]] = []  # (chunk, first byte, bytes), in order, none beside another
@@ -140,7 +142,7 @@ class Arena:
     def _grow(self, size: int) -> int:
         # A power of two, so that prompts that are longer each time do not leave a chunk for every length behind. What
         # is above `size` takes no memory before it is written.
-        size = max(1 << (size - 1).bit_length(), CHUNK_BYTES)
+        size = max(1 << (size - 1).bit_length(), self._chunk_bytes)
         self._chunks.append(new_pages(size).numpy())
         self._free.append((len(self._chunks) - 1, 0, size))
         self.num_bytes += size
