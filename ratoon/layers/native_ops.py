@@ -227,7 +227,7 @@ class NativeOps:
 
     @property
     def _has_few_bits(self) -> bool:
-        """Whether some weights are quantised: what adapters lose in 16 bits is far below what these have lost."""
+        """Whether some weights are quantised: what adapters lose in 8 bits is far below what these have lost."""
         return self.formats is not None and bool(self.formats.facts())
 
     def make_gated_mlp(self, gate_up: Product, down: Product) -> Product:

@@ -5,6 +5,7 @@
 #include "checking.h"
 #include "kernels.h"
 
+#define WHOLE_NUMBERS 3  // the format
 #define SLOTS 3
 #define PARTS 2
 
@@ -40,19 +41,54 @@ static void *pack(float *matrix, int64_t columns, int64_t depth, int32_t format)
     return packed;
 }
 
+// The same in whole numbers, with their scales.
+static void *pack_whole(float *matrix, int64_t columns, int64_t depth, float **scales) {
+    const int64_t panels = (columns + 15) / 16, stretches = (depth + 63) / 64;
+    int8_t *codes = guarded(panels * depth * 16);
+    *scales = guarded_floats(panels * stretches * 16);
+    expect_true(ratoon_pack_low_rank(matrix, columns, depth, codes, *scales) == 0, "finite numbers", 0, 0);
+    for (int64_t column = 0; column < columns; column++)
+        for (int64_t k = 0; k < depth; k++) {
+            const int64_t panel = column / 16, j = column % 16;
+            const float scale = (*scales)[(panel * stretches + k / 64) * 16 + j];
+            float *value = matrix + column * depth + k;
+            const float kept = (float)codes[(panel * depth + k) * 16 + j] * scale;
+            expect(kept, *value, scale * (0.5 + 256 * UNIT), "the nearest whole number", column, k);
+            *value = kept;
+        }
+    return codes;
+}
+
+static void refuse_what_is_not_finite(void) {
+    float matrix[70] = {1};
+    int8_t codes[70 * 16];
+    float scales[2 * 16];
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == 0, "finite numbers", 0, 0);
+    matrix[69] = INFINITY;
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == -1, "an infinity", 0, 0);
+    matrix[69] = NAN;
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == -1, "no number", 0, 0);
+}
+
 static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_ranks) {
     const int64_t width = out[0] + out[1], ldx = in + random_between(0, 3), ldy = width + random_between(0, 3);
     low_rank_part entries[SLOTS * PARTS];
     float *a[SLOTS * PARTS], *b[SLOTS * PARTS];
     for (int e = 0; e < SLOTS * PARTS; e++) {
         const int part = e % PARTS;
-        const int32_t format = (int32_t)random_between(0, 1);
         const int is_whole = random_between(0, 4) == 0;
+        const int32_t format = (int32_t[]){0, 1, WHOLE_NUMBERS}[random_between(0, is_whole ? 1 : 2)];
+        float *a_scales = NULL, *b_scales = NULL;
         const int64_t rank = e == 2 ? 0 : is_whole ? in : random_between(1, most_ranks);
         a[e] = rank && !is_whole ? random_floats(rank * in, 1) : NULL;
         b[e] = rank ? random_floats(out[part] * rank, 1) : NULL;
-        entries[e] = (low_rank_part){.a = a[e] ? pack(a[e], rank, in, format) : NULL,
-                                     .b = b[e] ? pack(b[e], out[part], rank, format) : NULL,
+        const int is_rounded = format == WHOLE_NUMBERS;
+        void *packed_a = !a[e] ? NULL : is_rounded ? pack_whole(a[e], rank, in, &a_scales) : pack(a[e], rank, in, format);
+        void *packed_b = !b[e] ? NULL : is_rounded ? pack_whole(b[e], out[part], rank, &b_scales) : pack(b[e], out[part], rank, format);
+        entries[e] = (low_rank_part){.a = packed_a,
+                                     .b = packed_b,
+                                     .a_scales = a_scales,
+                                     .b_scales = b_scales,
                                      .rank = rank,
                                      .column = part ? out[0] : 0,
                                      .out = out[part],
@@ -88,13 +124,13 @@ static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_r
                     }
                     low *= entries[e].scale;
                     low_sizes *= entries[e].scale;
-                    low_error = (sum_error(in) + 2 * UNIT) * low_sizes;
+                    low_error = (sum_error(in) + 4 * UNIT) * low_sizes;  // scales are rounded with them, too
                 }
                 sum += low * b[e][own * rank + r];
                 sizes += low_sizes * fabs((double)b[e][own * rank + r]);
                 error += low_error * fabs((double)b[e][own * rank + r]);
             }
-            expect(found, sum, error + (sum_error(rank) + 2 * UNIT) * sizes, "low rank", row, column);
+            expect(found, sum, error + (sum_error(rank) + 4 * UNIT) * sizes, "low rank", row, column);
         }
     }
     release_all();
@@ -131,5 +167,6 @@ void check_low_rank(void) {
     compare(75, 70, (int64_t[]){16, 32}, 16);
     for (int i = 0; i < 12; i++)
         compare(random_between(1, 20), random_between(1, 200), (int64_t[]){random_between(1, 90), random_between(1, 60)}, 70);
+    refuse_what_is_not_finite();
     for (int i = 0; i < 5; i++) compare_tables();
 }

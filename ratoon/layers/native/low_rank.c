@@ -8,6 +8,7 @@
 // An adapter has few rows in a step, which takes as long as its matrices take to arrive. So they are fetched ahead, also those
 // of the next unit; and a tile of few rows computes two stretches of a sum at a time, or two panels, since a chain alone waits
 // for each of its sums.
+#include <math.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -21,6 +22,9 @@
 #define CACHE_LINE 64
 #define PAIRED_STRETCHES(rows) ((rows) * TILE_VECS <= 4)  // chains that leave multiply-adds idle
 #define PAIRED_PANELS (W == 16)
+#define SMALLEST_LARGEST 1e-30f  // of a column's numbers in a stretch: 127 / it would overflow
+
+#define STRETCHES_OF(depth) (((depth) + STRETCH_K - 1) / STRETCH_K)
 
 static int64_t panels_of(int64_t width) { return (width + TILE - 1) / TILE; }
 
@@ -57,14 +61,18 @@ INLINE void rows_chains(int rows, int chains, int format, const float *const *a,
         }
 }
 
-INLINE void add_tile(int rows, vec total[][TILE_VECS], vec acc[][TILE_VECS]) {
-    UNROLLED for (int i = 0; i < rows; i++)
-        UNROLLED for (int j = 0; j < TILE_VECS; j++) total[i][j] += acc[i][j];
+// total += a stretch's sums, times their columns' scales if B has some.
+INLINE void add_tile(int rows, int format, vec total[][TILE_VECS], vec acc[][TILE_VECS], const float *scales) {
+    UNROLLED for (int j = 0; j < TILE_VECS; j++) {
+        const vec scale = format == INT8 ? load(scales + j * W) : (vec){};
+        UNROLLED for (int i = 0; i < rows; i++)
+            total[i][j] = format == INT8 ? fma_(acc[i][j], scale, total[i][j]) : total[i][j] + acc[i][j];
+    }
 }
 
 // out[i] [TILE] = scale · A · B, in stretches. `next`: what is read behind B.
-INLINE void low_product(int rows, int format, const float *const *a, int64_t depth, const char *b, const char *next, float scale,
-                        float *const *out) {
+INLINE void low_product(int rows, int format, const float *const *a, int64_t depth, const char *b, const float *scales,
+                        const char *next, float scale, float *const *out) {
     const int64_t stretch_bytes = STRETCH_K * TILE * bytes_of(format);
     const char *end = b + depth * TILE * bytes_of(format);
     vec total[MAX_TILE_ROWS][TILE_VECS];
@@ -78,13 +86,15 @@ INLINE void low_product(int rows, int format, const float *const *a, int64_t dep
         if (paired) {
             clear_tile(rows, acc[1]);
             rows_chains(rows, 2, format, a, k, STRETCH_K, STRETCH_K, b, STRETCH_K * TILE, acc);
-            add_tile(rows, total, acc[0]);
-            add_tile(rows, total, acc[1]);
+            add_tile(rows, format, total, acc[0], scales);
+            add_tile(rows, format, total, acc[1], scales + TILE);
             k += 2 * STRETCH_K;
+            scales += 2 * TILE;
         } else {
             rows_chains(rows, 1, format, a, k, depth - k < STRETCH_K ? depth - k : STRETCH_K, 0, b, 0, acc);
-            add_tile(rows, total, acc[0]);
+            add_tile(rows, format, total, acc[0], scales);
             k += STRETCH_K;
+            scales += TILE;
         }
         b += bytes;
     }
@@ -93,17 +103,25 @@ INLINE void low_product(int rows, int format, const float *const *a, int64_t dep
 }
 
 // out[i] [panels · TILE] = A · B, in stretches; with `adds`, out[i] += A · B.
-INLINE void panels_product(int rows, int panels, int format, const float *const *a, int64_t depth, const char *b, int adds,
-                           float *const *out) {
+INLINE void panels_product(int rows, int panels, int format, const float *const *a, int64_t depth, const char *b,
+                           const float *scales, int adds, float *const *out) {
+    const int64_t stretches = STRETCHES_OF(depth);
     vec total[2][MAX_TILE_ROWS][TILE_VECS];
     UNROLLED for (int p = 0; p < panels; p++) clear_tile(rows, total[p]);
     rows_chains(rows, panels, format, a, 0, depth < STRETCH_K ? depth : STRETCH_K, 0, b, depth * TILE, total);
+    if (format == INT8)
+        UNROLLED for (int p = 0; p < panels; p++)
+            UNROLLED for (int j = 0; j < TILE_VECS; j++) {
+                const vec scale = load(scales + p * stretches * TILE + j * W);
+                UNROLLED for (int i = 0; i < rows; i++) total[p][i][j] *= scale;
+            }
     for (int64_t k = STRETCH_K; k < depth; k += STRETCH_K) {
         vec acc[2][MAX_TILE_ROWS][TILE_VECS];
         UNROLLED for (int p = 0; p < panels; p++) clear_tile(rows, acc[p]);
         rows_chains(rows, panels, format, a, k, depth - k < STRETCH_K ? depth - k : STRETCH_K, 0,
                     b + k * TILE * bytes_of(format), depth * TILE, acc);
-        UNROLLED for (int p = 0; p < panels; p++) add_tile(rows, total[p], acc[p]);
+        UNROLLED for (int p = 0; p < panels; p++)
+            add_tile(rows, format, total[p], acc[p], scales + (p * stretches + k / STRETCH_K) * TILE);
     }
     UNROLLED for (int p = 0; p < panels; p++)
         UNROLLED for (int i = 0; i < rows; i++)
@@ -114,8 +132,8 @@ INLINE void panels_product(int rows, int panels, int format, const float *const 
 }
 
 // Columns of `panels` whole panels, one after the other in B and in out[i].
-INLINE void columns_product(int rows, int format, const float *const *a, int64_t depth, const char *b, int64_t panels,
-                            const char *next, int adds, float *const *out) {
+INLINE void columns_product(int rows, int format, const float *const *a, int64_t depth, const char *b, const float *scales,
+                            int64_t panels, const char *next, int adds, float *const *out) {
     const int64_t panel_bytes = depth * TILE * bytes_of(format);
     const char *end = b + panels * panel_bytes;
     const int together = PAIRED_PANELS ? 2 : 1;
@@ -128,29 +146,31 @@ INLINE void columns_product(int rows, int format, const float *const *a, int64_t
         else
             fetch(next + FETCH_BYTES - (end - b), bytes);
         if (PAIRED_PANELS && count == 2)
-            panels_product(rows, 2, format, a, depth, b, adds, at);
+            panels_product(rows, 2, format, a, depth, b, scales, adds, at);
         else
-            panels_product(rows, 1, format, a, depth, b, adds, at);
+            panels_product(rows, 1, format, a, depth, b, scales, adds, at);
         UNROLLED for (int i = 0; i < rows; i++) at[i] += count * TILE;
         b += bytes;
+        if (format == INT8) scales += count * STRETCHES_OF(depth) * TILE;
         panels -= count;
     }
 }
 
-typedef void (*low_function)(const float *const *a, int64_t depth, const char *b, const char *next, float scale, float *const *out);
-typedef void (*columns_function)(const float *const *a, int64_t depth, const char *b, int64_t panels, const char *next, int adds,
-                                 float *const *out);
+typedef void (*low_function)(const float *const *a, int64_t depth, const char *b, const float *scales, const char *next,
+                             float scale, float *const *out);
+typedef void (*columns_function)(const float *const *a, int64_t depth, const char *b, const float *scales, int64_t panels,
+                                 const char *next, int adds, float *const *out);
 
 #define PRODUCT(ROWS, FORMAT)                                                                                                  \
-    static void low_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, const char *next, float scale,     \
-                                      float *const *out) {                                                                     \
-        low_product(ROWS, FORMAT, a, depth, b, next, scale, out);                                                              \
+    static void low_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, const float *scales,               \
+                                      const char *next, float scale, float *const *out) {                                      \
+        low_product(ROWS, FORMAT, a, depth, b, scales, next, scale, out);                                                      \
     }                                                                                                                          \
-    static void columns_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, int64_t panels,                \
-                                          const char *next, int adds, float *const *out) {                                     \
-        columns_product(ROWS, FORMAT, a, depth, b, panels, next, adds, out);                                                   \
+    static void columns_##ROWS##_##FORMAT(const float *const *a, int64_t depth, const char *b, const float *scales,           \
+                                          int64_t panels, const char *next, int adds, float *const *out) {                     \
+        columns_product(ROWS, FORMAT, a, depth, b, scales, panels, next, adds, out);                                           \
     }
-#define PRODUCTS(ROWS) PRODUCT(ROWS, FLOATS) PRODUCT(ROWS, BF16)
+#define PRODUCTS(ROWS) PRODUCT(ROWS, FLOATS) PRODUCT(ROWS, BF16) PRODUCT(ROWS, INT8)
 PRODUCTS(1)
 PRODUCTS(2)
 PRODUCTS(3)
@@ -164,7 +184,8 @@ PRODUCTS(7)
 PRODUCTS(8)
 #endif
 
-#define OF_FORMAT(NAME, ROWS) {NAME##_##ROWS##_FLOATS, NAME##_##ROWS##_BF16}
+#define OF_FORMAT(NAME, ROWS)                                                                                                  \
+    {[FLOATS] = NAME##_##ROWS##_FLOATS, [BF16] = NAME##_##ROWS##_BF16, [INT8] = NAME##_##ROWS##_INT8}
 #if MAX_TILE_ROWS == 4
 #define OF_ROWS(NAME) OF_FORMAT(NAME, 1), OF_FORMAT(NAME, 2), OF_FORMAT(NAME, 3), OF_FORMAT(NAME, 4)
 #elif MAX_TILE_ROWS == 6
@@ -175,8 +196,8 @@ PRODUCTS(8)
     OF_FORMAT(NAME, 1), OF_FORMAT(NAME, 2), OF_FORMAT(NAME, 3), OF_FORMAT(NAME, 4), OF_FORMAT(NAME, 5), OF_FORMAT(NAME, 6),    \
         OF_FORMAT(NAME, 7), OF_FORMAT(NAME, 8)
 #endif
-static const low_function low_products[MAX_TILE_ROWS][2] = {OF_ROWS(low)};
-static const columns_function columns_products[MAX_TILE_ROWS][2] = {OF_ROWS(columns)};
+static const low_function low_products[MAX_TILE_ROWS][INT8 + 1] = {OF_ROWS(low)};
+static const columns_function columns_products[MAX_TILE_ROWS][INT8 + 1] = {OF_ROWS(columns)};
 
 typedef struct {  // rows of one slot: `order` has them from `first` on
     int32_t slot, first, rows;
@@ -207,6 +228,11 @@ INLINE const char *panel_of(const low_rank_part *e, const void *numbers, int64_t
     return number_at(e->format, numbers, panel * depth * TILE);
 }
 
+// The scales of a panel's whole numbers.
+INLINE const float *scales_of(const low_rank_part *e, const float *scales, int64_t panel, int64_t depth) {
+    return e->format == INT8 ? scales + panel * STRETCHES_OF(depth) * TILE : NULL;
+}
+
 // The first numbers that a unit reads; those of the last one itself where there is no other.
 INLINE const char *begin_of(const low_rank_call *c, int64_t index, int of_columns) {
     const panel_unit u = c->units[index < c->num_units ? index : c->num_units - 1];
@@ -228,7 +254,7 @@ static void low_unit(void *context, int64_t index) {
             a[i] = c->x + c->order[g.first + row + i] * c->ldx;
             out[i] = low_of(c, g.first + row + i, u.part) + u.first * TILE;
         }
-        low_products[rows - 1][e->format](a, c->in, panel, next, e->scale, out);
+        low_products[rows - 1][e->format](a, c->in, panel, scales_of(e, e->a_scales, u.first, c->in), next, e->scale, out);
     }
 }
 
@@ -250,11 +276,12 @@ static void column_unit(void *context, int64_t index) {
             a[i] = adds ? low_of(c, g.first + row + i, u.part) : c->x + at * c->ldx;
             y[i] = c->y + at * c->ldy + e->column + u.first * TILE;
         }
-        product(a, e->rank, panels, whole, next, adds, y);
+        product(a, e->rank, panels, scales_of(e, e->b_scales, u.first, e->rank), whole, next, adds, y);
         if (whole == u.panels) continue;
         float last[MAX_TILE_ROWS * TILE], *out[MAX_TILE_ROWS];  // a panel that ends behind the columns
         for (int i = 0; i < rows; i++) out[i] = last + i * TILE;
-        product(a, e->rank, panel_of(e, e->b, u.first + whole, e->rank), 1, next, 0, out);
+        product(a, e->rank, panel_of(e, e->b, u.first + whole, e->rank),
+                scales_of(e, e->b_scales, u.first + whole, e->rank), 1, next, 0, out);
         for (int i = 0; i < rows; i++)
             for (int64_t j = 0; j < left - whole * TILE; j++) {
                 float *to = y[i] + whole * TILE + j;
@@ -328,6 +355,30 @@ int ratoon_add_low_rank(const float *x, int64_t ldx, int64_t rows, int64_t in, c
     parallel_units(low_unit, &c, num_low);
     c.num_units = list_units(&c, num_groups, 1, units);
     parallel_units(column_unit, &c, num_columns);
+    return 0;
+}
+
+int ratoon_pack_low_rank(const float *matrix, int64_t columns, int64_t depth, int8_t *codes, float *scales) {
+    const int64_t stretches = STRETCHES_OF(depth);
+    for (int64_t panel = 0; panel < panels_of(columns); panel++)
+        for (int64_t stretch = 0; stretch < stretches; stretch++) {
+            const int64_t first = stretch * STRETCH_K, count = depth - first < STRETCH_K ? depth - first : STRETCH_K;
+            int8_t *to = codes + (panel * depth + first) * TILE;
+            float *scale = scales + (panel * stretches + stretch) * TILE;
+            for (int64_t j = 0; j < TILE; j++) {
+                const int64_t column = panel * TILE + j;
+                const float *from = matrix + column * depth + first;
+                float largest = 0;
+                for (int64_t k = 0; column < columns && k < count; k++) {
+                    if (!isfinite(from[k])) return -1;
+                    largest = fabsf(from[k]) > largest ? fabsf(from[k]) : largest;
+                }
+                const int usable = largest >= SMALLEST_LARGEST;  // otherwise all are zero
+                const float factor = usable ? 127.0f / largest : 0.0f;
+                scale[j] = usable ? largest / 127.0f : 0.0f;
+                for (int64_t k = 0; k < count; k++) to[k * TILE + j] = usable ? (int8_t)rintf(from[k] * factor) : 0;
+            }
+        }
     return 0;
 }
 

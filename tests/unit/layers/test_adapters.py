@@ -8,6 +8,8 @@ import torch
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
+from ratoon.layers.native import library
+from ratoon.layers.native_adapters import NativeLowRank
 from ratoon.layers.ops import Ops
 from ratoon.layers.shard import Shard
 from ratoon.layers.torch_ops import TorchOps
@@ -148,3 +150,58 @@ def test_matrices_that_do_not_fit_the_layer_are_refused() -> None:
         target.load(0, torch.zeros(3, 8), torch.zeros(12, 3))
     with pytest.raises(ModelError, match="has a weight of shape"):
         target.load_weight(0, torch.zeros(12, 8))
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+@pytest.mark.parametrize("rank", [1, 16, 20, 72])
+def test_beside_weights_in_few_bits_adapters_are_rounded_to_8(rank: int) -> None:
+    """The largest of 64 normal numbers is below 3.5 deviations nearly always. Rounding to steps of 1 / 127 of it has
+    a deviation of 1 / √12 steps: 0.8 % for a matrix, and √2 times that for two."""
+    num_inputs, widths, rows = 200, (24, 40), 9
+    rounded = NativeLowRank(num_inputs, widths, 2, has_few_bits=True)
+    added = torch.zeros(2, sum(widths), num_inputs)
+    for slot in range(2):
+        for part, (first, width) in enumerate(zip((0, widths[0]), widths)):
+            a, b = matrices(width, num_inputs, rank, seed=10 * slot + part)
+            rounded.load(slot, part, a, b, 0.5)
+            added[slot, first : first + width] = 0.5 * (b @ a)
+    x, slots = torch.randn(rows, num_inputs), torch.arange(rows, dtype=torch.int32) % 3 - 1
+    found = torch.zeros(rows, sum(widths))
+    rounded.add(found, x, slots)
+    expected = torch.stack(
+        [added[slot] @ row if slot >= 0 else torch.zeros(sum(widths)) for slot, row in zip(slots, x)]
+    )
+    assert torch.equal(found[slots < 0], expected[slots < 0])
+    assert (found - expected).norm() < 0.012 * expected.norm()
+    for row in range(rows):  # a row is the same alone
+        alone = torch.zeros(1, sum(widths))
+        rounded.add(alone, x[row : row + 1], slots[row : row + 1])
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+def test_one_large_number_of_an_adapter_rounds_few_others() -> None:
+    a, b = matrices(16, 256, 16, seed=0)
+    large = a.clone()
+    large[3, 200] = 1000.0
+    x = torch.randn(4, 256)
+    x[:, 192:] = 0  # none of the numbers that share its scale is multiplied
+    sums = []
+    for matrix in (a, large):
+        rounded = NativeLowRank(256, (16,), 1, has_few_bits=True)
+        rounded.load(0, 0, matrix, b, 1.0)
+        y = torch.zeros(4, 16)
+        rounded.add(y, x, torch.zeros(4, dtype=torch.int32))
+        sums.append(y)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+def test_numbers_that_are_not_finite_are_not_rounded_away() -> None:
+    a, b = matrices(16, 64, 4, seed=0)
+    a[2, 5] = float("nan")
+    rounded = NativeLowRank(64, (16,), 1, has_few_bits=True)
+    rounded.load(0, 0, a, b, 1.0)
+    y = torch.zeros(1, 16)
+    rounded.add(y, torch.ones(1, 64), torch.zeros(1, dtype=torch.int32))
+    assert y.isnan().all()
