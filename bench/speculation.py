@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/speculation.py                                      # SmolLM2-135M, which is embedded
     .venv/bin/python bench/speculation.py --model qwen2.5-coder-1.5b-q4_k_m.gguf
+    .venv/bin/python bench/speculation.py --sources 'off;draft:MODEL;head:FOLDER'   # drafts of a model or head, too
     .venv/bin/python bench/speculation.py --model FILE --record                # makes the agent's session anew
 
 rewrite: a file of 300 tokens with three edits, and the same request again, when its first answer is a root. chat:
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -48,7 +50,7 @@ AIMS = {
 }
 MAX_MODEL_LEN = 8192
 KV_MEMORY = "768MiB"
-LOOKUP_TOKENS = 8  # that peers draft, as Ratoon does by default
+LOOKUP_TOKENS = 8  # that peers draft: they do not choose by themselves
 RECORDED_THING = "record"
 WARM_UP = 1000  # the round whose texts engines run before the first that counts
 
@@ -149,7 +151,7 @@ class SpeculationBenchmark(Program):
             for way in self.ways.values():
                 model = self.folder if way.engine == "transformers" and self.folder else self.model
                 engine = self.add_engine(
-                    stack, way.engine, model, MAX_MODEL_LEN, way.label.replace(" ", "-").replace(",", "-"),
+                    stack, way.engine, model, MAX_MODEL_LEN, re.sub(r"[^A-Za-z0-9.]+", "-", way.label),
                     worker=way.worker, settings=way.settings,
                 )  # fmt: skip
                 engine.start(self.tokens_of(rewriting(WARM_UP))[:32])
