@@ -1,4 +1,4 @@
-"""Pictures as arrays: conversion to RGB as transformers does it, and resizing by Pillow.
+"""Pictures as arrays: conversion to RGB as transformers does it.
 
 A picture here is uint8 [height, width, 3]. Files are opened in decode.py.
 """
@@ -78,17 +78,6 @@ def to_numpy(field: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     except Exception as error:  # ragged lists, whatever has an __array__ of its own
         raise RequestError(field, f"is not an array ({error})", "an array of numbers") from None
-
-
-def resize(picture: np.ndarray, height: int, width: int, filter: str) -> np.ndarray:
-    """`filter` is the name of a filter of Pillow: BILINEAR, BICUBIC or LANCZOS. A picture that has the size already is
-    returned as it is."""
-    import numpy as np
-    from PIL import Image
-
-    if picture.shape[:2] == (height, width):
-        return picture
-    return np.asarray(Image.fromarray(picture).resize((width, height), getattr(Image.Resampling, filter)))
 
 
 def _to_bytes(field: str, array: np.ndarray) -> np.ndarray:

@@ -34,6 +34,7 @@ from ratoon.core.media import IMAGE, MediaConfig
 from ratoon.core.wire import Buffer, Decoder, encode
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.preprocess import MediaLimits, preprocess_file
+from ratoon.media.resize import prepare_to_resize
 
 MAX_PROCESSES = 2
 MAX_IMAGE_SECONDS = 10.0  # of processor time
@@ -191,6 +192,7 @@ def serve() -> None:
         from PIL import Image
 
         Image.init()
+        prepare_to_resize()
     with suppress(ImportError):
         import av  # noqa: F401
     silence_errors()  # decoders must not write to it

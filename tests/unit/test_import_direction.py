@@ -21,7 +21,7 @@ BELOW = {
     "models": ("layers",),
     "execution": ("models", "attention"),
     "distributed": ("execution",),
-    "media": ("core",),
+    "media": ("layers",),  # of which it has the kernels alone: see below
     "engine": ("scheduling", "distributed", "media"),
     "transcription": ("engine",),
     "console": (),
@@ -91,6 +91,13 @@ def test_media_are_read_without_torch():
         if name.split(".")[0] in ("torch", "torchvision", "transformers")
     ]
     assert not wrong
+
+
+def test_media_have_nothing_of_the_layers_but_the_kernels():
+    """The kernels are plain C, and their module needs no torch."""
+    used = {name for path in room_files("media") for _, name in imports(path) if name.startswith("ratoon.layers")}
+    assert used == {"ratoon.layers.native"}
+    assert not [name for _, name in imports(PACKAGE / "layers/native/__init__.py") if name.split(".")[0] == "torch"]
 
 
 def test_transformers_is_only_an_oracle():

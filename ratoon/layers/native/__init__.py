@@ -201,6 +201,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_draw": (None, [_POINTER, _INT, _INT, *[_POINTER] * 6]),
     "ratoon_match_texts": (None, [*[_POINTER] * 4, _INT, _POINTER, _INT, _POINTER]),
     "ratoon_allow_bits": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT]),
+    "ratoon_resize_width": (None, [_POINTER, *[_INT] * 3, _POINTER, _POINTER, _INT, _POINTER, _POINTER]),
+    "ratoon_resize_height": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]),
     # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),
     "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),

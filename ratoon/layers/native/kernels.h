@@ -197,3 +197,11 @@ void ratoon_match_texts(const match_calls *calls, void *const *matchers, const i
 // Bits over tokens, `words_per_row` words of 32 for each of `count` rows: tokens whose bit is not set get -inf.
 void ratoon_allow_bits(float *logits, int64_t columns, const int64_t *rows, int64_t count, const uint32_t *words,
                        int64_t words_per_row);
+
+// Pictures [height][width][3] of bytes to another width, then those of `row_bytes` a row to another height. Of each new column, or
+// row: the first old one that it is a sum of, and the weights of that and the following ones, `taps` in all, with 22 bits behind
+// the point. All of them exist. beside: [width][16] bytes.
+void ratoon_resize_width(const uint8_t *picture, int64_t height, int64_t width, int64_t new_width, const int32_t *first,
+                         const int32_t *weights, int64_t taps, uint8_t *beside, uint8_t *resized);
+void ratoon_resize_height(const uint8_t *picture, int64_t row_bytes, int64_t new_height, const int32_t *first,
+                          const int32_t *weights, int64_t taps, uint8_t *resized);

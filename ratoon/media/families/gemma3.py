@@ -15,7 +15,7 @@ import msgspec
 
 from ratoon.core.media import IMAGE, MediaConfig, MediaInput
 from ratoon.media.families.base import Preprocessed, read_options, wire_pixels
-from ratoon.media.pixels import resize
+from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
     import numpy as np

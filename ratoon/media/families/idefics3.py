@@ -17,7 +17,7 @@ import msgspec
 from ratoon.core.media import IMAGE, MediaConfig
 from ratoon.media.families.base import Preprocessed, read_options
 from ratoon.media.families.gemma3 import square_input
-from ratoon.media.pixels import resize
+from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
     import numpy as np

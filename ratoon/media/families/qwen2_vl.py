@@ -18,7 +18,7 @@ import msgspec
 from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
 from ratoon.media.families.base import Preprocessed, read_options, wire_pixels
-from ratoon.media.pixels import resize
+from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
     import numpy as np
