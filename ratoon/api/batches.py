@@ -5,13 +5,16 @@ Every entry is checked before the first is started, and an error names the entry
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
 
 from ratoon.core.errors import QueueFullError, RequestError
+from ratoon.core.machine import usable_cores
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import BeamSearchParams, HiddenStatesParams, PoolingParams, RequestOutputKind, SamplingParams
 from ratoon.engine.front_end import Prepared, with_output_kind
@@ -75,13 +78,15 @@ class ChecksAhead:
         self._params = params
         self._begun: list[Future[Any] | None] = []
         self._num_taken = 0
+        self._lock = threading.Lock()  # entries with images are read in several threads
 
     def advance(self) -> None:
         """The batch goes on to its next entry, and waits for that."""
-        with suppress(QueueFullError):  # other threads have begun as many: it is tried again with the next entry
-            for params in self._params[len(self._begun) : self._num_taken + NUM_CHECKS_AHEAD]:
-                self._begun.append(self._check(params))
-        self._num_taken += 1
+        with self._lock:
+            with suppress(QueueFullError):  # other threads have begun as many: it is tried again with the next entry
+                for params in self._params[len(self._begun) : self._num_taken + NUM_CHECKS_AHEAD]:
+                    self._begun.append(self._check(params))
+            self._num_taken += 1
 
     def close(self) -> None:
         for check in self._begun:
@@ -198,14 +203,36 @@ class Batches:
         self._engine.verify_running()
         ids = ids_for_each(request_id, len(items), self._num_requests)
         prepared = []
-        for index, arguments in enumerate(zip(ids, items, *further)):
-            try:
-                prepared.append(prepare(*arguments))
-            except RequestError as error:
-                self._engine.count_refused()
-                raise error if single else with_index(error, index, field) from None
+        with closing(_results(prepare, [*zip(ids, items, *further)], _num_threads(items))) as results:
+            for index in range(len(items)):
+                try:
+                    prepared.append(next(results))
+                except RequestError as error:
+                    self._engine.count_refused()
+                    raise error if single else with_index(error, index, field) from None
         self._num_requests += len(prepared)
         return prepared
+
+
+def _num_threads(items: list[Any]) -> int:
+    """In how many threads entries are read. Texts are read one after the other: that holds the interpreter."""
+    num_media = sum(isinstance(one, Mapping) and "multi_modal_data" in one for one in items)
+    return min(num_media, usable_cores())
+
+
+def _results(
+    prepare: Callable[..., Prepared], arguments: list[tuple[Any, ...]], num_threads: int
+) -> Generator[Prepared, None, None]:
+    """In the order of the arguments. Closed early, where an entry is refused, it drops those that have not begun."""
+    if num_threads < 2:
+        yield from (prepare(*one) for one in arguments)
+        return
+    pool = ThreadPoolExecutor(num_threads, "prompts")
+    try:
+        for future in [pool.submit(copy_context().run, prepare, *one) for one in arguments]:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def is_sequence(value: Any) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from hashlib import sha256
 
 from ratoon.core.media import MediaInput
 from ratoon.media.families.base import Preprocessed
-
-HASH_BYTES = 32
 
 
 def hash_inputs(family: str, preprocessed: Preprocessed) -> None:
@@ -20,7 +18,7 @@ def hash_inputs(family: str, preprocessed: Preprocessed) -> None:
 def hash_input(family: str, data: MediaInput, seconds_per_step: float = 0.0) -> str:
     """Options of preprocessing are in it by what they do to pixels and grid. The seconds of a video are in it because
     rope positions, and so the keys of its rows, depend on them."""
-    digest = blake2b(digest_size=HASH_BYTES)
+    digest = sha256()  # most processors have instructions for it: it takes half the time of blake2b
     facts = (family, data.modality, data.num_rows, data.grid, data.features.dtype, data.features.shape)
     digest.update(repr((*facts, seconds_per_step)).encode())
     digest.update(data.features.data)

@@ -63,7 +63,7 @@ def rgb_of_array(field: str, picture: Any, max_pixels: int) -> np.ndarray:
     if array.shape[-1] == 4:
         opacity = array[..., 3:] / 255
         return np.round(opacity * array[..., :3] + (1 - opacity) * 255).astype(np.uint8)
-    return np.ascontiguousarray(array)
+    return np.array(array, order="C")  # a copy: the caller may write into its own while this one is read
 
 
 def to_numpy(field: str, values: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ Files are given to `preprocess_file` in a child process (process.py); what a cal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -44,20 +44,31 @@ def preprocess_file(
     return family.read_video(video.frames(indices), len(indices), fps, config, options, field)
 
 
-def preprocess_decoded(
-    item: MediaItem, config: MediaConfig, asked: Mapping[str, Any], limits: MediaLimits
-) -> Preprocessed:
+class Decoded(NamedTuple):
+    """What a caller decoded itself: one picture, or the frames of a video."""
+
+    modality: str
+    field: str
+    pictures: list[np.ndarray]  # uint8 [height, width, 3], dense. None is the caller's own
+    fps: float = 0.0  # of a video
+
+
+def read_decoded(item: MediaItem, asked: Mapping[str, Any], limits: MediaLimits) -> Decoded:
     """An image of Pillow is taken as it is, without a look at its EXIF data, as transformers' processors do."""
     require_pillow(item.field)
-    family = family_of(config.family)
-    options = family.options(config, asked)
     if item.modality == IMAGE:
-        picture = _picture(item.field, item.data, limits)
-        return family.read_image(picture, config, options, item.field)
+        return Decoded(item.modality, item.field, [_picture(item.field, item.data, limits)])
     frames, facts = item.data if is_with_facts(item.data) else (item.data, {})
     pictures = _pictures(item.field, frames, limits)
-    fps = _fps_of(item.field, facts, len(pictures), asked)
-    return family.read_video(pictures, len(pictures), fps, config, options, item.field)
+    return Decoded(item.modality, item.field, pictures, _fps_of(item.field, facts, len(pictures), asked))
+
+
+def preprocess_decoded(decoded: Decoded, config: MediaConfig, asked: Mapping[str, Any]) -> Preprocessed:
+    family = family_of(config.family)
+    options, pictures = family.options(config, asked), decoded.pictures
+    if decoded.modality == IMAGE:
+        return family.read_image(pictures[0], config, options, decoded.field)
+    return family.read_video(pictures, len(pictures), decoded.fps, config, options, decoded.field)
 
 
 def is_decoded(item: MediaItem) -> bool:

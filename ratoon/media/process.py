@@ -30,13 +30,14 @@ from ratoon.core.limited_process import (
     silence_errors,
     write_frame,
 )
+from ratoon.core.machine import usable_cores
 from ratoon.core.media import IMAGE, MediaConfig
 from ratoon.core.wire import Buffer, Decoder, encode
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.preprocess import MediaLimits, preprocess_file
 from ratoon.media.resize import prepare_to_resize
 
-MAX_PROCESSES = 2
+MAX_PROCESSES = min(max(usable_cores() // 2, 2), 8)
 MAX_IMAGE_SECONDS = 10.0  # of processor time
 MAX_VIDEO_SECONDS = 60.0
 MAX_WAIT_SECONDS = 180.0  # by the clock, its start included: the machine may be busy

@@ -7,16 +7,14 @@ then the media themselves. Files are decoded in child processes, so callers wait
 from __future__ import annotations
 
 import os
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
-
-import msgspec
 
 from ratoon.core.config import MediaSettings
 from ratoon.core.errors import ConfigError, RequestError
+from ratoon.core.machine import usable_cores
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature, RopePositions
 from ratoon.core.sizes import format_size
 from ratoon.core.wire import Buffer
@@ -25,11 +23,10 @@ from ratoon.media.families import family_of
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.items import IMAGE_FORMS, VIDEO_FORMS, MediaItem, verify_number
 from ratoon.media.placeholders import Placeholders, TextTokens
-from ratoon.media.preprocess import MediaLimits, is_decoded, preprocess_decoded
+from ratoon.media.prepared import PreparedMedia, key_of
+from ratoon.media.preprocess import MediaLimits, is_decoded, preprocess_decoded, read_decoded
 from ratoon.media.process import make_job, preprocess_in_child
 from ratoon.media.rope_index import Span, pack_positions, rope_index
-
-MAX_KEPT_BYTES = 256 * 2**20  # of preprocessed files, so that one that comes again is not decoded again
 
 
 class ExpandedPrompt(NamedTuple):
@@ -54,7 +51,7 @@ class MediaProcessor:
             self._family.options(config, settings.mm_processor_kwargs)
         except RequestError as error:
             raise ConfigError(error.field, error.problem, error.expected) from None
-        self._kept = PreprocessedFiles(MAX_KEPT_BYTES)
+        self._prepared = PreparedMedia()
 
     def verify(
         self, items: Sequence[MediaItem], asked: Mapping[str, Any], earlier: Mapping[str, int] | None = None
@@ -77,27 +74,34 @@ class MediaProcessor:
             return ExpandedPrompt(token_ids, [], None)
         options = self._options(asked)
         waiting = {kind: iter([item for item in items if item.modality == kind]) for kind in (IMAGE, VIDEO)}
-        media = [self._preprocess(next(waiting[modality]), options) for _, modality in found]
+        media = self._preprocess_all([next(waiting[modality]) for _, modality in found], options)
         expanded, features = self._placeholders.expand(token_ids, found, media)
         return ExpandedPrompt(expanded, features, self._rope(len(expanded), features, media))
 
     def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.mm_processor_kwargs, **asked}
 
+    def _preprocess_all(self, items: list[MediaItem], options: dict[str, Any]) -> list[Preprocessed]:
+        """Beside each other, in threads: all that takes long is done without the interpreter."""
+        num_threads = min(len(items), usable_cores())
+        if num_threads < 2:
+            return [self._preprocess(item, options) for item in items]
+        with ThreadPoolExecutor(num_threads, "pictures") as pool:
+            return list(pool.map(self._preprocess, items, [options] * len(items)))
+
     def _preprocess(self, item: MediaItem, options: dict[str, Any]) -> Preprocessed:
-        if is_decoded(item):
-            preprocessed = preprocess_decoded(item, self._config, options, self._limits)
-            hash_inputs(self._config.family, preprocessed)
-            return preprocessed
-        data = self._read(item)
-        key = blake2b(data, digest_size=32, person=item.modality.encode()).digest() + _packed(options)
-        known = self._kept.find(key)
-        if known is not None:
-            return known
-        job = make_job(item.modality, self._config, options, self._limits, item.field)
-        preprocessed = preprocess_in_child(job, data)
+        if not is_decoded(item):
+            data = self._read(item)
+            key = key_of(item.modality, options, (), [data])
+            job = make_job(item.modality, self._config, options, self._limits, item.field)
+            return self._prepared.get(key, lambda: self._hashed(preprocess_in_child(job, data)))
+        decoded = read_decoded(item, options, self._limits)
+        shapes = [picture.shape for picture in decoded.pictures]
+        key = key_of(item.modality, options, (shapes, decoded.fps), [picture.data for picture in decoded.pictures])
+        return self._prepared.get(key, lambda: self._hashed(preprocess_decoded(decoded, self._config, options)))
+
+    def _hashed(self, preprocessed: Preprocessed) -> Preprocessed:
         hash_inputs(self._config.family, preprocessed)
-        self._kept.keep(key, preprocessed)
         return preprocessed
 
     def _read(self, item: MediaItem) -> Buffer:
@@ -130,39 +134,6 @@ class MediaProcessor:
             for feature, time in zip(features, seconds)
         ]
         return pack_positions(*rope_index(num_tokens, spans, vision.merge_size))
-
-
-class PreprocessedFiles:
-    """What files became, by their bytes and options; the one that was used longest ago goes first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._kept: OrderedDict[bytes, Preprocessed] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, key: bytes) -> Preprocessed | None:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def keep(self, key: bytes, preprocessed: Preprocessed) -> None:
-        with self._lock:
-            if key in self._kept or _bytes_of(preprocessed) > self._max_bytes:
-                return
-            self._kept[key] = preprocessed
-            self._num_bytes += _bytes_of(preprocessed)
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _bytes_of(self._kept.popitem(last=False)[1])
-
-
-def _bytes_of(preprocessed: Preprocessed) -> int:
-    return sum(one.features.data.nbytes for one in preprocessed.inputs)
-
-
-def _packed(options: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode(options, order="deterministic")
 
 
 def _time_interval(tokens_per_second: float, seconds_per_step: float) -> float:

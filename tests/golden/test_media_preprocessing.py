@@ -20,7 +20,7 @@ from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
 from ratoon.media.families import FAMILIES
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.items import MediaItem
-from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file
+from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file, read_decoded
 from tests.golden.media_oracle import GEMMA, IDEFICS, QWEN, drawn, files
 
 LIMITS = MediaLimits(2**24, 64)
@@ -29,7 +29,7 @@ SIZES = [(28, 28), (1, 1), (300, 20), (17, 255), (640, 480), (31, 57), (224, 224
 
 
 def ours(config: MediaConfig, picture, modality: str = IMAGE, **asked) -> Preprocessed:
-    return preprocess_decoded(MediaItem(modality, picture, "image"), config, asked, LIMITS)
+    return preprocess_decoded(read_decoded(MediaItem(modality, picture, "image"), asked, LIMITS), config, asked)
 
 
 def pixels_of(data: MediaInput) -> np.ndarray:

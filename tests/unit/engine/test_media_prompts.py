@@ -291,7 +291,7 @@ def test_what_can_be_refused_early_is(config, prompt: Any, field: str, part: str
         raise AssertionError("something was decoded")
 
     monkeypatch.setattr("ratoon.media.processor.preprocess_in_child", never)
-    monkeypatch.setattr("ratoon.media.processor.preprocess_decoded", never)
+    monkeypatch.setattr("ratoon.media.processor.read_decoded", never)
     error = refusal_of(prompt, processor(config))
     assert error.field == field and part in error.problem
 
@@ -344,8 +344,8 @@ async def test_media_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         threads.append(current_thread())
         return decode(*arguments)
 
-    decode = module.preprocess_decoded
-    monkeypatch.setattr(module, "preprocess_decoded", note_thread)
+    decode = module.read_decoded
+    monkeypatch.setattr(module, "read_decoded", note_thread)
     client = FakeAsyncClient()
     async with AsyncLLM("fake", client=client, limit_mm_per_prompt={"image": 1}) as llm:
         outputs = [output async for output in llm.generate(with_image(PICTURE), SamplingParams(max_tokens=2))]

@@ -19,9 +19,9 @@ from ratoon.core.media import IMAGE, VIDEO
 from ratoon.media import process
 from ratoon.media.decode import VideoFile
 from ratoon.media.items import MediaItem
-from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file
+from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file, read_decoded
 from ratoon.media.process import Job, MediaProcesses, make_job
-from ratoon.media.processor import MediaProcessor, PreprocessedFiles
+from ratoon.media.processor import MediaProcessor
 from tests.golden.media_oracle import GEMMA, QWEN, drawn, files, saved
 
 LIMITS = MediaLimits(2**22, 16)
@@ -202,7 +202,7 @@ def test_large_frames_are_refused() -> None:
 
 
 def decoded(data, modality: str = IMAGE, **asked):
-    return preprocess_decoded(MediaItem(modality, data, FIELD), QWEN, asked, LIMITS)
+    return preprocess_decoded(read_decoded(MediaItem(modality, data, FIELD), asked, LIMITS), QWEN, asked)
 
 
 @pytest.mark.parametrize(
@@ -269,15 +269,6 @@ def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.Monkey
     first = features()
     assert features() == first and len(jobs) == 1
     assert features(min_pixels=100 * 784)[0].content_hash != first[0].content_hash and len(jobs) == 2
-
-
-def test_the_oldest_file_is_forgotten_first() -> None:
-    made = decoded(drawn(28, 28), min_pixels=784, max_pixels=784)
-    kept = PreprocessedFiles(3 * made.inputs[0].features.data.nbytes)
-    for index in range(6):
-        kept.keep(bytes([index]), made)
-        assert kept.find(b"\0") is not None
-    assert [kept.find(bytes([index])) is not None for index in range(6)] == [True, False, False, False, True, True]
 
 
 def test_equal_pixels_have_equal_hashes_whatever_the_file() -> None:
