@@ -4,9 +4,11 @@ requests without one cost.
     .venv/bin/python bench/images.py
     .venv/bin/python bench/images.py --parts encoder --vision-layers 32 --rounds 3
 
-encoder: from one new picture to the first token, in float32 and in 8 bits. repeat: a question about a picture that was
-seen, against a question behind a text of the same length that was seen. shared: many questions about one new picture at
-once. text: requests without a picture to a model that reads pictures, against its decoder as a model of text.
+encoder: from one new picture to the first token, in float32 and in 8 bits. preparation: what is done with pixels before
+the model sees them, in as many threads as there are: resized, cut into patches, hashed. repeat: a question about a
+picture that was seen, against a question behind a text of the same length that was seen. shared: many questions about
+one new picture at once. text: requests without a picture to a model that reads pictures, against its decoder as a model
+of text.
 """
 
 from __future__ import annotations
@@ -32,6 +34,15 @@ ENCODER = {OURS: "Ratoon, float32", BITS: f"Ratoon, weights in {BITS}", PEER: "t
 ENCODER_RATIOS = {
     "floats": Ratio("transformers against Ratoon in float32", PEER, OURS, "at least 1.3"),
     "bits": Ratio(f"transformers against Ratoon in {BITS}", PEER, BITS, "at least 1.3"),
+}
+PREPARATION = {
+    "one": "one new picture",
+    "many": "{requests} new pictures",
+    "same": "one new picture, {requests} times",
+}
+PREPARATION_RATIOS = {
+    "many": Ratio("all against one", "many", "one"),
+    "same": Ratio("the same one against one", "same", "one"),
 }
 REPEAT = {
     "first": "a new picture and a question",
@@ -69,7 +80,7 @@ class Images(Program):
     """The engines of a part end with it."""
 
     doc = __doc__
-    parts = ("encoder", "repeat", "shared", "text")
+    parts = ("encoder", "preparation", "repeat", "shared", "text")
     quick = True
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -133,6 +144,25 @@ class Images(Program):
                 times.record({name: result.seconds for name, result in results.items()})
                 same += PEER in results and results[OURS].value == results[PEER].value
         return {**times.summary(), "same": same}
+
+    # ---- what comes before the model ----
+
+    def _measure_preparation(self, stack: ExitStack) -> dict[str, Any]:
+        engine, requests = self._start(stack, OURS, {"quantization": "none"}), self.sizes.requests
+        times = Times(PREPARATION, PREPARATION_RATIOS)
+        for index in self._rounds("preparation"):
+            pictures = {
+                "one": [self._new_picture()],
+                "many": [self._new_picture() for _ in range(requests)],
+                "same": [self._new_picture()] * requests,
+            }
+            found = {}
+            for way, numbers in pictures.items():
+                engine.call("take", asked=[self._question(number, self.sizes.side) for number in numbers])
+                found[way] = engine.call("prepare").seconds
+            if index >= 0:
+                times.record(found)
+        return times.summary()
 
     # ---- one picture, several requests ----
 
@@ -207,6 +237,12 @@ class Images(Program):
                 yield format_times(title, ENCODER, ENCODER_RATIOS, result)
                 if self.args.peer:
                     yield f"First tokens identical in float32: {result['same']} of {self.args.rounds}"
+            elif part == "preparation":
+                labels = {way: label.format(requests=sizes.requests) for way, label in PREPARATION.items()}
+                title = f"Preparation of pictures of {sizes.side:,} × {sizes.side:,} pixels"
+                yield format_times(title, labels, PREPARATION_RATIOS, result)
+                rates = {way: sizes.requests / result["seconds"][way]["median"] for way in ("many", "same")}
+                yield f"Pictures a second: {rates['many']:.0f}, and {rates['same']:.0f} of the same one"
             elif part == "repeat":
                 title = f"A picture of {patches} and {sizes.question} tokens, TTFT; the encoder runs once, then never"
                 yield format_times(title, REPEAT, REPEAT_RATIOS, result)

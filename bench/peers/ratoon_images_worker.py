@@ -1,12 +1,13 @@
 """Ratoon reading images, through its LLM class, from the picture to tokens.
 
-It runs on the CPU unless the settings name a device. It has two calls more: `num_encoder_runs()`, of pictures since the
-start, and `generate` of text alone.
+It runs on the CPU unless the settings name a device. It has three calls more: `num_encoder_runs()`, of pictures since
+the start, `prepare()`, all that is done with what was taken before the model sees it, and `generate` of text alone.
 """
 
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from peers.images import Question, make_picture
@@ -43,7 +44,11 @@ def load(args: argparse.Namespace) -> Calls:
                 raise RuntimeError(output.error)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    calls: Calls = {"take": take, "answer": answer, "generate": generate}
+    def prepare() -> list[int]:
+        with ThreadPoolExecutor(args.threads) as pool:
+            return list(pool.map(llm.count_tokens, taken))
+
+    calls: Calls = {"take": take, "answer": answer, "generate": generate, "prepare": prepare}
     return {**calls, "num_encoder_runs": lambda: llm.stats().num_encoder_runs}
 
 

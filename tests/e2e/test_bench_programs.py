@@ -226,12 +226,14 @@ def test_images_are_measured_in_all_parts_and_tokens_are_those_of_the_peer(tmp_p
     files = ("--json", str(tmp_path / "out.json"))
     shown = run_program("images.py", "--quick", "--threads", "1", *files)
     assert "the aim is at least 1.3" in shown and "5 questions about a new picture" in shown
+    assert "Pictures a second: " in shown
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
-    assert list(parts) == ["encoder", "repeat", "shared", "text"]
+    assert list(parts) == ["encoder", "preparation", "repeat", "shared", "text"]
     assert parts["encoder"]["seconds"].keys() == {"ratoon", "int8", "transformers"}
     assert parts["encoder"]["same"] == 1
     assert {part: list(found["ratios"]) for part, found in parts.items()} == {
-        "encoder": ["floats", "bits"], "repeat": ["saved", "text"], "shared": ["all"], "text": ["cost"],
+        "encoder": ["floats", "bits"], "preparation": ["many", "same"], "repeat": ["saved", "text"],
+        "shared": ["all"], "text": ["cost"],
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ import msgspec
 
 from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
-from ratoon.media.families.base import Preprocessed, read_options, wire_pixels
+from ratoon.core.wire import WireTensor
+from ratoon.media.families.base import Preprocessed, read_options
 from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
@@ -194,4 +195,5 @@ def _as_input(modality: str, frames: np.ndarray, frames_of_patch: int, config: M
     )  # step, frame, block row, patch row, y, block column, patch column, x, channel
     rows = np.transpose(cut, (0, 2, 5, 3, 6, 8, 1, 4, 7))
     rows = rows.reshape(steps * high * wide, channels * frames_of_patch * patch * patch)
-    return MediaInput(modality, len(rows) // merge**2, wire_pixels(rows), (steps, high, wide))
+    features = WireTensor("uint8", rows.shape, rows.data)  # the rows are a copy already
+    return MediaInput(modality, len(rows) // merge**2, features, (steps, high, wide))
