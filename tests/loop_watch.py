@@ -1,45 +1,62 @@
 """Watches an event loop: the longest that any of its callbacks kept it, in processor time of its thread.
 
 Processor time does not depend on what else the machine does; time that the collector of garbage takes is not the
-callback's, and is left out.
+callback's, and is left out. A virtual machine that had no processor for a moment counts that moment too: a test
+that found a long callback is repeated, and what is long by its work is long every time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 LONGEST_CALLBACK = 0.05  # seconds that nothing on the event loop of a server may exceed
+ATTEMPTS = 3
+
+
+class LongCallbackError(AssertionError):
+    """Something kept the event loop for too long."""
 
 
 @dataclass
 class LoopWatch:
     longest: float = 0.0
     callback: str = ""
-    second: float = 0.0  # the longest of the others
     _collecting_since: float = 0.0
     _collected: float = 0.0
 
     def check(self) -> None:
-        """A virtual machine counts time in which it had no processor as processor time: a single callback may have been
-        in that, and be twice as long."""
-        is_short = self.second < LONGEST_CALLBACK and self.longest < 2 * LONGEST_CALLBACK
-        assert is_short, f"{self.longest * 1000:.0f} ms on the event loop: {self.callback}"
+        if self.longest >= LONGEST_CALLBACK:
+            raise LongCallbackError(f"{self.longest * 1000:.0f} ms on the event loop: {self.callback}")
 
     def begin_again(self) -> None:
-        self.longest, self.callback, self.second = 0.0, "", 0.0
+        self.longest, self.callback = 0.0, ""
 
     def note(self, seconds: float, handle: asyncio.Handle) -> None:
         if seconds > self.longest:
-            self.longest, self.callback, self.second = seconds, repr(handle)[:500], self.longest
-        elif seconds > self.second:
-            self.second = seconds
+            self.longest, self.callback = seconds, repr(handle)[:500]
+
+
+def again_if_long(test: Callable[..., None]) -> Callable[..., None]:
+    """Fails only if every attempt finds a long callback."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return test(*arguments, **fixtures)
+            except LongCallbackError:
+                pass
+        test(*arguments, **fixtures)
+
+    return run
 
 
 @contextmanager

@@ -77,6 +77,16 @@ class Source:
         self._returned.clear()
         return text
 
+    def take_returned_before(self, stops: frozenset[str]) -> str:
+        """Takes what would be read again, up to the first of these characters: at once, since it may be a whole answer
+        that was held back as the beginning of a call, and is read again on the event loop."""
+        returned, start = self._returned, len(self._returned)
+        while start and returned[start - 1] not in stops:
+            start -= 1
+        text = "".join(reversed(returned[start:]))
+        del returned[start:]
+        return text
+
 
 def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | None]:
     """Emit the text up to the first of the marks, and return that mark; None: the text has ended. Only what may be the
@@ -84,6 +94,8 @@ def until(source: Source, marks: Sequence[str], emit: Emit) -> Reading[str | Non
     held, passing = "", (frozenset(mark[0] for mark in marks), emit)
     while True:
         source.mark()  # nothing before is read again
+        if not held and (plain := source.take_returned_before(passing[0])):
+            emit(plain)
         source.passing = None if held else passing
         char = yield from source.next()
         if char == END or held or char in passing[0]:

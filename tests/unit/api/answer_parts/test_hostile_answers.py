@@ -11,7 +11,7 @@ import pytest
 
 from ratoon.api.answer_parts.parser import AnswerParser, parse_whole
 from ratoon.api.answer_parts.parts import WholeAnswer
-from ratoon.api.answer_parts.reading import MOST_READ_AGAIN, Source
+from ratoon.api.answer_parts.reading import MOST_READ_AGAIN, Reading, Source
 from ratoon.api.answer_parts.reasoning_formats import REASONING_FORMATS
 from ratoon.api.answer_parts.tool_formats import TOOL_FORMATS
 
@@ -110,6 +110,24 @@ def test_twice_the_text_takes_about_twice_the_time(name: str, before: str, unit:
         if long < 3.2 * short + 0.02:
             return
     raise AssertionError(f"{short:.3f} s, and {long:.3f} s for twice the text")
+
+
+def test_what_was_held_back_comes_at_once_when_the_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a streamed answer is read on the event loop: what was held back is not read character by character."""
+    reader, text = parser("hermes"), '<tool_call>{"arguments": {"a": "' + "x" * 20_000
+    assert reader.push(text) == []
+    num_read, read_next = 0, Source.next
+
+    def count(source: Source) -> Reading[str]:
+        nonlocal num_read
+        num_read += 1
+        return read_next(source)
+
+    monkeypatch.setattr(Source, "next", count)
+    answer = WholeAnswer()
+    answer.add(reader.finish())
+    assert (answer.content, answer.tool_calls) == (text, [])
+    assert num_read < 100
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10**6])
