@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {**SHAPES["tiny"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
 }  # fmt: skip
 AIMS = {"broadcast": "below 100 µs", "one worker": "above 0.97×", "ranks": "at least 0.9×"}
-WORLD_SIZES = (2, 4)
+WORLD_SIZES, QUICK_WORLD_SIZES = (2, 4), (2,)
 NUM_STAGES = 2
 MAX_MODEL_LEN = 1024
 
@@ -89,6 +89,10 @@ class Ranks(Program):
             say(part)
             self.found[part] = getattr(self, f"_measure_{part.replace('-', '_')}")()
 
+    @property
+    def _world_sizes(self) -> tuple[int, ...]:
+        return QUICK_WORLD_SIZES if self.args.quick else WORLD_SIZES
+
     # ---- messages ----
 
     def _measure_broadcast(self) -> dict[str, Any]:
@@ -96,7 +100,7 @@ class Ranks(Program):
         return {name: spread(values) | {"p90": sorted(values)[len(values) * 9 // 10]} for name, values in times.items()}
 
     def _measure_sums(self) -> dict[str, Any]:
-        world_size = 4
+        world_size = max(self._world_sizes)
         threads = max(1, self.args.threads // world_size)
         found = measure_sums(world_size, threads, self.args.rounds, 4 if self.args.quick else 200)
         return {"world_size": world_size, "threads": threads, **found}
@@ -111,8 +115,8 @@ class Ranks(Program):
     def _measure_ranks(self) -> dict[str, Any]:
         found = {}
         for model in ["tiny"] if self.args.quick else ["smollm2", "8b, two layers"]:
-            for world_size in WORLD_SIZES:
-                each = max(1, self.args.threads // max(WORLD_SIZES))
+            for world_size in self._world_sizes:
+                each = max(1, self.args.threads // max(self._world_sizes))
                 one = {"num_threads": each * world_size}
                 several = {"num_threads": each, "tensor_parallel_size": world_size}
                 label = f"{model}: {world_size} ranks × {each} threads"

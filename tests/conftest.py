@@ -88,6 +88,14 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     seeds.seed_generators(item.nodeid)
 
 
+def pytest_collection_finish() -> None:
+    """Kernels that tests launch run under a quicker interpreter, where files that were collected need Triton."""
+    if "triton" in sys.modules:
+        from tests.triton_interpreter import repair_interpreter
+
+        repair_interpreter()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
     for line in seeds.how_to_repeat(failed):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from ratoon.core.params import HiddenStatesParams
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import model_folder
 from tests.golden.every_kind import answers
+from tests.waiting import wait_until
 
 PROMPTS = [[5, 9, 2, 40, 7], [3] * 11, list(range(30))]
 FAMILY = "llama with grouped heads"
@@ -59,10 +59,7 @@ def test_a_worker_that_is_killed_ends_the_executor_and_all_workers() -> None:
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(DeviceLostError, match=r"worker 1 has (ended|closed its socket)"):
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), progress=False)
-    deadline = time.monotonic() + 20
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker is left behind"
-        time.sleep(0.05)
+    wait_until("no worker is left behind", lambda: not any(is_running(pid) for pid in pids))
     assert set(os.listdir("/dev/shm")) <= before
 
 

@@ -8,6 +8,7 @@ import pytest
 from ratoon.core.errors import EngineAwayError, EngineError, UnknownParentError
 from ratoon.core.wire import WireTensor
 from ratoon.engine.processes.link import Link, Method, Methods
+from tests.waiting import PATIENCE
 
 LEFT = Methods({"note": Method((str,)), "add": Method((int, int), int), "slow": Method((int,), int)})
 RIGHT = Methods({"tensor": Method((WireTensor,), WireTensor), "fail": Method((), None)})
@@ -19,7 +20,7 @@ async def pair(left, right):
 
 
 def run(work):
-    asyncio.run(asyncio.wait_for(work, 20))
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
 def test_calls_are_answered_in_both_directions_and_begun_in_order():
