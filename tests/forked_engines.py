@@ -3,6 +3,11 @@ instead of 2 s.
 
 `forked_engines` replaces `Popen` where these processes are started; what runs in them is the same. Tests of the start
 itself (tests/e2e) do without it.
+
+    python -m tests.forked_engines ADDRESS FD serve MODEL …
+
+is `ratoon serve MODEL …` in a process of its own, whose engines and front ends are forked from the process that listens
+at the address. That process ends when all copies of the descriptor are closed.
 """
 
 from __future__ import annotations
@@ -15,10 +20,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from typing import Any
-
-import pytest
+from unittest import mock
 
 from ratoon.core import processes
 
@@ -29,6 +34,7 @@ PRELOADED = [
     "ratoon.distributed.worker_process",
     "ratoon.execution.worker",
     "ratoon.models.source",
+    "ratoon.api.server.front_end_process",
     "pytest",
 ]
 
@@ -43,9 +49,10 @@ class ForkedProcess:
         assert (path_option, module_option, stdin) == ("-P", "-m", subprocess.PIPE)
         assert arguments == [str(descriptor) for descriptor in pass_fds]
         lifeline, lifeline_of_parent = os.pipe()
-        shown = sys.__stderr__.fileno() if stdout == subprocess.DEVNULL else stdout
+        errors = sys.__stderr__.fileno()
+        shown = errors if stdout == subprocess.DEVNULL else stdout
         try:
-            files = [DupFd(descriptor) for descriptor in (lifeline, shown, *pass_fds)]
+            files = [DupFd(descriptor) for descriptor in (lifeline, shown, errors, *pass_fds)]
             self._process = multiprocessing.get_context("forkserver").Process(
                 target=_run_module, args=(module, env, files), daemon=True
             )
@@ -73,19 +80,24 @@ class ForkedProcess:
 
 
 def _run_module(module: str, environment: dict[str, str], files: list[Any]) -> None:
-    """In the child: standard input and output, environment and arguments as Popen would have set them."""
+    """In the child: standard files, environment and arguments as Popen would have set them."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
-    processes.Popen = ForkedProcess  # type: ignore[misc, assignment]  # which are forked from the same process
-    lifeline, shown, *others = (file.detach() for file in files)
-    os.dup2(lifeline, 0)
-    os.dup2(shown, 1)
-    os.close(lifeline)
-    os.close(shown)
+    _fork_from_the_same_process()
+    lifeline, shown, errors, *others = (file.detach() for file in files)
+    for target, file in enumerate((lifeline, shown, errors)):
+        os.dup2(file, target)
+        os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *(str(descriptor) for descriptor in others)]
     sys.exit(importlib.import_module(module).main())
+
+
+def _fork_from_the_same_process() -> None:
+    """This process has not started the one that forks: it would take it for lost, and start another, without torch."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
+    processes.Popen = ForkedProcess  # type: ignore[misc, assignment]
 
 
 @functools.cache
@@ -100,6 +112,26 @@ def _start_server() -> None:
 @contextmanager
 def forked_engines() -> Iterator[None]:
     _start_server()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "Popen", ForkedProcess)
+    with mock.patch.object(processes, "Popen", ForkedProcess):
         yield
+
+
+def command_with_forks(*arguments: str) -> tuple[list[str], int]:
+    """Returns the command that runs `ratoon` with these arguments, and the descriptor that it must inherit."""
+    _start_server()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    descriptor: int = server._forkserver_alive_fd
+    command = [sys.executable, "-m", __name__, server._forkserver_address, str(descriptor), *arguments]
+    return command, descriptor
+
+
+def main() -> int:
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_alive_fd = sys.argv[1], int(sys.argv[2])
+    _fork_from_the_same_process()
+    sys.argv[:3] = ["ratoon"]
+    return importlib.import_module("ratoon.cli").main()
+
+
+if __name__ == "__main__":
+    sys.exit(importlib.import_module("tests.forked_engines").main())  # whose functions a child finds by their names

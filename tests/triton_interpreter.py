@@ -44,7 +44,7 @@ def _patch_the_language_once_a_launch(interpreter: Any) -> None:
     names: dict[Any, list[str]] = {}  # of a module or class: what is replaced in it
     active: Any = None
 
-    class Scope(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]
+    class Scope(interpreter._LangPatchScope):
         def __init__(self) -> None:
             super().__init__()
             self.languages: set[Any] = set()

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked_engines import command_with_forks
 from tests.waiting import PATIENCE
 
+ROOT = Path(__file__).parents[2]
 TINY_OPTIONS = ("--load-format", "dummy", "--device", "cpu", "--threads", "1", "--num-blocks", "600")
 ADMIN_KEY = "key-of-the-administrator"
 AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -40,14 +42,21 @@ def serve_command(model: str | Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def serving(model: str | Path, *options: str, **environment: str) -> Iterator[Server]:
-    """A server with a tiny model, ready. It is ended behind the block, if it has not ended by then."""
+def serving(model: str | Path, *options: str, has_forks: bool = True, **environment: str) -> Iterator[Server]:
+    """A server with a tiny model, ready. It is ended behind the block, if it has not ended by then. `has_forks`: its
+    engines start quickly (tests/forked_engines.py), and are not its children."""
+    command, inherited = serve_command(model, *options), []
+    if has_forks:
+        command, descriptor = command_with_forks(*command[3:])
+        inherited = [descriptor]
+    path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", os.environ.get("PYTHONPATH")), str(ROOT)]))
     process = subprocess.Popen(
-        serve_command(model, *options),
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
+        pass_fds=inherited,
     )
     try:
         assert process.stdout is not None

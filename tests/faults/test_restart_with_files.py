@@ -41,7 +41,7 @@ def kill_all(server, path, num_blocks: int) -> None:
 def test_answers_outlive_all_processes(tmp_path, front_ends):
     folder, files = write_tiny_model(tmp_path / MODEL), tmp_path / "kv"
     options = ["--kv-files", str(files), "--swap-memory", "2MiB", "--api-servers", str(front_ends)]
-    with serving(folder, *options) as server:
+    with serving(folder, *options, has_forks=False) as server:
         client = FrontEnd(server, key=None)
         first = client.post("/v1/completions", **PROMPT, request_id="named")
         wanted = client.post("/v1/completions", continuation_of="named", **NEXT)
@@ -53,7 +53,7 @@ def test_answers_outlive_all_processes(tmp_path, front_ends):
             response["usage"]["total_tokens"],
         )
         kill_all(server, files, sum((length - 1) // BLOCK for length in lengths))
-    with serving(folder, *options) as server:
+    with serving(folder, *options, has_forks=False) as server:
         client = FrontEnd(server, key=None)
         num_tokens = len(PROMPT["prompt"]) + PROMPT["max_tokens"]
         for parent in ("named", first["id"]):
