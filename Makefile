@@ -104,9 +104,10 @@ test: setup
 test-all: setup
 	RATOON_TESTS=all $(BIN)/pytest -n auto --dist worksteal -rs
 
-# RATOON_TEST_SEED=42 make test-fresh repeats the draws of seed 42 (tests/seeds.py).
+# RATOON_TEST_SEED=42 make test-fresh repeats the draws of seed 42 (tests/seeds.py). Only files with drawn tests are named.
+DRAWN = $(shell grep -rlE --include='test_*.py' 'hypothesis|schemathesis|mark\.drawn' tests)
 test-fresh: setup
-	RATOON_TEST_SEED=$${RATOON_TEST_SEED:-fresh} $(BIN)/pytest -n auto --dist worksteal -m "drawn and not full"
+	RATOON_TEST_SEED=$${RATOON_TEST_SEED:-fresh} $(BIN)/pytest -n auto --dist worksteal -m "drawn and not full" $(DRAWN)
 
 # A GPU host has its own torch, and perhaps no network: its Python is used as it is.
 gpu-test:

@@ -36,9 +36,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[Server]:
-    """Two models that are there, and one that can't be loaded."""
-    second, third = f"second={models / 'two'}", str(models / "broken")
-    with serving(models / "one", second, third, "--log-file", str(models / "log"), OPENAI_API_KEY="") as started:
+    """Two models that are there, and one that can't be loaded. Engines take their time to start: a request that waits
+    for one is told so after a while."""
+    options = (f"second={models / 'two'}", str(models / "broken"), "--log-file", str(models / "log"))
+    with serving(models / "one", *options, has_forks=False, OPENAI_API_KEY="") as started:
         yield started
 
 

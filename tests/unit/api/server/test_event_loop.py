@@ -162,12 +162,12 @@ async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.Monke
 # ---- answers ----
 
 HOSTILE_ANSWERS = {
-    "the beginnings of calls": '<tool_call>{"a": ' * 600,
-    "text": "Rice is a grass. " * 600,
-    "calls": '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>' * 150,
-    "a long call": '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 10_000 + '"}}</tool_call>',
-    "a call without a name": '<tool_call>{"arguments": {"a": "' + "x" * 10_000,
-    "blanks": "x" + " " * 10_000,
+    "the beginnings of calls": '<tool_call>{"a": ' * 300,
+    "text": "Rice is a grass. " * 300,
+    "calls": '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>' * 75,
+    "a long call": '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 5000 + '"}}</tool_call>',
+    "a call without a name": '<tool_call>{"arguments": {"a": "' + "x" * 5000,
+    "blanks": "x" + " " * 5000,
 }
 
 
