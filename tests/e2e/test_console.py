@@ -30,7 +30,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(chromium: Any) -> Iterator[Server]:
-    with serving("smollm2-135m", "--load-format", "auto", "--threads", "2") as started:
+    with serving("smollm2-135m", "--load-format", "auto") as started:
         yield started
 
 
@@ -357,6 +357,11 @@ def test_a_conversation_is_exported_and_imported(console: Console, tmp_path: Pat
 def test_at_the_width_of_a_phone_nothing_overflows(chromium: Any, server: Server, scheme: str):
     console = Console(chromium, server.url, color_scheme=scheme)
     console.page.set_viewport_size({"width": 360, "height": 740})
+    # The settings are hidden at first, and without them an answer may be as long as the context.
+    console.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(post_data=json.dumps({**route.request.post_data_json, "max_tokens": 8})),
+    )
     console.open()
     console.ask("Hello.")
     for view in ("Conversation", "Compare", "Engine"):
