@@ -87,19 +87,18 @@ class LLM(BaseLLM):
         own = self.front_end_config
         if own.ray:
             raise ConfigError("ray", "an LLM runs its engine itself", 'executor="ray", or an AsyncLLM')
-        self._load_model(self.startup_timer, engine_follows=not process and own.num_replicas == 1)
+        self._load_model(self.startup_timer, engine_follows=not process and own.num_engines == 1)
         self._name_adapters()
         max_model_len = resolve_max_model_len(self.config.max_model_len, self.source.config)
         self.config = self.config.with_(max_model_len=max_model_len)
-        if own.num_replicas == 1:
+        if own.num_engines == 1:
             from ratoon.engine.processes.client import make_client
 
             self._client = make_client(self.config, self.source, self.startup_timer, process)
         else:
             from ratoon.engine.processes.client import make_dp_client
 
-            balanced = not own.data_parallel_external_lb
-            self._client = make_dp_client(self.config, self.startup_timer, own.num_replicas, balanced)
+            self._client = make_dp_client(self.config, own, self.startup_timer)
         self.engine: LLMEngine = self._wire(LLMEngine, self._client, self._client.describe())
         self._batches = Batches(self.engine)
         self.startup_timer.finish()

@@ -540,6 +540,30 @@ class FrontEndConfig:
         at_least(1),
         options=("--replicas", "--data-parallel-size", "-dp"),
     )
+    prefill_engines: int = setting(
+        0,
+        "engines that only compute prompts, whose keys and values go to the engines of decode_engines while they are "
+        "computed; 0: each engine does both (docs/prefill-decode.md)",
+        at_least(0),
+        options=("--prefill",),
+    )
+    decode_engines: int = setting(
+        0,
+        "engines that generate, beside prefill_engines; in the place of num_replicas",
+        at_least(0),
+        options=("--decode",),
+    )
+    prefill_threshold: int = setting(
+        256,
+        "tokens of a prompt, without those that the engine that generates has in its cache, from which on one of "
+        "prefill_engines computes it",
+        at_least(1),
+    )
+    move_roots: bool = setting(
+        False,
+        "a continuation whose engine has more to do than another one goes to that one, together with its keys and "
+        "values; on with prefill_engines",
+    )
     data_parallel_external_lb: bool = setting(
         False,
         "the caller chooses the engine of a request (data_parallel_rank), or they take turns; default: a request goes "
@@ -549,6 +573,15 @@ class FrontEndConfig:
         {}, "an object of names that requests may use for adapters (LoRA), and the folders or .gguf files of these"
     )
     ray: bool = setting(False, "run the engines on the nodes of a Ray cluster (AsyncLLM and serve)")
+
+    @property
+    def num_engines(self) -> int:
+        return self.prefill_engines + self.decode_engines if self.prefill_engines else self.num_replicas
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether engines send each other keys and values."""
+        return self.prefill_engines > 0 or (self.move_roots and self.num_replicas > 1)
 
 
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:

@@ -12,6 +12,7 @@ import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from ratoon.core.errors import ConfigError
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN = {  # imported when they are asked for
     "files": "ratoon.distributed.kv_files:FilesConnector",
     "lmcache": "ratoon.distributed.lmcache:LMCacheConnector",
+    "peers": "ratoon.distributed.kv_peers:PeersConnector",
 }
 
 
@@ -62,6 +64,39 @@ class BlockIndex(ABC):
     def close(self) -> None:
         """The engine ends."""
         return
+
+
+class TransferIndex(BlockIndex):
+    """The scheduler's half of a connector that moves blocks between engines that run. Blocks of one prompt are a
+    transfer, which has a name. The engine that computes the prompt sends its blocks as they are computed; another one
+    receives them, and finds them by their keys."""
+
+    address: str  # where other engines reach this one
+
+    @abstractmethod
+    def begin_sending(self, name: str) -> None:
+        """A request whose blocks are to be sent has come."""
+
+    @abstractmethod
+    def send(self, name: str, key: bytes) -> bool:
+        """A block of this transfer is computed. True: its bytes are to be saved."""
+
+    @abstractmethod
+    def skip(self, name: str, key: bytes) -> None:
+        """The bytes of a block of this transfer can't be saved."""
+
+    @abstractmethod
+    def end_sending(self, name: str) -> None:
+        """All blocks of this transfer have been told of, or there will be no more."""
+
+    @abstractmethod
+    def receive(
+        self, name: str, address: str, is_there: Callable[[bytes], bool], is_awaited: bool = True
+    ) -> Future[None]:
+        """Begins to receive the blocks of a transfer, but for those that are there already. What is returned is done
+        when they have come, or will not come; a second call for the same name returns the same. `is_awaited`: a request
+        waits for it, and not longer than some seconds. Raises ValueError for an address that this engine does not speak
+        with."""
 
 
 class BlockMover(ABC):

@@ -67,6 +67,7 @@ class EngineReady(msgspec.Struct, array_like=True, gc=False):
     max_model_len: int
     block_size: int
     startup: list[tuple[str, int, float]] = []  # phases: name, depth, seconds
+    kv_address: str = ""  # where other engines get its blocks; empty: nowhere
 
 
 class Fault(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

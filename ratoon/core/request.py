@@ -6,12 +6,13 @@ Wire types: msgspec structs without references to objects of one side.
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ratoon.core.adapters import Adapter
 from ratoon.core.encoder import EncoderInput
+from ratoon.core.kv_transfer import KVTransfer
 from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.messages import Fault
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
@@ -131,6 +132,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     session: str | None = None  # the owner's name of the session that its texts end in
     is_branch: bool = False  # of that session: it supersedes only roots that it contains whole
     retention: str | None = None  # one of RETENTIONS: where its blocks are kept
+    kv_transfer: KVTransfer | None = None  # the blocks of its prompt come from another engine, or go to one
 
     @property
     def generation_params(self) -> GenerationParams | None:
@@ -195,6 +197,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_texts: int | None = None  # set at its end, on choice 0, if it found fewer texts than the request has choices
     events: list[EngineCoreEvent] | None = None  # of the request, since its last output
     checked: CheckedDrafts | None = None  # the draft that the step has checked, if there was one
+    # At the end of a request whose blocks go to another engine: what that one is to be given
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:

@@ -106,9 +106,36 @@ def _verify_host(front_end: FrontEndConfig, engine: EngineConfig) -> None:
         raise ConfigError(
             "node_rank", problem, f"0 here; `ratoon serve MODEL --node-rank {engine.node_rank}` runs them"
         )
-    if engine.nnodes > 1 and front_end.num_replicas > 1:
-        problem = f"{front_end.num_replicas} engines can't share the hosts of one"
+    if engine.nnodes > 1 and front_end.num_engines > 1:
+        problem = f"{front_end.num_engines} engines can't share the hosts of one"
         raise ConfigError("num_replicas", problem, "1, or nnodes 1")
+    _verify_moves(front_end, engine)
+
+
+def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that contradict that engines send each other blocks."""
+    if bool(own.prefill_engines) != bool(own.decode_engines):
+        lacking, given = ("decode", "prefill") if own.prefill_engines else ("prefill", "decode")
+        problem = f"0 is out of range beside {given}_engines {own.prefill_engines or own.decode_engines}"
+        raise ConfigError(f"{lacking}_engines", problem, "at least 1")
+    if own.prefill_engines and own.num_replicas > 1:
+        raise ConfigError("num_replicas", "and prefill_engines both say how many engines there are", "one of the two")
+    if not own.moves_blocks:
+        return
+    name, cache = "prefill_engines" if own.prefill_engines else "move_roots", engine.cache
+    has_other = cache.kv_files is not None or cache.kv_connector is not None
+    problems = {
+        "engines on nodes of a Ray cluster do not reach each other": own.ray,
+        "engines that step together (data_parallel_lockstep) are alike": engine.data_parallel_lockstep,
+        "the caller chooses engines (data_parallel_external_lb)": own.data_parallel_external_lb,
+        f"blocks of {engine.num_ranks} ranks are in as many parts": engine.num_ranks > 1,
+        "another connector is behind host memory (kv_files or kv_connector)": has_other,
+        "blocks pass through host memory (preemption_mode recompute)": cache.preemption_mode == "recompute",
+        "blocks are found by hashes of prefixes (enable_prefix_caching)": not cache.enable_prefix_caching,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ConfigError(name, problem, f"leave {name} or that setting out")
 
 
 def _values(config: type, given: Mapping[str, Any]) -> dict[str, Any]:

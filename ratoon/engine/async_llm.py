@@ -104,11 +104,10 @@ class AsyncLLM(BaseLLM):
         if self.engine is not None:
             return
         if self._client is None:
-            from ratoon.engine.processes.async_client import make_async_client
+            from ratoon.engine.processes.moving_client import client_of_settings
 
             own = self.front_end_config
-            balanced = not own.data_parallel_external_lb
-            self._client = make_async_client(self.config, own.num_replicas, self.startup_timer, balanced, own.ray)
+            self._client = client_of_settings(self.config, own, self.startup_timer)
         client: AsyncEngineClient = self._client
         starting = asyncio.create_task(client.start())
         try:

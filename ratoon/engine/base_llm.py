@@ -248,7 +248,7 @@ class BaseLLM:
 
     def health(self) -> Health:
         if self._client is None:
-            num_engines = self.front_end_config.num_replicas
+            num_engines = self.front_end_config.num_engines
             return Health([EngineHealth(index, EngineState.STARTING) for index in range(num_engines)])
         health: Health = self._client.health()
         return health

@@ -104,6 +104,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,
         "kv_groups": len(kv.groups),
+        "has_encoder": kv.cross is not None,  # beside the decoder
         "kv_capacity_tokens": kv.capacity,  # of a sequence
     }
 

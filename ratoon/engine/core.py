@@ -15,13 +15,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
-from ratoon.core.kv_connector import BlockIndex, open_connector, open_index
+from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_connector, open_index
+from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -42,6 +44,26 @@ logger = logging.getLogger(__name__)
 SHORT_STEP_SECONDS = 0.002  # in which a host may not get done what it has to do for a step of many requests
 IDLE_ROW = "idle"  # the runner's name of the row of an idle step; a request's has eight random characters behind it
 MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
+
+
+def all_done(futures: Sequence[Future[Any]]) -> Future[None]:
+    """A future that is done when all of these are, with the first error among them. To cancel it cancels all."""
+    whole: Future[None] = Future()
+    left, lock = [len(futures)], threading.Lock()
+
+    def note(_: Future[Any]) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        failed = next((one.exception() for one in futures if not one.cancelled() and one.exception()), None)
+        with suppress(InvalidStateError):  # it was cancelled
+            whole.set_result(None) if failed is None else whole.set_exception(failed)
+
+    for future in futures:
+        future.add_done_callback(note)
+    whole.add_done_callback(lambda done: [one.cancel() for one in futures] if done.cancelled() else None)
+    return whole
 
 
 class StepDepth:
@@ -86,6 +108,7 @@ class EngineCore:
             fingerprints = facts.rank_fingerprints or [facts.kv_config.fingerprint]
             self._index = open_index(open_connector(*config.cache.connector), fingerprints)
             self.scheduler.kv_cache.store.connect(self._index)
+        self._sending: dict[str, tuple[KVTransfer, int]] = {}  # by request id, with the length of the prompt
         self.preparing = PreparedRequests()
         self._clock = clock
         self.map = EngineMap(self.scheduler, executor, self.preparing, config.num_ranks, self.stats, clock)
@@ -117,17 +140,58 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then. One with structured output waits for
         its grammar first, and may fail then."""
-        params = request.generation_params
+        params, futures = request.generation_params, list[Future[Any]]()
+        if request.kv_transfer is not None:
+            self._transfers()  # refuses it where there are none
+            if not request.kv_transfer.sends:
+                transfer = request.kv_transfer
+                futures.append(self.receive_blocks(transfer.name, transfer.address, is_awaited=True))
         if params is not None and params.structured_output is not None:
-            future = self.executor.collective_rpc("prepare_grammar", params.structured_output, request.owner)
-            if not future.done():
-                self.preparing.add(request, future, self._clock())
-                return
-            future.result()
-        self._add_prepared(request)
+            futures.append(self.executor.collective_rpc("prepare_grammar", params.structured_output, request.owner))
+        if all(future.done() for future in futures):
+            for future in futures:
+                future.result()
+            self._add_prepared(request)
+        else:
+            self.preparing.add(request, futures[0] if len(futures) == 1 else all_done(futures), self._clock())
 
     def _add_prepared(self, request: EngineCoreRequest) -> None:
         self.scheduler.add_request(request, self._clock())
+        if request.kv_transfer is not None and request.kv_transfer.sends:
+            self._transfers().begin_sending(request.kv_transfer.name)
+            self._sending[request.request_id] = request.kv_transfer, len(request.prompt_token_ids)
+
+    # ---- blocks that go to other engines, and come from them ----
+
+    @property
+    def kv_address(self) -> str:
+        """Where other engines get the blocks of this one. Empty: nowhere."""
+        return self._index.address if isinstance(self._index, TransferIndex) else ""
+
+    def _transfers(self) -> TransferIndex:
+        if not isinstance(self._index, TransferIndex):
+            problem = "this engine has no connector that moves blocks between engines"
+            raise RequestError(FIELD, problem, 'leave it out, or start the engine with kv_connector="peers"')
+        return self._index
+
+    def receive_blocks(self, name: str, address: str, is_awaited: bool = False) -> Future[None]:
+        """Begins to receive the blocks of a prompt that another engine computes; see TransferIndex."""
+        try:
+            return self._transfers().receive(name, address, self.scheduler.kv_cache.store.has, is_awaited)
+        except ValueError as error:
+            raise (
+                error
+                if isinstance(error, RequestError)
+                else RequestError(FIELD, str(error), "what the engine that computed the prompt has answered")
+            ) from None
+
+    def _end_sending(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if output.finished and output.request_id not in self.scheduler.state.requests:
+                transfer, num_tokens = self._sending.pop(output.request_id, (None, 0))
+                if transfer is not None:
+                    self._transfers().end_sending(transfer.name)
+                    output.kv_transfer_params = answer_of(transfer, self.kv_address, num_tokens)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Aborts requests, from any thread: at once or, while a step runs, before its outputs go out."""
@@ -197,6 +261,8 @@ class EngineCore:
                 plan, _ = self._in_flight[0]
                 outputs += self._finish_oldest()
                 advanced = plan.tokens_without_sample()
+            if self._sending:
+                self._end_sending(outputs)
             if self._publisher is not None:
                 self._publish()
         if not self._aborts.empty():  # came while the lock was still held

@@ -40,6 +40,7 @@ class EngineUtilities:
             "reset_prefix_cache": core.reset_prefix_cache,
             "stats": lambda: msgspec.to_builtins(core.stats()),
             "map": lambda watcher_id: core.map.report(watcher_id, index),
+            "receive_blocks": self._receive_blocks,
             "end_leases": core.end_leases,
             "end_leases_of": core.end_leases_of,
             "sleep": core.sleep,
@@ -61,6 +62,9 @@ class EngineUtilities:
             return UtilityResult(call.call_id, self.call(call.method, *call.arguments))
         except Exception as error:
             return UtilityResult(call.call_id, fault=fault_of(error))
+
+    def _receive_blocks(self, name: str, address: str) -> None:
+        self._core.receive_blocks(name, address)
 
     def _check(self) -> dict[str, int]:
         """Check the block accounting: an error if it is inconsistent. The number of blocks, and of those in use."""

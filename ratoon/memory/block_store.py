@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.kv import KVFingerprint, SwapCosts
-from ratoon.core.kv_connector import BlockIndex, block_key
+from ratoon.core.kv_connector import BlockIndex, TransferIndex, block_key
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockTransfer, ConnectorTransfer
 from ratoon.core.stats import StoreStats
@@ -126,6 +126,29 @@ class BlockStore:
         for block in blocks:
             assert block.block_hash is not None
             self.index.prolong(block_key(block.group, block.block_hash))
+
+    def send(self, name: str, blocks: Iterable[Block]) -> None:
+        """Full blocks of a transfer that are written: those that were not sent yet go to the connector with the next
+        plan. Without room for them they are not sent."""
+        index = self.index
+        assert isinstance(index, TransferIndex)
+        for block in blocks:
+            assert block.block_hash is not None
+            if index.send(name, key := block_key(block.group, block.block_hash)):
+                slots = self.keep([(block, block.block_hash, block.group)])
+                if slots is None:
+                    index.skip(name, key)
+                else:
+                    self._saves[slots[0].block_id] = key
+                    self.release(slots)
+
+    def has(self, key: bytes) -> bool:
+        """Whether a block is on the device or in host memory. From any thread."""
+        group, block_hash = int.from_bytes(key[:2], "big"), key[2:]
+        on_device = self._pool.get_cached_block(block_hash, group)
+        return on_device is not None or (
+            self.tier is not None and self.tier.get_cached_block(block_hash, group) is not None
+        )
 
     def keep(self, blocks: Sequence[tuple[Block, bytes | None, int]]) -> list[Block] | None:
         """Slots with the content of these device blocks, each with a reference for the caller. A full block comes with

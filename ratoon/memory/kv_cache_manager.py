@@ -360,6 +360,15 @@ class KVCacheManager:
         self._register_full_blocks(ended, ended.num_computed_tokens)
         return self.sessions.add(key, ended, num_prompt_tokens, request_id, is_branch)
 
+    def send_blocks(self, branch: TokenSequence, name: str) -> None:
+        """The full blocks of a sequence's computed tokens, which plans before the next one have written, go to another
+        engine."""
+        self.register_blocks()
+        self._register_full_blocks(branch, branch.num_computed_tokens)
+        for table, size in zip(branch.block_tables, self._sizes):
+            full = table[: branch.num_computed_tokens // size]
+            self.store.send(name, [block for block in full if block.block_hash is not None])
+
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         self.register_blocks()
         num_valid = branch.num_computed_tokens if trusted else 0

@@ -47,6 +47,7 @@ class Request:
         "external_id",
         "finished_choices",
         "is_branch",
+        "kv_transfer",
         "max_total_tokens",
         "media",
         "num_choices",
@@ -109,6 +110,8 @@ class Request:
         # What ends in another session supersedes nothing of it; salts are tenants.
         self.session = None if request.session is None else (request.owner, request.cache_salt, request.session)
         self.is_branch = request.is_branch
+        transfer = request.kv_transfer
+        self.kv_transfer = transfer.name if transfer is not None and transfer.sends else None  # where its blocks go
         self.owner = request.owner
         self.priority = request.priority
         self.arrival_time = request.arrival_time

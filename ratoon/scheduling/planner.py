@@ -519,6 +519,8 @@ class StepPlanner:
         branch_id = branch.branch_id
         plan.num_scheduled_tokens[branch_id] = num_new_tokens
         if branch.known_to_runner:
+            if branch.request.kv_transfer is not None:
+                self._state.kv_cache.send_blocks(branch, branch.request.kv_transfer)
             known = plan.scheduled_cached_reqs
             known.req_ids.append(branch_id)
             known.num_computed_tokens.append(branch.num_computed_tokens)

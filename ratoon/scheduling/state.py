@@ -385,6 +385,8 @@ class SchedulerState:
                 self.speculation.text_ended(branch)
             if not is_there:
                 self.kv_cache.free(branch, trusted)
+            if request.kv_transfer is not None and trusted and is_there:
+                self.kv_cache.send_blocks(branch, request.kv_transfer)
             if is_text:
                 self.readings.text_ended(branch, request, branch.choice, num_tokens)
                 self.kv_cache.offer_text(branch, request.retention)

@@ -49,7 +49,7 @@ class EngineModel:
         self.context = context
         self.app: AsgiApp = build_routes(context)
         figures = context.llm.describe()
-        num_engines = context.llm.front_end_config.num_replicas
+        num_engines = context.llm.front_end_config.num_engines
         self.memory = ModelMemory(
             num_engines * (figures.get("weight_bytes") or 0), num_engines * (figures.get("kv_bytes") or 0)
         )

@@ -51,9 +51,9 @@ from ratoon.core.settings import configure
 from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.output.record_log import open_record_log
 from ratoon.engine.output.roots import RootLog
-from ratoon.engine.processes.async_client import make_async_client
 from ratoon.engine.processes.hub import EngineHub
 from ratoon.engine.processes.link import Link
+from ratoon.engine.processes.moving_client import client_of_settings
 from ratoon.observe.logging import get_logger
 from ratoon.observe.metrics import EngineMetrics, MetricsFigures
 from ratoon.observe.startup import StartupTimer
@@ -131,9 +131,7 @@ class Service:
         own, self._config = configure(model, llm_settings)
         self._llm_settings = self._settings_of_front_end(llm_settings, own.max_total_hidden_states_bytes)
         self.startup_timer = StartupTimer()
-        self._client = make_async_client(
-            self._config, own.num_replicas, self.startup_timer, not own.data_parallel_external_lb, own.ray
-        )
+        self._client = client_of_settings(self._config, own, self.startup_timer)
         records = open_record_log(self._config, "roots")
         self._hub = EngineHub(
             self._client,

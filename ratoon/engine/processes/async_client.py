@@ -256,8 +256,17 @@ class AsyncMPClient:
                 "data_parallel_rank", f"there is no engine {rank}", f"0 to {len(self.replicas) - 1}, or leave it out"
             )
 
-    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
+    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int | None:
+        """The engine for a request. None: it is not to be sent yet."""
         return candidates[0]
+
+    def _request_for(self, entry: Entry) -> EngineCoreRequest:
+        """The request as its engine gets it."""
+        return entry.current_request()
+
+    def _cannot_go_on(self) -> bool:
+        """Whether no engine is left that could serve, now or later."""
+        return not any(replica.can_serve or replica.is_coming_back for replica in self.replicas)
 
     def _note_started(self, outputs: EngineCoreOutputs) -> None:
         """Requests have their first token, or further ones."""
@@ -288,8 +297,10 @@ class AsyncMPClient:
             if wanted is None and preferred in candidates:
                 wanted = preferred
             engine = self._choose(entry, candidates if wanted is None else [wanted])
+            if engine is None:
+                continue
             self._ledger.handed_over(entry, engine)
-            self.replicas[engine].send(entry.kind, entry.current_request())
+            self.replicas[engine].send(entry.kind, self._request_for(entry))
             self._start_wave(self.coordinator.request_sent())
 
     def _start_wave(self, wave: DPWave | None) -> None:
@@ -314,7 +325,7 @@ class AsyncMPClient:
             if replica.is_leaving:
                 return
             if delay is None:
-                if not any(other.can_serve or other.is_coming_back for other in self.replicas):
+                if self._cannot_go_on():
                     self._give_up(EngineDeadError(f"the engine could not be restarted: {replica.failure()}"))
                 return
             await asyncio.sleep(delay)
@@ -421,6 +432,10 @@ class AsyncMPClient:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             for replica in self.replicas:
                 replica.end_if_hung()
+            self._look_at_engines()
+
+    def _look_at_engines(self) -> None:
+        """Is called every second."""
 
     def _give_up(self, error: EngineDeadError) -> None:
         if self._dead is not None:
@@ -465,7 +480,7 @@ class DPLBAsyncMPClient(AsyncMPClient):
         await asyncio.shield(started)  # a caller that no longer waits does not end it
         return index
 
-    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int:
+    def _choose(self, entry: Entry, candidates: Sequence[int]) -> int | None:
         self.balancer.ended(entry.request.request_id)  # where it was before
         return self.balancer.choose(entry.request, candidates)
 

@@ -80,6 +80,10 @@ class LoadBalancer:
         self._remember(engine, marks)
         return engine
 
+    def known(self, request: EngineCoreRequest) -> dict[int, int]:
+        """How many tokens of its prompt engines probably have in their caches, for those that have some."""
+        return self._known_tokens(self._marks_behind(_beginning(request), request.prompt_token_ids))
+
     def started(self, request_id: str) -> None:
         """Takes note that a request's prompt is computed: only generation is left."""
         work = self._work.get(request_id)

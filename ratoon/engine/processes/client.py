@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ratoon.core.config import EngineConfig, verify_engine_config
+from ratoon.core.config import EngineConfig, FrontEndConfig, verify_engine_config
 from ratoon.core.errors import ConfigError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
@@ -83,13 +83,13 @@ def make_client(
     return SyncMPClient(config, timer)
 
 
-def make_dp_client(config: EngineConfig, timer: StartupTimer, num_engines: int, balanced: bool) -> SyncDPClient:
+def make_dp_client(config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> SyncDPClient:
     """Check the settings, then start several engines for them, each in a process of its own."""
     try:
         from ratoon.engine.processes.sync_dp_client import SyncDPClient
     except ImportError as error:
         raise _missing("num_replicas", error) from None
-    return SyncDPClient(config, timer, num_engines, balanced)
+    return SyncDPClient(config, own, timer)
 
 
 def _missing(setting: str, error: ImportError) -> ConfigError:

@@ -117,7 +117,9 @@ class EngineCoreProcess:
         kv_config = core.executor.facts.kv_config
         timer.finish()
         phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
-        ready = EngineReady(describe(core), core.executor.facts.max_model_len, kv_config.whole_blocks, phases)
+        ready = EngineReady(
+            describe(core), core.executor.facts.max_model_len, kv_config.whole_blocks, phases, core.kv_address
+        )
         forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
         # What start-up has made stays. Python's garbage collector would traverse it again and again, and a pass over

@@ -203,6 +203,11 @@ class Replica:
             logger.error("engine %d does not answer and is killed", self.index)
             self._process.kill()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it runs and has not been heard for some seconds."""
+        return self.has_process and self._clock() - self._last_heard > SILENCE_IS_STALLED
+
     def health(self) -> EngineHealth:
         state, detail = self.state, self._detail
         if state == EngineState.OK:

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from ratoon.core.config import EngineConfig
+from ratoon.core.config import EngineConfig, FrontEndConfig
 from ratoon.core.errors import EngineDeadError
 from ratoon.core.health import Health
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
-from ratoon.engine.processes.async_client import make_async_client
+from ratoon.engine.processes.moving_client import client_of_settings
 from ratoon.observe.startup import StartupTimer
 
 MAX_STEPS_AHEAD = 4  # that the caller has not taken; the engines wait then
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class SyncDPClient:
     """Engines that share the requests. `get_output` waits for the next step of any of them."""
 
-    def __init__(self, config: EngineConfig, timer: StartupTimer, num_engines: int, balanced: bool = True) -> None:
+    def __init__(self, config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> None:
         self._arrived: queue.SimpleQueue[EngineCoreOutputs | EngineDeadError] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine clients", daemon=True)
@@ -32,7 +32,7 @@ class SyncDPClient:
         self._has_room = asyncio.Event()
         self._pumping: asyncio.Task[None] | None = None
         try:
-            self._client = self._call(lambda: make_async_client(config, num_engines, timer, balanced))
+            self._client = self._call(lambda: client_of_settings(config, own, timer))
             self._wait(self._client.start())
             self._pumping = self._call(lambda: self._loop.create_task(self._pump()))
         except BaseException:
