@@ -306,3 +306,5 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     owner: str | None = None  # whose it is: ids are unique per owner
+    # At the end of a request with `do_remote_decode`: what the engine that goes on with it is to be given
+    kv_transfer_params: dict[str, Any] | None = None

@@ -236,6 +236,8 @@ class StepPlanner:
         if branch.draft_tokens and num_new_tokens == gap:
             num_new_tokens += self._num_drafts(step, branch, gap)
         num_lookahead = self._num_lookahead(step, branch, num_new_tokens) if branch.num_to_draft else 0
+        if branch.request.kv_transfer is not None:  # what earlier plans computed, before a window gives some of it back
+            self._state.kv_cache.send_blocks(branch, branch.request.kv_transfer)
         while True:
             appended = self._state.kv_cache.allocate_slots(branch, num_new_tokens, num_lookahead_tokens=num_lookahead)
             if appended is not None:
@@ -519,8 +521,6 @@ class StepPlanner:
         branch_id = branch.branch_id
         plan.num_scheduled_tokens[branch_id] = num_new_tokens
         if branch.known_to_runner:
-            if branch.request.kv_transfer is not None:
-                self._state.kv_cache.send_blocks(branch, branch.request.kv_transfer)
             known = plan.scheduled_cached_reqs
             known.req_ids.append(branch_id)
             known.num_computed_tokens.append(branch.num_computed_tokens)

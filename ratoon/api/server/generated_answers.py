@@ -163,7 +163,7 @@ class Renderer(ABC):
         content = self.whole_body(outputs)
         for index, output in enumerate(outputs):
             self._put_in(content, self._hidden_states(index, output))
-        body = {**content, "usage": self.counter.usage(), **self._about_continuation(outputs[0])}
+        body = {**content, "usage": self.counter.usage(), **self._about_continuation(outputs[0]), **_sent(outputs[0])}
         return {**self._head, "object": self.WHOLE, **body}
 
     def chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -173,7 +173,7 @@ class Renderer(ABC):
         states = self._hidden_states(index, output)
         for body in self.chunk_bodies(index, output):
             self._put_in(body, states)
-            yield self._chunk({**body, **self._about_continuation(output)})
+            yield self._chunk({**body, **self._about_continuation(output), **_sent(output)})
         for place, entry in states.items():  # of choices that ended before the last one
             yield self._chunk({"choices": [{**self.plain_choice(place), "hidden_states": entry}]})
         if best is not None:
@@ -319,3 +319,8 @@ async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
                 yield body
     if renderer.include_usage:
         yield event(renderer.usage_chunk())
+
+
+def _sent(output: RequestOutput) -> dict[str, Any]:
+    """What another engine is to be given, at the end of a request with which it goes on."""
+    return {} if output.kv_transfer_params is None else {"kv_transfer_params": output.kv_transfer_params}

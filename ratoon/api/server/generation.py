@@ -89,6 +89,7 @@ def engine_options(context: ServerContext, asked: SamplingFields, exchange: Exch
         "retain_kv": asked.retain_kv,
         "session": session_of(asked.prompt_cache_key, exchange),
         "retention": retention_of(asked.prompt_cache_retention),
+        "kv_transfer_params": asked.kv_transfer_params,
         "owner": exchange.tenant,
         "trace_headers": exchange.trace_headers,
     }

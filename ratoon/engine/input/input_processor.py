@@ -16,6 +16,7 @@ from typing import Any
 from ratoon.core.config import CacheConfig, MediaSettings, ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.kv import RETENTIONS
+from ratoon.core.kv_transfer import parse_transfer
 from ratoon.core.media import EMBEDS, count_media, cut_rope, joined_rope, moved_features
 from ratoon.core.params import (
     MAX_HIDDEN_STATES_BYTES,
@@ -130,10 +131,11 @@ class InputProcessor:
         retain_kv: float | None = None,
         session: str | None = None,
         retention: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         owner: str | None = None,
         in_place_of: str | None = None,  # the id of an unknown parent; the prompt contains its text
     ) -> EngineCoreRequest:
-        envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv)
+        envelope = self._envelope(request_id, arrival_time, priority, cache_salt, owner, retain_kv, kv_transfer_params)
         _verify_session(session, retention)
         self.verify_params(params, owner)
         if params.structured_output is not None and params.structured_output.continue_grammar:
@@ -173,11 +175,14 @@ class InputProcessor:
         retain_kv: float | None = None,
         session: str | None = None,  # None: the parent's
         retention: str | None = None,  # likewise
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> EngineCoreRequest:
         """A request that goes on after a parent's tokens. Only the suffix is tokenised, and only its media are read; an
         empty one is fine."""
+        envelope = self._envelope(
+            request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv, kv_transfer_params
+        )
         _verify_session(session, retention)
-        envelope = self._envelope(request_id, arrival_time, priority, parent.cache_salt, parent.owner, retain_kv)
         self.verify_params(params, parent.owner)
         inherited = parent.tokens(choice, at)
         mm_features = parent.media_at(len(inherited), self._has_whole_images)
@@ -283,18 +288,21 @@ class InputProcessor:
         cache_salt: str | None,
         owner: str | None,
         retain_kv: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """What every kind of request has beside its prompt and params: checked, as fields of EngineCoreRequest."""
         _verify_envelope(request_id, priority, cache_salt)
         self._verify_retention(retain_kv)
+        internal_id = f"{request_id}-{secrets.token_urlsafe(ID_BYTES)}"
         return {
-            "request_id": f"{request_id}-{secrets.token_urlsafe(ID_BYTES)}",
+            "request_id": internal_id,
             "external_id": request_id,
             "arrival_time": self._clock() if arrival_time is None else arrival_time,
             "priority": priority,
             "cache_salt": cache_salt,
             "owner": owner,
             "retain_kv": retain_kv,
+            "kv_transfer": parse_transfer(kv_transfer_params, internal_id),
         }
 
     def _verify_retention(self, seconds: float | None) -> None:

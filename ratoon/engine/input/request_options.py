@@ -37,6 +37,8 @@ class GenerationOptions(PoolingOptions, total=False):
     retain_kv: float | None  # seconds that the memory is kept for continuations, once the answer has ended
     session: str | None  # a name; the newest texts of a session are kept longest. A continuation has its parent's
     retention: str | None  # "in_memory": blocks are not written to files; "24h": kept there for a day, if there is room
+    # vLLM's: {"do_remote_decode": true}: another engine goes on with it, and the output has what that one is given
+    kv_transfer_params: Mapping[str, Any] | None
     in_place_of: str | None  # the id of an unknown parent, reported in the output's `continuation`
 
 

@@ -99,6 +99,7 @@ class RequestState:
     changed: set[int] = field(default_factory=set)  # choices with something new in this step
     trace_headers: dict[str, str] | None = None  # set, perhaps empty: it is traced, and its events are kept
     events: list[EngineCoreEvent] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
     prompt_counted: bool = False  # among the tokens of the throughput log
 
     @property
@@ -161,6 +162,8 @@ class RequestState:
         if output.new_token_ids:
             self._take_tokens(choice, output, now)
             self._note_sampled(now if sampled is None else sampled, now)
+        if output.kv_transfer_params is not None:
+            self.kv_transfer_params = output.kv_transfer_params
         if output.finish_reason is not None and not choice.finished:
             choice.stop_reason = output.stop_reason
             choice.finish(output.finish_reason)
@@ -307,6 +310,7 @@ class RequestState:
             encoder_prompt=self.encoder_prompt,
             encoder_prompt_token_ids=None if self.encoder_input is None else self.encoder_input.token_ids,
             owner=self.owner,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def _hidden_states(self) -> list[HiddenStatesOutput] | None:

@@ -185,6 +185,10 @@ class MovingClient(DPLBAsyncMPClient):
             resumed=None,
             trace_headers=None,
         )
+        if is_move and prefill.continuation_token_ids and not request.mm_features and request.rope is None:
+            # Its engine has much to do, and need not compute what comes behind the root
+            prefill.prompt_token_ids = request.prompt_token_ids[: -len(prefill.continuation_token_ids)]
+            prefill.continuation_token_ids = []
         source = self.balancer.choose(prefill, sources)
         self.balancer.started(name)  # of its prompt, little is left to its own engine
         ready = self.replicas[source].ready

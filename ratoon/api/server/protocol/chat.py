@@ -265,6 +265,9 @@ class ChatCompletion(AnswerModel):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     continuation: ContinuationAnswer | None = None
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="Of a request with do_remote_decode: what the engine that goes on with it is given"
+    )
 
 
 class FunctionDelta(AnswerModel):
@@ -306,3 +309,6 @@ class ChatCompletionChunk(AnswerModel):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     continuation: ContinuationAnswer | None = Field(None, description="In the first chunk only")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="Of a request with do_remote_decode: what the engine that goes on with it is given"
+    )

@@ -95,3 +95,6 @@ class Completion(AnswerModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     continuation: ContinuationAnswer | None = Field(None, description="In a stream, in the first chunk only")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="Of a request with do_remote_decode: what the engine that goes on with it is given"
+    )

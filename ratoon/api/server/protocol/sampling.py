@@ -196,6 +196,11 @@ class SamplingFields(BeamFields):
         None,
         description="in_memory: nothing of it is written to --kv-files; 24h: kept there for a day, if there is room",
     )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None,
+        description='vLLM\'s: {"do_remote_decode": true}: another engine goes on with it, and the answer has what that '
+        "one is to be given; needs --kv-connector peers",
+    )
 
     # Extensions: continuations
     retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, in seconds")
