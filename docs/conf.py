@@ -36,6 +36,7 @@ NAVIGATION = {
         "Speak Anthropic's protocol": "docs/messages",
         "Speak Ollama's protocol": "docs/ollama",
         "Keep answers over restarts": "docs/tiers",
+        "Compute prompts apart from answers": "docs/prefill-decode",
         "Run it on a CPU": "docs/cpu",
         "Run it on a GPU": "docs/gpu",
         "Run it on several devices": "docs/parallel",

@@ -554,7 +554,7 @@ class FrontEndConfig:
         options=("--decode",),
     )
     prefill_threshold: int = setting(
-        256,
+        64,
         "tokens of a prompt, without those that the engine that generates has in its cache, from which on one of "
         "prefill_engines computes it",
         at_least(1),

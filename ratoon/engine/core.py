@@ -332,6 +332,8 @@ class EngineCore:
         """Does what makes the next requests faster; a caller in this process whose requests have ended, and which
         waits, calls this."""
         if not self._in_flight and not self.scheduler.has_unfinished_requests() and self._may_plan:
+            if self.kv_address:  # another engine may wait for the last blocks
+                self._tell_of_ended()
             self.executor.collective_rpc("work_between_calls").result()
 
     def _isolate(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
