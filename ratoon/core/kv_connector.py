@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 BUILT_IN = {  # imported when they are asked for
     "files": "ratoon.distributed.kv_files:FilesConnector",
     "lmcache": "ratoon.distributed.lmcache:LMCacheConnector",
+    "nixl": "ratoon.distributed.kv_nixl:NixlConnector",
     "peers": "ratoon.distributed.kv_peers:PeersConnector",
 }
 

@@ -123,7 +123,7 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
     if not own.moves_blocks:
         return
     name, cache = "prefill_engines" if own.prefill_engines else "move_roots", engine.cache
-    has_other = cache.kv_files is not None or cache.kv_connector is not None
+    has_other = cache.kv_files is not None or cache.kv_connector not in (None, "peers", "nixl")
     problems = {
         "engines on nodes of a Ray cluster do not reach each other": own.ray,
         "engines that step together (data_parallel_lockstep) are alike": engine.data_parallel_lockstep,

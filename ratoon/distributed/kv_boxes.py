@@ -7,6 +7,7 @@ however that ends. Each block has a checksum over its key and its bytes. What is
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -50,6 +51,11 @@ class Outbox:
     def path(self) -> str:
         """Where other processes of this host and user open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The address of the first slot in this process, and the bytes of all slots."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), len(self._memory)
 
     @property
     def num_kept(self) -> int:

@@ -95,6 +95,8 @@ class Want(msgspec.Struct, tag=True):
 
 class Welcome(msgspec.Struct, tag=True):
     outbox: str  # where it can be mapped on this host
+    agent: bytes = b""  # how another library reaches it (kv_nixl.py): its own description,
+    memory: int = 0  # and the address of the first slot in the sender's process
 
 
 class Blocks(msgspec.Struct, tag=True):
@@ -187,6 +189,8 @@ class Link:
     heard: float
     used: float
     outbox: MappedOutbox | None = None
+    agent: Any = None  # of another library, that reads the outbox
+    memory: int = 0
 
 
 class PeerExchange:
@@ -393,7 +397,7 @@ class PeerExchange:
                 return
             sending = self._sending.setdefault(message.name, Sending(message.name, now))
             sending.receiver, sending.seen, sending.num_told, sending.is_done = identity, now, 0, False
-            self._reply(identity, Welcome("" if self._encrypted is not None else self.outbox.path))
+            self._reply(identity, self._welcome())
             self._tell(sending, now)
         elif isinstance(message, Alive):
             told = {}
@@ -406,6 +410,9 @@ class PeerExchange:
             self._taken(message)
         elif isinstance(message, Want):
             self._give(identity, message)
+
+    def _welcome(self) -> Welcome:
+        return Welcome("" if self._encrypted is not None else self.outbox.path)
 
     def _tell(self, sending: Sending, now: float) -> None:
         """Tells the receiver of the blocks that are ready, and when there are no more."""
@@ -478,11 +485,7 @@ class PeerExchange:
     def _hear(self, link: Link, message: Any, content: list[bytes]) -> None:
         link.heard = time.monotonic()
         if isinstance(message, Welcome):
-            if message.outbox and link.outbox is None:
-                try:
-                    link.outbox = MappedOutbox(message.outbox, self.outbox.block_bytes)
-                except OSError as error:
-                    logger.warning("the memory of another engine can't be mapped: %s", error)
+            self._greet(link, message)
             return
         if isinstance(message, Alive):
             self._compare(message.told)
@@ -504,16 +507,30 @@ class PeerExchange:
         if receiving.is_complete and not receiving.wanted:
             self._end(receiving)
 
+    def _greet(self, link: Link, message: Welcome) -> None:
+        """The sender is there, and says how its outbox is reached."""
+        if message.outbox and link.outbox is None:
+            try:
+                link.outbox = MappedOutbox(message.outbox, self.outbox.block_bytes)
+            except OSError as error:
+                logger.warning("the memory of another engine can't be mapped: %s", error)
+
+    def _read(self, link: Link, slots: Sequence[int]) -> list[bytearray] | None:
+        """The content of slots of the sender's outbox. None: it can't be read, and has to be asked for."""
+        if self._encrypted is not None or link.outbox is None:
+            return None
+        return [link.outbox.read(slot) for slot in slots]
+
     def _take_blocks(self, link: Link, receiving: Receiving, message: Blocks) -> None:
         receiving.num_heard += len(message.entries)
         lacking = [entry for entry in message.entries if not (entry[0] in self.inbox or receiving.is_there(entry[0]))]
-        if self._encrypted is not None or link.outbox is None:
+        contents = self._read(link, [slot for _, _, slot in lacking]) if lacking else []
+        if contents is None:
             receiving.wanted.update(key for key, _, _ in lacking)
-            if lacking:
-                self._send(link.socket, Want(message.name, [key for key, _, _ in lacking]))
+            self._send(link.socket, Want(message.name, [key for key, _, _ in lacking]))
         else:
-            for key, checksum, slot in lacking:
-                self._keep(key, checksum, link.outbox.read(slot))
+            for (key, checksum, _), content in zip(lacking, contents):
+                self._keep(key, checksum, content)
         taken = [key for key, _, _ in message.entries if key not in receiving.wanted]
         if taken:
             self._send(link.socket, Taken(message.name, taken))
@@ -607,6 +624,8 @@ _half_open: dict[tuple[str, str], deque[PeerExchange]] = {}
 
 
 class PeersConnector(KVConnector):
+    exchange_class: type[PeerExchange] = PeerExchange
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         unknown = sorted(set(options) - set(OPTIONS))
         folder, listen = options.get("folder"), options.get("listen")
@@ -635,7 +654,7 @@ class PeersConnector(KVConnector):
 
     def open_mover(self, fingerprint: KVFingerprint) -> PeersMover:
         num_bytes = sum(fingerprint.layout.tensor_bytes)
-        made = PeerExchange(
+        made = self.exchange_class(
             self._address, self._secret, num_bytes, self._max_bytes, fingerprint.digest, list(self._peers)
         )
         _half_open.setdefault((self._name, fingerprint.digest), deque()).append(made)
@@ -644,8 +663,8 @@ class PeersConnector(KVConnector):
     def open_index(self, fingerprint: KVFingerprint) -> PeersIndex:
         waiting = _half_open.get((self._name, fingerprint.digest))
         if not waiting:
-            problem = "'peers' has both halves in one process, and the worker is in another one"
-            raise ConfigError("executor", problem, "uniproc, with kv_connector peers")
+            problem = "the connector has both halves in one process, and the worker is in another one"
+            raise ConfigError("executor", problem, "uniproc, with this kv_connector")
         return PeersIndex(waiting.popleft())
 
 

@@ -267,7 +267,7 @@ def test_transfers_that_can_not_be_are_refused(tmp_path: Path) -> None:
             core_of(llm).add_request(EngineCoreRequest("x", LONG[0], greedy(1), kv_transfer=transfer))
 
 
-@pytest.mark.parametrize("kind", ["folder", "network"])
+@pytest.mark.parametrize("kind", ["folder", "network", "nixl"])
 def test_a_router_of_its_own_divides_a_request_by_kv_transfer_params(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,11 +275,16 @@ def test_a_router_of_its_own_divides_a_request_by_kv_transfer_params(
     prompt, params = {"prompt_token_ids": LONG[0]}, greedy(8)
     with engine(PEER_FAMILY) as llm:
         (right,) = llm.generate([prompt], params, progress=False)
-    options = {"folder": str(tmp_path)} if kind == "folder" else {"listen": "tcp://127.0.0.1:0"}
-    with engine(PEER_FAMILY, **peers(tmp_path, kv_connector_options=options)) as first:
+    settings = peers(tmp_path)
+    if kind == "network":
+        settings["kv_connector_options"] = {"listen": "tcp://127.0.0.1:0"}
+    elif kind == "nixl":
+        pytest.importorskip("nixl._api", reason="the extra nixl is not installed")
+        settings["kv_connector"] = "nixl"
+    with engine(PEER_FAMILY, **settings) as first:
         if kind == "network":
-            options["peers"] = [core_of(first).kv_address]
-        with engine(PEER_FAMILY, **peers(tmp_path, kv_connector_options=options)) as second:
+            settings["kv_connector_options"]["peers"] = [core_of(first).kv_address]
+        with engine(PEER_FAMILY, **settings) as second:
             asked = {"do_remote_decode": True}
             (begun,) = first.generate([prompt], greedy(1), kv_transfer_params=asked, progress=False)
             told = begun.kv_transfer_params

@@ -72,7 +72,8 @@ class MovingClient(DPLBAsyncMPClient):
     def _make_replica(self, index: int, num_engines: int) -> Replica:
         """Engines find each other by sockets in the private directory of this client."""
         options = {"folder": str(self._directory.path)}
-        cache = replace(self._config.cache, kv_connector="peers", kv_connector_options=options)
+        name = self._config.cache.kv_connector or "peers"
+        cache = replace(self._config.cache, kv_connector=name, kv_connector_options=options)
         self._config = self._config.with_(cache=cache)
         return super()._make_replica(index, num_engines)
 
