@@ -21,7 +21,7 @@ class QuietProcess(EngineCoreProcess):
 
     def _start(self, timer: Any) -> Any:
         facts = SimpleNamespace(kv_config=SimpleNamespace(whole_blocks=16), max_model_len=64)
-        return SimpleNamespace(executor=SimpleNamespace(facts=facts), shutdown=lambda: None)
+        return SimpleNamespace(executor=SimpleNamespace(facts=facts), shutdown=lambda: None, kv_address="")
 
     def _read_messages(self) -> None: ...
 

@@ -32,7 +32,7 @@ HELLO = {
 FOREIGN = (
     "provider", "models", "route", "transforms", "plugins", "top_a", "typical_p", "mirostat", "cache_prompt", "id_slot",
     "samplers", "n_keep", "n_probs", "keep_alive", "options", "num_ctx", "repeat_last_n", "lora_path", "rid",
-    "separate_reasoning", "stream_reasoning", "kv_transfer_params", "vllm_xargs", "chat_id",
+    "separate_reasoning", "stream_reasoning", "vllm_xargs", "chat_id",
     "litellm_metadata", "extra_body", "return_tokens_as_token_ids", "enable_thinking", "timings_per_token", "tfs_z",
 )  # fmt: skip
 
