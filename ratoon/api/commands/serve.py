@@ -75,10 +75,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_engine_options(parser, without=("served_model_name",))
     add_served_adapters(parser)
     engines = parser.add_argument_group("engines")
-    add_setting_options(
-        engines, [FRONT_END[name] for name in ("num_replicas", "prefill_engines", "decode_engines", "ray", "seed")]
-    )
-    for name in ("data_parallel_external_lb", "prefill_threshold", "move_roots"):
+    add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
+    hidden = ("data_parallel_external_lb", "prefill_engines", "decode_engines", "prefill_threshold", "move_roots")
+    for name in hidden:
         leave_out(add_setting_option(engines, FRONT_END[name]))
     add_common_options(parser)
     model_options = {setting.name for setting in (*ENGINE_SETTINGS, *FRONT_END_SETTINGS)} | {"served_adapters"}
