@@ -107,6 +107,8 @@ class PendingStep:
 def join_reports(report: TransferReport, others: Sequence[TransferReport]) -> None:
     """Adds to the report of one rank what failed on others: a block with a part that is missing is missing."""
     report.failed_stores = sorted({*report.failed_stores, *(slot for other in others for slot in other.failed_stores)})
+    report.failed_loads = sorted({*report.failed_loads, *(block for other in others for block in other.failed_loads)})
+    report.loaded = [block for block in report.loaded if block not in report.failed_loads]
     report.fetch_seconds = max(report.fetch_seconds, *(other.fetch_seconds for other in others))
 
 

@@ -164,7 +164,7 @@ class Worker:
             )
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
-            self.runner.kv.connect(self._mover)
+            self.runner.kv.connect(self._mover, has_ranks=config.num_ranks > 1)
             self._connect_encoder(self._connector)
         del self._model, self._draft  # the runner's, which may put them to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)

@@ -3,7 +3,8 @@ one that does.
 
 Fetches and saves have a thread each, so that the connector gets one call of each kind at a time, and no step waits for
 its storage. A load into the device whose block is still being fetched is held back until that has come; a slot that is
-being saved is not written before that is done.
+being saved is not written before that is done. Of several ranks, each has a part of a block: there a step waits for the
+fetches that it begins, because what is there must be the same on all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ Fetched = tuple[set[int], float]  # slots whose content is not there, and the se
 
 
 class ConnectorMoves:
-    def __init__(self, mover: BlockMover, slots: HostSlots) -> None:
+    def __init__(self, mover: BlockMover, slots: HostSlots, in_step: bool = False) -> None:
+        """`in_step`: a step waits for its own fetches, so that several ranks report the same ones with it."""
+        self._in_step = in_step
         self._mover = mover
         self._slots = slots
         self._fetcher = ThreadPoolExecutor(1, "kv-fetches")
@@ -77,6 +80,8 @@ class ConnectorMoves:
 
     def take_arrived(self, waits: bool = False) -> Arrived:
         """What has been fetched. `waits`: for a moment, until something has."""
+        if self._in_step:
+            wait([future for future, _, _ in self._fetching])
         if waits:
             wait([future for future, _, _ in self._fetching], IDLE_WAIT, FIRST_COMPLETED)
         ended = [one for one in self._fetching if one[0].done()]

@@ -170,9 +170,10 @@ class KVTensors(LayerCaches):
         if self._connector is not None:
             self._connector.close()
 
-    def connect(self, mover: BlockMover) -> None:
-        """Blocks of the host tier are moved from and to a connector by this from now on."""
-        self._connector = ConnectorMoves(mover, self)
+    def connect(self, mover: BlockMover, has_ranks: bool = False) -> None:
+        """Blocks of the host tier are moved from and to a connector by this from now on. `has_ranks`: other workers
+        have parts of the same blocks."""
+        self._connector = ConnectorMoves(mover, self, in_step=has_ranks)
 
     def host_parts(self, slot: int) -> list[memoryview]:
         """The bytes of a slot of the host tier, as buffers that may be written to. Copies to and from it have ended:
