@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from ratoon.layers.ops import ExpertGate, Routes, RoutingRule
 from ratoon.layers.triton.elementwise import activate
+from ratoon.layers.triton.internals import INTERPRETED
 from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
@@ -131,7 +131,7 @@ class TritonExperts:
         rows, top_k = routes.experts.shape
         num_pairs, (hidden, inner) = rows * top_k, self._down.shape[1:]
         tile = SMALL_TILE if self._one_tile else tile_of(num_pairs, len(self._own))
-        if knobs.runtime.interpret:
+        if INTERPRETED:
             tile = INTERPRETED_TILE
         pairs = sort_pairs(routes.experts, self._own, tile.rows)
         biases = (None, None) if self._biases is None else self._biases

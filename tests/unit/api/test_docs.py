@@ -131,7 +131,7 @@ def test_every_error_code_is_documented_and_every_documented_one_exists():
 def test_every_metric_is_documented_with_its_type_and_labels_and_every_documented_one_exists():
     metrics = EngineMetrics("some-model")
     adapters, drafts = AdapterStats(holders={"digest": 1}), {"ngram": DraftStats(1, 1, 1, [1])}
-    metrics.record_engine(0, SchedulerStats(drafts=drafts, adapters=adapters))
+    metrics.record_engine(0, SchedulerStats(drafts=drafts, adapters=adapters, experts={0: [1]}))
     metrics.record_http("/health", 200)
     metrics.watch(lambda: Health([EngineHealth(0, EngineState.OK)]))
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))

@@ -69,6 +69,9 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
         "match_texts",
         "attention_bf16",  # of encoders, whose passes are not recorded
         "attention_bf16_scratch",
+        "resize_width",  # of pictures
+        "resize_height",
+        "pack_low_rank",  # when an adapter is loaded
         "experts_scratch",  # whose size a pass takes from its number of rows
         "group_bytes",
         "open_group",
