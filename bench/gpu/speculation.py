@@ -57,6 +57,9 @@ class KnownDrafter:
     def propose(self, branch: Branch, max_tokens: int) -> Sequence[int]:
         return [TOKEN if self._rng.random() < self._acceptance else TOKEN + 1 for _ in range(max_tokens)]
 
+    def num_matched(self, branch: Branch) -> int:
+        return 0  # it matches no text
+
     def drop(self, branch: Branch) -> None:
         """Nothing is kept."""
 

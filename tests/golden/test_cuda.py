@@ -182,10 +182,11 @@ def test_encoder_decoder_models_on_cuda_give_the_texts_of_the_cpu(family):
 def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():
     prompts = ["The sea is", "Once upon a time", "def fibonacci(n):", "Water boils at a temperature of", "1, 2, 3, 4,"]
     params = SamplingParams(temperature=0.0, max_tokens=32)
+    settings = {"dtype": "float32", "quantization": "none", "max_model_len": 512, "num_blocks": 400}
     results = []
     try:
-        for device in ("cpu", "cuda"):
-            with LLM("smollm2-135m", device=device, dtype="float32", max_model_len=512, num_blocks=400) as llm:
+        for device in ("cpu", "cuda"):  # by default a CPU multiplies by the weights as they are stored
+            with LLM("smollm2-135m", device=device, **settings) as llm:
                 results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
     except ModelError as error:
         pytest.skip(str(error))
