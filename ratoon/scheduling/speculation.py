@@ -48,6 +48,7 @@ LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes wi
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
 WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
 MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
+PLAIN_RESULTS = 8  # without drafts, behind which waits are those of an engine that does not draft
 LEAST_ROWS = 64  # that a step may read, sampled tokens and drafts together, where fewer sequences may run
 
 
@@ -112,18 +113,23 @@ class BranchDrafts:
 class ResultWaits:
     """How long branches wait for their next tokens, in steps of their size: without drafts, and with some, less what
     their rows cost. With steps in flight the first is 1, and the second more: the branch missed a step, or the device
-    waited for the host."""
+    waited for the host. Branches beside those that draft wait longer too, because steps then have a part of the
+    branches each: that is no wait without drafts."""
 
-    __slots__ = ("drafted", "plain")
+    __slots__ = ("_num_plain", "drafted", "plain")
 
     def __init__(self) -> None:
         self.plain = self.drafted = 1.0
+        self._num_plain = PLAIN_RESULTS  # results since one with drafts
+
+    def take_result(self, has_drafts: bool) -> None:
+        self._num_plain = 0 if has_drafts else self._num_plain + 1
 
     def observe(self, num_steps: float, time_of_drafts: float | None) -> None:
         """`time_of_drafts`: that their rows take, in steps; None: there were none."""
         if time_of_drafts is not None:
             self.drafted += (max(1.0, min(num_steps - time_of_drafts, MOST_WAIT)) - self.drafted) * WEIGHT_OF_WAIT
-        else:
+        elif self._num_plain > PLAIN_RESULTS:
             self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
 
 
@@ -256,6 +262,7 @@ class Speculation:
 
     def _observe_waits(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """Observes one branch that had drafts in the step, and one that had none."""
+        self._waits.take_result(any(self._drafts[branch].num_checked for branch in branches))
         seen = set()
         for branch in branches:
             drafting = self._drafts[branch]

@@ -15,7 +15,7 @@ from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.scheduler import Scheduler
-from ratoon.scheduling.speculation import Speculation
+from ratoon.scheduling.speculation import ResultWaits, Speculation
 from tests.unit.scheduling.steps import add, answer_of, scheduler_of, step
 
 TEXT = list(range(10, 60))  # what every branch generates
@@ -348,3 +348,15 @@ def test_the_wait_for_a_result_with_drafts_counts(
     scheduler = with_sources(source)
     add(scheduler, "a", 3, max_tokens=120)
     assert (sum(waits(scheduler, seconds)[20:]) > 0) == drafts
+
+
+def test_branches_beside_others_that_draft_do_not_tell_how_long_one_waits_without_drafts() -> None:
+    waits = ResultWaits()
+    for _ in range(50):
+        waits.take_result(has_drafts=True)
+        waits.observe(2.0, None)
+    assert waits.plain == 1.0
+    for _ in range(50):
+        waits.take_result(has_drafts=False)
+        waits.observe(2.0, None)
+    assert waits.plain > 1.9
