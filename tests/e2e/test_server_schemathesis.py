@@ -35,6 +35,7 @@ EVENTS = "/v1/engine/events"  # a stream that ends by itself only if it is told 
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
     *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
+    *(("post", path) for path in ("/v1/rerank", "/v2/rerank", "/v1/score", "/v1/classify")),
     *(("post", f"/api/{name}") for name in ("chat", "generate", "embed", "embeddings", "show")),
     *(("post", f"/v1/audio/{name}") for name in ("transcriptions", "translations")),
     *(("post", "/tokenize"), ("post", "/detokenize"), ("post", "/admin/sleep"), ("get", "/v1/requests")),
