@@ -192,8 +192,8 @@ def requests(draw: st.DrawFn, index: int, traits: tuple[str, ...], has_encoder: 
         encoder_input=draw(INPUT) if has_encoder else None,
         mm_features=features,
         retain_kv=draw(among(1000.0, 1000.0, 4.0, None)),
-        session=draw(among(None, "s", "s", "t")),
-        retention=draw(among(None, None, "in_memory", "24h")),
+        session=draw(among(None, "s", "s", "t")) if "conversing" in traits else None,
+        retention=draw(among(None, None, "in_memory", "24h")) if "conversing" in traits else None,
     )
 
 
@@ -239,7 +239,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
     some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
     tokens are guessed; adapted: requests name adapters, of which there are more than slots; seeing: prompts have
-    images."""
+    images; conversing: requests are of sessions, and say where their blocks are kept."""
     rooted, swapping, adapted, seeing = (trait in traits for trait in ("rooted", "swapping", "adapted", "seeing"))
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]

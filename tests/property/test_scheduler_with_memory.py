@@ -159,6 +159,16 @@ def test_owners_share_leases_and_extractions_also_in_a_new_engine(load: Load) ->
     run(load)
 
 
+@given(loads("conversing", "rooted"))
+def test_sessions_change_no_token(load: Load) -> None:
+    run(load)
+
+
+@given(loads("conversing", "rooted", "swapping", "owned"))
+def test_sessions_of_several_owners_share_little_memory(load: Load) -> None:
+    run(load)
+
+
 @pytest.mark.check
 @settings(max_examples=60)
 @given(loads())
