@@ -1,5 +1,5 @@
-"""What long prompts do to running streams: the time between their tokens while prompts arrive, with one engine, and
-with prompts computed by another engine than answers, on the same cores.
+"""Measures how prompts hold up running streams: the time between their tokens while long prompts arrive, with one
+engine, and with prompts computed by another engine than answers, on the same cores.
 
     .venv/bin/python bench/prefill_decode.py
     .venv/bin/python bench/prefill_decode.py --model FOLDER --device cuda --tokens 8192 --interval 0.5

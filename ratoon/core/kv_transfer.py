@@ -30,7 +30,7 @@ class KVTransfer(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
 
 
 def parse_transfer(params: Any, request_id: str) -> KVTransfer | None:
-    """What `kv_transfer_params` of a request ask for. None: nothing. Raises RequestError."""
+    """Returns the transfer that `kv_transfer_params` of a request ask for; None: there is none. Raises RequestError."""
     if params is None:
         return None
     if not isinstance(params, Mapping):
@@ -49,7 +49,7 @@ def parse_transfer(params: Any, request_id: str) -> KVTransfer | None:
 
 
 def answer_of(transfer: KVTransfer, address: str, num_tokens: int) -> dict[str, Any]:
-    """What the other engine is to be given: `kv_transfer_params` of an answer."""
+    """Returns the `kv_transfer_params` of an answer, which the other engine is to be given."""
     found = urlsplit(address)
     is_network = found.scheme == "tcp"
     return {

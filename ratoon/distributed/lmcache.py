@@ -135,7 +135,7 @@ class Server:
             self._fail(f"its answer is of no use: {error}")
 
     def key(self, block: bytes, request_id: str) -> dict[str, Any]:
-        """What LMCache calls a key: a chunk of the tokens of a request."""
+        """Returns a key as LMCache has them: it names a chunk of the tokens of a request."""
         numbers = struct.unpack(f"<{self._chunk_size}I", shake_256(block).digest(4 * self._chunk_size))
         return {
             "model_name": self._model,

@@ -21,7 +21,7 @@ QUERY, DOCUMENT = "query", "document"  # names of prompts that models for retrie
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """What is to be run for scores, and how they are read off."""
+    """The prompts that are run for scores, and how scores are read off their results."""
 
     prompts: list[Any]
     params: PoolingParams
@@ -176,7 +176,7 @@ def pairs_of(text_1: Any, text_2: Any) -> tuple[list[tuple[str, str]], list[str]
 
 
 def document_pairs(query: str, documents: Any, top_n: Any) -> tuple[list[tuple[str, str]], list[str]]:
-    """The same for a query and documents."""
+    """Returns the pairs of a query and each document, and how errors name them."""
     verify_top_n(top_n)
     if isinstance(documents, str) or not documents:
         raise RequestError("documents", "is no list of texts, or an empty one", "a list of at least one text")

@@ -104,7 +104,7 @@ class AnswerFormat:
         return self.reasoning.state(prompt) if continued is None else self.reasoning.state_within(continued)
 
     def marks(self, with_tools: bool) -> tuple[str, ...]:
-        """What must reach the text, even if it is a special token."""
+        """Returns the markers that must reach the text, even if they are special tokens."""
         reasoning = () if self.reasoning is None else self.reasoning.marks
         return (*reasoning, *(self.tools.marks if with_tools else ()))
 

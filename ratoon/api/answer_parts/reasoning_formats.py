@@ -41,7 +41,7 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What must reach the text, even if it is a special token."""
+        """Returns the markers that must reach the text, even if they are special tokens."""
         return self.start, self.end
 
     @property

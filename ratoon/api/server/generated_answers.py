@@ -322,5 +322,5 @@ async def _events(renderer: Renderer) -> AsyncGenerator[bytes, None]:
 
 
 def _sent(output: RequestOutput) -> dict[str, Any]:
-    """What another engine is to be given, at the end of a request with which it goes on."""
+    """Returns the fields for another engine, which goes on with a request that has ended here."""
     return {} if output.kv_transfer_params is None else {"kv_transfer_params": output.kv_transfer_params}

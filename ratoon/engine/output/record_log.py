@@ -40,7 +40,7 @@ def open_record_log(config: EngineConfig, name: str) -> RecordLog | None:
 
 
 def open_log_of_model(kv_files: str | None, model: str, name: str) -> RecordLog | None:
-    """The same for a model that has no configuration yet."""
+    """The log of this name that belongs to a model without a configuration yet; see open_record_log."""
     if kv_files is None:
         return None
     model = os.path.abspath(model) if os.path.exists(model) else model

@@ -48,7 +48,7 @@ COHERE_TOKENS_PER_DOCUMENT = 4096  # where the body names no number
 
 
 class ScoringFields(RequestModel):
-    """What all bodies here have."""
+    """The fields that the bodies of all routes for scores have."""
 
     model: ModelName
     truncate_prompt_tokens: Tokens | None = Field(
