@@ -333,6 +333,16 @@ class KVCacheManager:
         self.cross_tables.release(branch, trusted)
         self._free_tables(branch, trusted)
 
+    def shares_unwritten_blocks(self, branch: TokenSequence) -> bool:
+        """Whether other sequences hold blocks that this one writes in the step being planned: it must not leave the
+        step."""
+        num_computed = branch.num_computed_tokens
+        return any(
+            block.ref_cnt > 1 and block.block_hash is not None
+            for table, size in zip(branch.block_tables, self._sizes)
+            for block in table[num_computed // size :]
+        )
+
     def offer_text(self, ended: TokenSequence, retention: str | None = None) -> None:
         """A text has ended: what outlives the engine is offered its full blocks, unless it is to stay in memory. It
         still has its memory."""

@@ -49,8 +49,11 @@ class Preemption:
 
     def preempt_beyond_share(self, step: StepDraft, branch: Branch, running: list[Branch]) -> bool:
         """A waiting branch lacks a row or memory, and its owner runs less than its share: preempt the last branch of an
-        owner that runs more than its share. False: there is none."""
-        victim = self._state.find_one_beyond_its_share(branch, running)
+        owner that runs more than its share. One whose blocks of this step are prefix cache hits of branches that were
+        admitted in it stays. False: there is none."""
+        kv_cache = self._state.kv_cache
+        free = [other for other in running if not kv_cache.shares_unwritten_blocks(other)]
+        victim = self._state.find_one_beyond_its_share(branch, free)
         if victim is None:
             return False
         if not self._state.may_take_memory:

@@ -179,7 +179,10 @@ class ExtractionKind(RequestKind):
         if aged is None or aged.is_in_flight or not step.has_room(aged.owner):
             return True
         takes_all = self._state.config.whole_prompts or not self._state.waiting
-        return self._extract(step, aged, step.budget if takes_all else self._share_of_aged)
+        if self._extract(step, aged, step.budget if takes_all else self._share_of_aged):
+            return True
+        self._extract_inside_images(step)
+        return False
 
     def plan_late(self, step: StepDraft) -> None:
         """Running extractions, then waiting ones, while there is room."""
@@ -192,7 +195,16 @@ class ExtractionKind(RequestKind):
             if self._share_rows(step, task):
                 continue
             if not self._extract(step, task, step.budget) and step.has_room(task.owner):
-                return
+                return self._extract_inside_images(step)
+
+    def _extract_inside_images(self, step: StepDraft) -> None:
+        """The first extraction does not fit. Those behind it that are in the middle of an image hold outputs of the
+        encoder, for which it may wait: they go on to the image's end."""
+        planned = {planned.branch for planned in _planned(step)}
+        for task in self.queue.running.copy():
+            is_left = not task.is_in_flight and task.branch not in planned
+            if is_left and self._state.media.cache.keys_held_by(task.branch):
+                self._extract(step, task, step.budget)
 
     def close(self, step: StepDraft) -> None:
         first = self.queue.first

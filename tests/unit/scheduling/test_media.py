@@ -14,7 +14,7 @@ from ratoon.core.plan import EmbeddingSpan, InputOverrides
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.scheduler import Scheduler
-from tests.unit.scheduling.encoding import finish, step
+from tests.unit.scheduling.encoding import answer_to, finish, step
 from tests.unit.scheduling.seeing import Part, runs, seeing, seeing_scheduler
 from tests.unit.scheduling.steps import answer_of
 
@@ -355,6 +355,19 @@ def test_an_extraction_that_has_no_room_for_its_image_waits() -> None:
     scheduler.add_request(extraction("x", [9], parent))
     plans = finish(scheduler)
     assert {key for plan in plans for key in runs(plan)} == {"dog", "bird", "cat"}
+
+
+def test_an_extraction_within_an_image_goes_on_while_the_first_one_waits_for_its_room() -> None:
+    scheduler = seeing_scheduler(cache_size=15, max_num_batched_tokens=8, max_steps_in_flight=2)
+    scheduler.add_request(extraction("first", [15], seeing("p", 8, ("cat", 6), 2)))
+    scheduler.add_request(extraction("second", [13], seeing("q", ("dog", 12), 2, text=400)))
+    in_flight = [scheduler.schedule(), scheduler.schedule()]
+    assert [plan.captures[0].req_id for plan in in_flight] == ["first", "second"]
+    for plan in in_flight:
+        scheduler.update_from_output(plan, answer_to(plan))
+    plan, _ = step(scheduler)
+    assert [capture.req_id for capture in plan.captures] == ["second"], "it holds the room that the first one needs"
+    assert {key for plan in finish(scheduler) for key in runs(plan)} == {"cat"}
 
 
 # ---- speculation ----

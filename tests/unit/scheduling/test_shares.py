@@ -130,6 +130,22 @@ def test_memory_beyond_an_owners_share_is_given_to_another_that_waits() -> None:
     finish(scheduler)
 
 
+def test_a_branch_whose_blocks_another_was_just_admitted_to_is_not_taken() -> None:
+    """The blocks are written in this step, or never."""
+    prompt = list(range(100, 124))
+    scheduler = scheduler_of(max_num_seqs=3, max_prefill_chunk=8)
+    add(scheduler, "a0", 4, owner="ada")
+    add(scheduler, "a1", prompt, owner="ada")
+    step(scheduler)
+    add(scheduler, "b", prompt, owner="bob")
+    add(scheduler, "c", 4, owner="cleo")
+    plan, _ = step(scheduler)
+    (new,) = [new for new in plan.scheduled_new_reqs if new.req_id == "b"]
+    assert new.num_computed_tokens > 8, "it reads what a1 writes in this step"
+    assert "a1" in plan.num_scheduled_tokens and "a1" not in plan.preempted_req_ids
+    finish(scheduler)
+
+
 def test_the_first_branch_of_an_owner_is_not_taken_for_another() -> None:
     """However large it is: it would never end."""
     scheduler = scheduler_of(num_blocks=11, caching=False, max_model_len=40)
