@@ -64,7 +64,7 @@ async def read_answer(llm: AsyncLLM, seed: int, turn: int = 0) -> list[list[int]
 
 def test_kills_of_either_side_under_load_change_no_answer():
     draws = random.Random(NUM_KILLS)
-    kills: list[int] = []
+    kills: list[int] = []  # processes
 
     async def keep_asking(llm: AsyncLLM, seed: int, right: list[Any]) -> None:
         turn = 0
@@ -76,13 +76,15 @@ def test_kills_of_either_side_under_load_change_no_answer():
         while len(kills) < NUM_KILLS:
             await asyncio.sleep(draws.uniform(0, 0.3))
             engine = (PREFILL, *DECODE)[len(kills) % 3]
+            if any(pid_of(llm, one) in kills for one in (PREFILL, *DECODE)):
+                continue  # it is dead, and what that means for its requests is not counted yet
             # A request that sees three deaths and no token counts as their cause: wait for its token.
             if any(entry.strikes >= MAX_STRIKES - 1 for entry in client_of(llm)._ledger._entries.values()):
                 continue
             pid = pid_of(llm, engine)
             if pid is not None and llm.health().engines[engine].state == EngineState.OK:
                 os.kill(pid, signal.SIGKILL)
-                kills.append(engine)
+                kills.append(pid)
 
     async def run() -> None:
         async with AsyncLLM(model_name(), **settings()) as llm:
