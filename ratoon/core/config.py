@@ -178,6 +178,8 @@ class ModelConfig:
 
     has_rope_positions: bool = False  # requests may bring positions of their own for the rotation of heads
     media: MediaConfig | None = None  # set: it reads images
+    # Set: it runs as a module of the Transformers library, which reads this text, a config.json; None: it is native
+    library: str | None = None
 
     @property
     def generates(self) -> bool:
@@ -466,6 +468,12 @@ class EngineConfig:
     max_roots: int = setting(MAX_ROOTS, "ended requests that can be continued", at_least(0))
     load_format: str = setting("auto", "auto, or dummy: random weights of the right shape", one_of("auto", "dummy"))
     hf_overrides: dict[str, Any] = setting({}, "an object of fields that override those of config.json")
+    model_backend: str = setting(
+        "auto",
+        "auto: a family that Ratoon declares runs natively, any other decoder of the installed Transformers library "
+        "through that, which is slower; native: only the former; transformers: through the library in any case",
+        one_of("auto", "native", "transformers"),
+    )
     executor: str = setting(
         "auto",
         "auto: uniproc for one rank, mp for several; uniproc: one worker in the engine's process; mp: a process for "

@@ -32,6 +32,7 @@ RENAMED = {
     "kv_cache_memory_bytes": "kv_memory",
     "num_gpu_blocks_override": "num_blocks",
     "scheduling_policy": "policy",
+    "model_impl": "model_backend",
 }
 NEGATED = {"enforce_eager": "cuda_graphs"}  # switches that mean the opposite
 RULES = {
@@ -72,6 +73,8 @@ def translate(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(name, f"{value!r} is not supported", rule.expected)
     if given.pop("tokenizer", None) not in (None, model):
         raise ConfigError("tokenizer", "is another than the model's", "leave it out, or put its files beside the model")
+    if given.get("model_impl") == "vllm":  # its own code, as opposed to the library's
+        given["model_impl"] = "native"
     for theirs, ours in RENAMED.items():
         _rename(given, theirs, ours, given.get(theirs))
     for theirs, ours in NEGATED.items():

@@ -143,7 +143,7 @@ class WorkerProcess:
         launch = self._launch
         config = launch.config
         part = join_group(launch, self._rendezvous, self._links)
-        source = resolve_model(config.model, config.hf_overrides)
+        source = resolve_model(config.model, config.hf_overrides, config.model_backend)
         return Worker(config, source.config, open_tensors(config, source), StartupTimer(), part)
 
     def _answer_later(self, number: int, done: Future[list[Any]]) -> None:

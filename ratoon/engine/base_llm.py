@@ -71,7 +71,7 @@ class BaseLLM:
         if engine_follows:
             start_loading_torch_library()
         with timer.phase("find model"):
-            self.source = resolve_model(self.config.model, self.config.hf_overrides)
+            self.source = resolve_model(self.config.model, self.config.hf_overrides, self.config.model_backend)
         if not self.front_end_config.skip_tokenizer:
             with timer.phase("load tokenizer"), no_garbage_collection():
                 self._tokenizer = self.source.load_tokenizer()

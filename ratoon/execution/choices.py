@@ -208,6 +208,11 @@ def choose_parts(
         torch.set_num_threads(threads)
     kernels = open_kernel_choices(config.measure_kernels, threads)
     ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kernels, kind)
+    if model_config.library is not None:
+        logger.warning(
+            "%s runs through the Transformers library: slower than a native model, without recorded passes and graphs",
+            model_config.architecture,
+        )
     declaration = declare_model(model_config, max_model_len, part)
     whole = declaration
     if part.stage.count > 1:
@@ -327,6 +332,8 @@ def choose_ops(
 
 def may_repeat(model: LanguageModel, allowed: str) -> bool:
     """Whether steps may be repeated without calling the model: it holds no collective, or one with this property."""
+    if not model.can_be_repeated:
+        return False
     return not model.communicating_parts or bool(getattr(model.shard.collective, allowed))
 
 
@@ -334,6 +341,9 @@ def choose_capture(parts: WorkerParts, model: LanguageModel) -> Capture | None:
     """What makes CUDA graphs of small steps. None: every step is launched kernel by kernel."""
     geometry = parts.geometry
     if parts.device.type != "cuda" or not parts.config.cuda_graphs:
+        return None
+    if not model.can_be_repeated:
+        logger.info("steps are not captured as CUDA graphs: the model is called by the Transformers library")
         return None
     if parts.part.stage.count > 1:
         logger.warning("steps are not captured as CUDA graphs: a stage waits in them for rows of another")

@@ -406,7 +406,7 @@ def open_grammar_library(config: EngineConfig, vocab_size: int, on_cuda: bool) -
     from ratoon.execution.grammar.llguidance_library import Llguidance
     from ratoon.models.source import resolve_model
 
-    tokenizer = resolve_model(config.model, config.hf_overrides).load_tokenizer()
+    tokenizer = resolve_model(config.model, config.hf_overrides, config.model_backend).load_tokenizer()
     if on_cuda:
         from ratoon.execution.grammar.llguidance_c import open_library
 
@@ -421,7 +421,7 @@ def open_grammar_library(config: EngineConfig, vocab_size: int, on_cuda: bool) -
 
 def compile_ahead(choices: WorkerParts) -> CompileAhead | None:
     """Begin to compile the kernels of the first steps. None: they are compiled when they are launched."""
-    if not choices.can_run_without_weights:
+    if not choices.can_run_without_weights or choices.model_config.library is not None:
         return None
     from ratoon.execution.passes.compile_ahead import CompileAhead, capture_nothing
     from ratoon.execution.passes.cuda_driver import take_compiler

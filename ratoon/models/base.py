@@ -108,6 +108,8 @@ class LanguageModel:
     classifier: Callable[[Tensor], Tensor] | None = None  # on the last stage: pooled states [R, H] → logits [R, labels]
     adapter_targets: Mapping[str, AdapterTarget]  # by the names of the checkpoint's linear layers
     adapter_tables: Mapping[str, TableTarget]  # the same of its table of tokens
+    # Whether steps can be repeated without calling its layers, as CUDA graphs and recorded passes do
+    can_be_repeated: bool = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config

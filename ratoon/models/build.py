@@ -26,7 +26,7 @@ from ratoon.layers.weights import TensorRequest, TensorSource, WeightNotes, Weig
 from ratoon.models.base import LanguageModel
 from ratoon.models.device_stream import open_destination
 from ratoon.models.dummy_source import DummySource
-from ratoon.models.registry import find_model_class
+from ratoon.models.registry import class_of
 from ratoon.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def build_model(
     routers count the rows of each expert.
     """
     length = config.max_position if max_position is None else max_position
-    model_class = find_model_class(config.architecture)
+    model_class = class_of(config)
     comparison = Weights(source, TorchOps(), META, dtype, part.shard)
     model_class(config, comparison, length)
     comparison.check_nothing_left()
@@ -75,7 +75,7 @@ def build_model(
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint for this config holds, in the order they are taken."""
     weights = _RecordingWeights()
-    find_model_class(config.architecture)(config, weights, config.max_position)
+    class_of(config)(config, weights, config.max_position)
     return weights.recorded
 
 
@@ -87,7 +87,7 @@ def open_tensors(config: EngineConfig, source: ModelSource) -> TensorSource:
 def declare_model(config: ModelConfig, max_position: int, part: ModelPart = WHOLE_MODEL) -> LanguageModel:
     """The model, or a part of it, on the meta device, for any checkpoint: what its layers need, before memory is
     allocated."""
-    return find_model_class(config.architecture)(config, _RecordingWeights(part=part), max_position)
+    return class_of(config)(config, _RecordingWeights(part=part), max_position)
 
 
 def count_weights(config: ModelConfig, source: TensorSource, part: ModelPart) -> int:
@@ -96,7 +96,7 @@ def count_weights(config: ModelConfig, source: TensorSource, part: ModelPart) ->
     if part.is_whole:
         return sum(math.prod(shape) for shape in shapes.values())
     weights = Weights(source, TorchOps(), META, torch.float32, part.shard, stage=part.stage)
-    find_model_class(config.architecture)(config, weights, config.max_position)
+    class_of(config)(config, weights, config.max_position)
     taken = (one.part.shape(shapes[one.name]) if one.part else shapes[one.name] for one in weights.requests)
     return sum(map(math.prod, taken))
 
@@ -112,7 +112,7 @@ def outline_model(
     """The model that `build_model` would make for a rank, with its first layers alone and both ends, on the meta
     device: weights have shapes and no memory."""
     fewer = replace(config, num_layers=count_first_layers(config))
-    return find_model_class(config.architecture)(fewer, Weights(source, ops, META, dtype, shard), max_position)
+    return class_of(config)(fewer, Weights(source, ops, META, dtype, shard), max_position)
 
 
 def shorten(model: LanguageModel) -> LanguageModel:
@@ -167,7 +167,7 @@ class ReadAhead:
 def collect_products(config: ModelConfig) -> list[tuple[str, int, int]]:
     """Kind ("gated": with a gate's activation behind it), outputs and inputs of the products of a model, each once."""
     ops = _RecordingOps()
-    find_model_class(config.architecture)(config, _RecordingWeights(ops), config.max_position)
+    class_of(config)(config, _RecordingWeights(ops), config.max_position)
     return list(dict.fromkeys(ops.recorded))
 
 

@@ -15,7 +15,14 @@ from typing import Any
 
 from ratoon.core.config import ClassifierConfig, ModelConfig, PositionKind
 from ratoon.core.errors import ModelError
-from ratoon.models import hf_bert_config, hf_decoder_config, hf_encoder_config, hf_media_config, hf_mixture_config
+from ratoon.models import (
+    hf_bert_config,
+    hf_decoder_config,
+    hf_encoder_config,
+    hf_media_config,
+    hf_mixture_config,
+    transformers_config,
+)
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.damage import reading, show
 from ratoon.models.family import ModelFamily, find_family, known_architectures
@@ -65,8 +72,13 @@ MODEL_TYPES = {
 }
 
 
-def parse_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """`source` is for messages: the file or folder that the config came from."""
+def parse_hf_config(raw: Mapping[str, Any], source: str, backend: str = "auto") -> ModelConfig:
+    """`source` is for messages: the file or folder that the config came from. `backend`: the setting model_backend."""
+    if backend == "transformers" or (backend == "auto" and not _is_native(raw) and _is_in_library(raw)):
+        with reading(source, "a config.json as transformers writes it"):
+            config = transformers_config.parse_library_config(raw, source)
+        _check_sizes(config, source)
+        return config
     architecture = _architecture(raw, source)
     fields = ConfigFields(raw, source)
     family = None if architecture in _PARSERS else find_family(architecture)
@@ -109,16 +121,31 @@ def _check_sizes(config: ModelConfig, source: str) -> None:
         raise ModelError(source, problem, "expected an even number, and no more than a head has")
 
 
-def _architecture(raw: Mapping[str, Any], source: str) -> str:
+def _name_of_architecture(raw: Mapping[str, Any]) -> Any:
     names = raw.get("architectures") or []
     model_type = raw.get("model_type")
     name = names[0] if isinstance(names, list) and names else MODEL_TYPES.get(str(model_type), model_type)
-    name = {**hf_encoder_config.ALIASES, **hf_bert_config.ALIASES}.get(str(name), name)
-    if isinstance(name, str) and (name in _PARSERS or find_family(name) is not None):
-        return name
+    return {**hf_encoder_config.ALIASES, **hf_bert_config.ALIASES}.get(str(name), name)
+
+
+def _is_native(raw: Mapping[str, Any]) -> bool:
+    name = _name_of_architecture(raw)
+    return isinstance(name, str) and (name in _PARSERS or find_family(name) is not None)
+
+
+def _is_in_library(raw: Mapping[str, Any]) -> bool:
+    return transformers_config.may_run(_name_of_architecture(raw))
+
+
+def _architecture(raw: Mapping[str, Any], source: str) -> str:
+    name = _name_of_architecture(raw)
+    if _is_native(raw):
+        return str(name)
     known = known_architectures(list(_PARSERS))
     if name is None:
         raise ModelError(source, "config has neither architectures nor model_type", known)
+    if isinstance(name, str) and name.endswith(transformers_config.DECODERS) and not transformers_config.is_installed():
+        known += f"; other decoders of the Transformers library after {transformers_config.INSTALL}"
     raise ModelError(source, f"architecture {show(name)} is not supported", known)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
 from ratoon.models.base import ModelClass
 from ratoon.models.family import find_family, known_architectures
@@ -63,6 +64,14 @@ MODEL_CLASSES = {
     "ModernBertModel": "ratoon.models.modernbert:ModernBertModel",
     "ModernBertForSequenceClassification": "ratoon.models.modernbert:ModernBertModel",
 }
+
+
+LIBRARY_CLASS = "ratoon.models.transformers_model:TransformersModel"
+
+
+def class_of(config: ModelConfig) -> ModelClass:
+    """The class that a model of this config is built by."""
+    return find_model_class(config.architecture) if config.library is None else _import_class(LIBRARY_CLASS)
 
 
 def find_model_class(architecture: str) -> ModelClass:

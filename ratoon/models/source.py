@@ -75,16 +75,16 @@ class ModelSource:
             return self.open_tokenizer()
 
 
-def resolve_model(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
-    """Find the model and read its config, with `overrides` applied. Raises ModelError if the name or the model is
-    invalid."""
+def resolve_model(name: str, overrides: Mapping[str, Any] | None = None, backend: str = "auto") -> ModelSource:
+    """Find the model and read its config, with `overrides` applied. `backend` is the setting model_backend. Raises
+    ModelError if the name or the model is invalid."""
     shown = shorten(name, MAX_SHOWN_NAME)
     if "\0" in name or not _is_text(name):
         raise ModelError(show(name), "has characters that no name has", what_would_be_right())
     if len(name) > MAX_NAME:
         raise ModelError(shown, f"is a name of {len(name):,} characters", what_would_be_right())
     with reading(shown, what_would_be_right()):
-        source = _open_model(name, overrides or {})
+        source = _open_model(name, overrides or {}, backend)
         verify_overrides(source.config, overrides or {})
         return source
 
@@ -98,17 +98,17 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _open_model(name: str, overrides: Overrides) -> ModelSource:
+def _open_model(name: str, overrides: Overrides, backend: str) -> ModelSource:
     if name in EMBEDDED_MODELS:
-        return replace(_open_gguf(find_embedded_model(name), overrides), name=name)
+        return replace(_open_gguf(find_embedded_model(name), overrides, backend), name=name)
     path = Path(name).expanduser()
     if path.is_file():
-        return _open_file(path, overrides)
+        return _open_file(path, overrides, backend)
     if name and path.is_dir():  # an empty path would be the current folder
-        return _open_folder(path, overrides)
+        return _open_folder(path, overrides, backend)
     if HUB_ID.fullmatch(name) and not name.startswith("."):
         folder = download(name, what_would_be_right())
-        return replace(_open_folder(folder, overrides, name.rpartition("/")[2]), name=name)
+        return replace(_open_folder(folder, overrides, backend, name.rpartition("/")[2]), name=name)
     raise ModelError(shorten(name, MAX_SHOWN_NAME), "is no file, folder or known model", what_would_be_right())
 
 
@@ -117,18 +117,18 @@ def what_would_be_right() -> str:
     return f"a Hugging Face folder, a .gguf file, a hub id (org/name), or an embedded model: {embedded}"
 
 
-def _open_file(path: Path, overrides: Overrides) -> ModelSource:
+def _open_file(path: Path, overrides: Overrides, backend: str) -> ModelSource:
     if path.suffix == ".gguf":
-        return _open_gguf(path, overrides)
+        return _open_gguf(path, overrides, backend)
     if path.name == "config.json" or path.suffix == ".safetensors":
         raise ModelError(str(path), "is one file of a model", f"the folder: {path.parent}")
     raise ModelError(str(path), f"is no model file ({path.suffix or 'no suffix'})", what_would_be_right())
 
 
-def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
+def _open_gguf(path: Path, overrides: Overrides, backend: str) -> ModelSource:
     source = GGUFSource(path)
     raw_config = with_overrides(source.raw_config, overrides)
-    config = parse_hf_config(raw_config, str(path))
+    config = parse_hf_config(raw_config, str(path), backend)
     return ModelSource(
         name=path.stem,
         path=path,
@@ -138,15 +138,15 @@ def _open_gguf(path: Path, overrides: Overrides) -> ModelSource:
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
         chat_template=chat_templates_from_gguf(source.metadata, str(path)).get(DEFAULT_TEMPLATE),
         pooling=None,
-        open_tensors=lambda: with_experts_apart(source, config),
+        open_tensors=lambda: _as_built(source, config),
         open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),
     )
 
 
-def _open_folder(folder: Path, overrides: Overrides, name: str | None = None) -> ModelSource:
+def _open_folder(folder: Path, overrides: Overrides, backend: str, name: str | None = None) -> ModelSource:
     """`name`: by which its family is known, if that is not the folder's."""
     if not (folder / "config.json").is_file():
-        return _open_folder_without_config(folder, overrides)
+        return _open_folder_without_config(folder, overrides, backend)
     raw_config = read_json(folder / "config.json")
     raw_config = with_overrides({**known_additions(raw_config, name or folder.resolve().name), **raw_config}, overrides)
     tensors: list[SafetensorsSource] = []  # opened at most once, and early only if the config has no dtype
@@ -159,14 +159,14 @@ def _open_folder(folder: Path, overrides: Overrides, name: str | None = None) ->
     wrap = read_weight_format(raw_config, str(folder))
 
     def open_tensors() -> TensorSource:
-        return with_experts_apart(open_files() if wrap is None else wrap(open_files()), config)
+        return _as_built(open_files() if wrap is None else wrap(open_files()), config)
 
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
         raw_config["dtype"] = open_files().most_common_dtype()
     generation_path = folder / "generation_config.json"
     raw_generation = read_json(generation_path)
     embedding = read_sentence_transformers(folder)
-    config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder)))
+    config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder), backend))
     if embedding is not None:
         config = embedding.applied_to(config)
     if config.classifier is not None and config.classifier.tokens is not None:
@@ -194,6 +194,15 @@ def _open_folder(folder: Path, overrides: Overrides, name: str | None = None) ->
     )
 
 
+def _as_built(source: TensorSource, config: ModelConfig) -> TensorSource:
+    """The tensors under the names, and in the pieces, by which the model takes them."""
+    if config.library is None:
+        return with_experts_apart(source, config)
+    from ratoon.models.transformers_weights import with_module_names
+
+    return with_module_names(source, config)
+
+
 def _with_processor_of(folder: Path, config: ModelConfig) -> ModelConfig:
     """The config with what the folder's files say about preprocessing of pictures. Newer ones have all kinds of
     preprocessing in one file."""
@@ -208,10 +217,10 @@ def _with_processor_of(folder: Path, config: ModelConfig) -> ModelConfig:
     return replace(config, media=with_processor(config.media, processor, str(folder / "preprocessor_config.json")))
 
 
-def _open_folder_without_config(folder: Path, overrides: Overrides) -> ModelSource:
+def _open_folder_without_config(folder: Path, overrides: Overrides, backend: str) -> ModelSource:
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
-        return _open_gguf(files[0], overrides)
+        return _open_gguf(files[0], overrides, backend)
     if files:
         names = ", ".join(file.name for file in files)
         raise ModelError(str(folder), f"holds {len(files)} GGUF files", f"name one of them: {names}")

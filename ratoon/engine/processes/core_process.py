@@ -137,7 +137,7 @@ class EngineCoreProcess:
         if launch.config.data_parallel_lockstep and launch.num_engines > 1:
             self._steps_left = 0
         with timer.phase("find model"):
-            source = resolve_model(launch.config.model, launch.config.hf_overrides)
+            source = resolve_model(launch.config.model, launch.config.hf_overrides, launch.config.model_backend)
         with timer.phase("import torch"):
             config = place_engine(launch.config, launch.index, launch.num_engines)
         core = build_core(config, source, timer, launch.index if launch.num_engines > 1 else None)
