@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ratoon.core.config import ModelConfig
@@ -89,8 +88,12 @@ class _GivenStates(nn.Module):
 
     states: Tensor  # [1, R, H]
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.states)
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind = kind  # of the body's output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._kind(last_hidden_state=self.states)
 
 
 class TransformersModel(LanguageModel):
@@ -111,7 +114,7 @@ class TransformersModel(LanguageModel):
             if hasattr(module, "config"):
                 module.config._attn_implementation = ATTENTION
         self.layers = []
-        self._body, self._states = traced.body, _GivenStates()
+        self._body, self._states = traced.body, _GivenStates(traced.output)
         self._is_plain_embedding = type(traced.embedding) is nn.Embedding
         self._place_ends(traced, weights)
         self._place_products(traced, weights)
@@ -141,7 +144,7 @@ class TransformersModel(LanguageModel):
         at = _below(weights, names[id(table)])
         self.embed = VocabParallelEmbedding(at, table.num_embeddings, table.embedding_dim)
         if not self._is_plain_embedding:
-            table.weight = nn.Parameter(self.embed.weight.floats().to(self.device, self.dtype), requires_grad=False)
+            table.weight = _parameter(self.embed.weight.floats().to(self.device, self.dtype))
         at = _below(weights, names[id(head)])
         bias = None if head.bias is None else at.take("bias", head.out_features)
         is_tied = head.weight is table.weight or self.config.tie_word_embeddings
@@ -173,19 +176,22 @@ class TransformersModel(LanguageModel):
             at, short = _owner(traced.root, name)
             taken = weights.take(name, *parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype)
             if isinstance(parameter, nn.Parameter):
-                taken = nn.Parameter(taken, requires_grad=False)
-                taken._is_hf_initialized = True  # type: ignore[attr-defined]
-            at.__dict__["_parameters" if isinstance(parameter, nn.Parameter) else "_buffers"][short] = taken
+                at._parameters[short] = _parameter(taken)
+            else:
+                at._buffers[short] = taken
         for found in list(weights.source.shapes()):
             if COMPUTED.search(found) and found not in kept:
                 weights.ignore(found)
         if self.device.type == "meta":
             return
-        for name, buffer in list(traced.root.named_buffers()):
+        computed = {}
+        for name, buffer in list(traced.body.named_buffers()):
             if buffer.device.type == "meta":
-                at, short = _owner(traced.root, name)
+                at, short = _owner(traced.body, name)
                 at._buffers[short] = torch.empty_like(buffer, device=self.device)
-        traced.root.initialize_weights()  # type: ignore[operator]
+                computed[id(at)] = at
+        for module in computed.values():
+            traced.body._init_weights(module)  # type: ignore[operator]
 
     def _verify_rows(self, source: str) -> None:
         """Raises ModelError if a row depends on those beside it otherwise than through attention: a convolution or a
@@ -266,6 +272,13 @@ def _attention_layer(index: int, traced: TracedAttention, parameters: Mapping[st
         index, traced.num_heads, traced.num_kv_heads, traced.head_dim, traced.scale, traced.window,
         soft_cap=traced.soft_cap, sinks=sinks,
     )  # fmt: skip
+
+
+def _parameter(data: Tensor) -> nn.Parameter:
+    """A parameter that the library leaves as it is when it computes what files do not have."""
+    parameter = nn.Parameter(data, requires_grad=False)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
 
 
 def _below(weights: Weights, path: str) -> Weights:

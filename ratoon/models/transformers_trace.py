@@ -31,6 +31,7 @@ NUM_ROWS = 3  # of a trace
 ANOTHER = "another model, or a native family: `ratoon models --families` lists them"
 # Tensors that modules hand to their attention and that it need not read: it gets rotated heads.
 NOT_READ = ("position_ids", "cache_position", "position_embeddings")
+NOT_BY_REGISTRY = "does not go through the library's registry of attention functions"
 CHANGING_ROPE = ("dynamic", "longrope")
 
 
@@ -102,6 +103,7 @@ class TracedModule:
     root: nn.Module
     body: nn.Module  # embeddings → states behind the final norm
     body_name: str
+    output: type  # of the body: a ModelOutput of the library
     layers: nn.ModuleList
     layers_name: str
     attention: list[TracedAttention]  # of each layer
@@ -155,6 +157,10 @@ def build_module(raw: Mapping[str, Any], architecture: str, source: str) -> nn.M
     try:
         with META:
             root = model_class._from_config(config, attn_implementation=TRACED, dtype=torch.float32)
+    except KeyError as error:
+        if error.args != (TRACED,):
+            raise
+        raise ModelError(source, f"attention of {architecture} {NOT_BY_REGISTRY}", ANOTHER) from error
     except Exception as error:
         problem = f"transformers {transformers.__version__} can't build {architecture} for its config ({_first(error)})"
         raise ModelError(source, problem, "a config.json of this architecture") from error
@@ -170,13 +176,23 @@ def _library_config(raw: Mapping[str, Any], source: str) -> Any:
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         problem = f"model_type {json.dumps(model_type)} is not one of transformers {transformers.__version__}"
         raise ModelError(source, problem, "the config.json of a model that it has; code of repositories is never run")
-    fields = {name: value for name, value in raw.items() if name not in ("auto_map", "quantization_config")}
+    left_out = ("auto_map", "quantization_config")
+    fields = {name: _plain(value) for name, value in raw.items() if name not in left_out}
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:
         problem = f"transformers {transformers.__version__} can't read its config ({_first(error)})"
         raise ModelError(source, problem, "a config.json as transformers writes it") from error
     return config.get_text_config(decoder=True)
+
+
+def _plain(value: Any) -> Any:
+    """A field in which infinity and the like, which JSON has no numbers for, are numbers again."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {key: _plain(value[key]) for key in value}
+    return value
 
 
 def _first(error: Exception) -> str:
@@ -211,7 +227,7 @@ class _Trace:
         self.calls: list[TracedAttention] = []
         self.callers: list[str] = []  # the layer of each call
         self.running: list[str] = []  # modules that are being called, outermost first
-        self.bodies: list[tuple[int, str]] = []  # how deep it was called, and its name
+        self.bodies: list[tuple[int, str, type]] = []  # how deep it was called, its name and its output
         self.whole_rows: set[str] = set()
         self.cut_rows: set[str] = set()
 
@@ -243,8 +259,7 @@ class _Trace:
             for hook in hooks:
                 hook.remove()
         if not self.calls:
-            problem = f"attention of {self.architecture} does not go through the library's registry of functions"
-            raise self.refuse(f"{problem}, or it has none")
+            raise self.refuse(f"attention of {self.architecture} {NOT_BY_REGISTRY}, or it has none")
         if not positions.was_read:
             raise self.refuse(f"{self.architecture} reads no position_ids: rows of several texts would be mixed")
         return self._result()
@@ -262,7 +277,7 @@ class _Trace:
         def leave(_: Any, inputs: Any, output: Any) -> None:
             self.running.pop()
             if isinstance(output, transformers.utils.ModelOutput):
-                self.bodies.append((len(self.running), name))
+                self.bodies.append((len(self.running), name, type(output)))
             if isinstance(module, nn.Linear) and inputs:
                 whole = inputs[0].shape[:-1].numel() == NUM_ROWS
                 (self.whole_rows if whole and name not in self.whole_rows else self.cut_rows).add(name)
@@ -323,9 +338,9 @@ class _Trace:
         return any(kind in name for name in names for kind in ("mamba", "deltanet", "recurrent", "shortconv", "conv1d"))
 
     def _result(self) -> TracedModule:
-        body_name = min(self.bodies)[1] if self.bodies else ""
-        if not body_name:
+        if not self.bodies:
             raise self.refuse(f"{self.architecture} has no body apart from its head")
+        _, body_name, output = min(self.bodies, key=lambda each: each[0])
         layers_name, layers = self._layers()
         for name, module in layers.named_modules():
             if isinstance(module, nn.Conv1d):
@@ -338,7 +353,7 @@ class _Trace:
         odd = [str(index) for index, count in enumerate(num_calls) if count != 1]
         if odd:
             problem = f"of the {len(layers)} layers of {self.architecture}, {len(odd)} do not attend exactly once (the first "
-            raise self.refuse(f"{problem}is {odd[0]}): they keep something other than keys and values")
+            raise self.refuse(f"{problem}is {odd[0]}): what they keep is not keys and values of one attention")
         head = self.root.get_output_embeddings()
         width, vocabulary = self.root.get_input_embeddings().weight.shape[::-1]
         if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (vocabulary, width):
@@ -348,7 +363,7 @@ class _Trace:
             raise self.refuse(problem, "a model of one width")
         body = self.root.get_submodule(body_name)
         whole = frozenset(self.whole_rows - self.cut_rows)
-        return TracedModule(self.root, body, body_name, layers, layers_name, self.calls, whole, self.config)
+        return TracedModule(self.root, body, body_name, output, layers, layers_name, self.calls, whole, self.config)
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
         """The list of layers: the one that the first attention is in."""
