@@ -605,6 +605,8 @@ def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:
 def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Override settings that the model rules out: without causal attention neither chunked prefill nor prefix caching
     is possible, and images that are attended to in both directions are not cut."""
+    if model.library is not None:
+        _verify_library(config, model)
     if model.media is not None and model.media.attends_both_ways:
         config = replace(config, scheduler=replace(config.scheduler, whole_images=True))
     if model.causal:
@@ -615,6 +617,14 @@ def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         config.scheduler, enable_chunked_prefill=False, whole_prompts=True, max_num_batched_tokens=budget
     )
     return replace(config, scheduler=scheduler, cache=replace(config.cache, enable_prefix_caching=False))
+
+
+def _verify_library(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for what a model that runs through the Transformers library can't do."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(config, name)) > 1:
+            problem = f"{size} ranks can't share {model.architecture}, which runs through the Transformers library"
+            raise ConfigError(name, problem, "1; several engines with the whole model: data_parallel_size")
 
 
 def fit_to_stages(config: EngineConfig) -> EngineConfig:

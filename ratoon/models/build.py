@@ -54,9 +54,7 @@ def build_model(
     """
     length = config.max_position if max_position is None else max_position
     model_class = class_of(config)
-    comparison = Weights(source, TorchOps(), META, dtype, part.shard)
-    model_class(config, comparison, length)
-    comparison.check_nothing_left()
+    comparison = compare_with_source(config, source, length, dtype, part.shard)
     if part.stage.count > 1:
         comparison = Weights(source, TorchOps(), META, dtype, part.shard, stage=part.stage)
         model_class(config, comparison, length)
@@ -70,6 +68,21 @@ def build_model(
     for line in notes.lines():
         logger.warning("%s: %s", source.name, line)
     return model
+
+
+def compare_with_source(
+    config: ModelConfig,
+    source: TensorSource,
+    max_position: int,
+    dtype: torch.dtype = torch.float32,
+    shard: Shard | None = None,
+) -> Weights:
+    """The weights on the meta device, which name the tensors to read. Raises ModelError if the source does not match
+    the whole model."""
+    comparison = Weights(source, TorchOps(), META, dtype, shard)
+    class_of(config)(config, comparison, max_position)
+    comparison.check_nothing_left()
+    return comparison
 
 
 def collect_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -131,6 +131,25 @@ FAMILIES = (
     ),
 )
 
+# Decoders that run through the Transformers library, and that tests compare with it. Others of the library are tried.
+LIBRARY_FAMILIES = (
+    "ArceeForCausalLM",
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "GemmaForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HeliumForCausalLM",
+    "OPTForCausalLM",
+    "PhiForCausalLM",
+    "PhimoeForCausalLM",
+    "StableLmForCausalLM",
+    "VaultGemmaForCausalLM",
+)
+
 HEAD = ("`architectures`", "GGUF", "notes")
 
 

@@ -74,7 +74,7 @@ MODEL_TYPES = {
 
 def parse_hf_config(raw: Mapping[str, Any], source: str, backend: str = "auto") -> ModelConfig:
     """`source` is for messages: the file or folder that the config came from. `backend`: the setting model_backend."""
-    if backend == "transformers" or (backend == "auto" and not _is_native(raw) and _is_in_library(raw)):
+    if backend == "transformers" or (backend == "auto" and runs_in_library(raw)):
         with reading(source, "a config.json as transformers writes it"):
             config = transformers_config.parse_library_config(raw, source)
         _check_sizes(config, source)
@@ -133,8 +133,9 @@ def _is_native(raw: Mapping[str, Any]) -> bool:
     return isinstance(name, str) and (name in _PARSERS or find_family(name) is not None)
 
 
-def _is_in_library(raw: Mapping[str, Any]) -> bool:
-    return transformers_config.may_run(_name_of_architecture(raw))
+def runs_in_library(raw: Mapping[str, Any]) -> bool:
+    """Whether a model is not native, and among the decoders of the Transformers library that is installed."""
+    return not _is_native(raw) and transformers_config.may_run(_name_of_architecture(raw))
 
 
 def _architecture(raw: Mapping[str, Any], source: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ratoon.core.errors import ConfigError, ModelError
 from ratoon.models.damage import shorten
 from ratoon.models.embedded import EMBEDDED_MODELS, find_embedded_model
-from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.hf_config import parse_hf_config, runs_in_library
 from ratoon.models.hub import HUB_ID, cache_folder
 from ratoon.models.source import what_would_be_right
 from ratoon.models.tokenizer import read_json
@@ -30,6 +30,7 @@ class InstalledModel:
     size: int  # bytes on the disk
     architecture: str | None  # None: unknown without opening the file, or not supported
     note: str = ""  # why it can't be used, if so
+    backend: str | None = None  # native or transformers; None: it can't be used
 
 
 def installed_models(folders: Sequence[Path]) -> list[InstalledModel]:
@@ -49,7 +50,7 @@ def _embedded_models() -> Iterator[InstalledModel]:
             expected = error.expected if isinstance(error, ModelError) else ""
             yield InstalledModel(name, "embedded", "", 0, None, f"not installed: {expected}")
             continue
-        yield InstalledModel(name, "embedded", str(path), path.stat().st_size, None)
+        yield InstalledModel(name, "embedded", str(path), path.stat().st_size, None, backend="native")
 
 
 def _hub_models() -> Iterator[InstalledModel]:
@@ -90,24 +91,27 @@ def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[InstalledModel]
         return
     for entry in entries:
         if entry.suffix == ".gguf" and entry.is_file():
-            yield InstalledModel(str(entry), "gguf", str(entry), entry.stat().st_size, None)
+            yield InstalledModel(str(entry), "gguf", str(entry), entry.stat().st_size, None, backend="native")
         elif entry.is_dir() and depth < MAX_DEPTH and not entry.name.startswith("."):
             yield from _walk(entry, depth + 1, seen)
 
 
 def _describe(name: str, kind: str, folder: Path, size: int) -> InstalledModel:
     """Describes a model by its config. A model that can't be used is listed with a note."""
-    architecture, note = None, ""
+    architecture, note, backend = None, "", None
     try:
         raw = read_json(folder / "config.json")
         if not raw:
             note = "has no config.json"
         elif not any(folder.glob("*.safetensors")):
             note = "has no safetensors files"
-        architecture = parse_hf_config(raw, name).architecture if raw else None
+        if raw and runs_in_library(raw):  # whether it does takes seconds to find out: `ratoon models --check`
+            architecture, backend = raw["architectures"][0], "transformers"
+        elif raw:
+            architecture, backend = parse_hf_config(raw, name).architecture, "native"
     except ModelError as error:
         note = error.problem
-    return InstalledModel(name, kind, str(folder), size, architecture, note)
+    return InstalledModel(name, kind, str(folder), size, architecture, note, None if note else backend)
 
 
 def _size_of(files: Iterable[Path]) -> int:

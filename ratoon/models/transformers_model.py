@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from ratoon.core.config import ModelConfig
-from ratoon.core.errors import ConfigError, ModelError
+from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
@@ -102,12 +102,7 @@ class TransformersModel(LanguageModel):
 
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         assert config.library is not None, "a config of a native family"
-        if weights.shard.world_size > 1 or weights.stage.count > 1:
-            raise ConfigError(
-                "tensor_parallel_size" if weights.shard.world_size > 1 else "pipeline_parallel_size",
-                f"{config.architecture} runs through the Transformers backend, which has one rank",
-                "1, or data_parallel_size for several engines",
-            )
+        assert weights.shard.world_size == weights.stage.count == 1, "refused by fit_to_model"
         super().__init__(config, weights)
         traced = trace_module(json.loads(config.library), config.architecture, weights.source.name)
         for module in traced.root.modules():

@@ -3,26 +3,27 @@
 The names are mostly equal. Where they are not (files without the head's prefix, names of older versions, experts that
 files have apart and the module has stacked), the library has rules for its own loading, which are applied here one
 tensor at a time. They are of its inside: this file was written for transformers 5.22, and is the only one that uses
-them.
+them. With a version that has them elsewhere, files whose names are the module's still load.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import ModelError
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.layers.weights import Destination, TensorSource
 from ratoon.models.transformers_trace import build_module
+
+logger = logging.getLogger(__name__)
 
 
 def with_module_names(source: TensorSource, config: ModelConfig) -> TensorSource:
@@ -31,7 +32,11 @@ def with_module_names(source: TensorSource, config: ModelConfig) -> TensorSource
     root: Any = build_module(json.loads(config.library), config.architecture, source.name)
     if set(source.shapes()) <= set(root.state_dict()):
         return source
-    return _Renamed(source, root)
+    try:
+        return _Renamed(source, root)
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("the library's rules for names of tensors can't be used (%s): they must be the module's", error)
+        return source
 
 
 class _Renamed:
@@ -44,7 +49,12 @@ class _Renamed:
         self._names: dict[str, str] = {}  # in the file, of tensors that are as the module has them
         self._converted: dict[str, str] = {}  # the first of the tensors that come from the same conversion
         self._parts: dict[str, list[tuple[str, str]]] = {}  # by that one: patterns and names in the file
-        self._converters: dict[str, WeightConverter] = {}
+        self._converters: dict[str, Any] = {}
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+
+        rules = get_model_conversion_mapping(root)
+        self._rules = [[rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)]
         wanted = root.state_dict()
         ignored = [re.compile(pattern) for pattern in root._keys_to_ignore_on_load_unexpected or ()]
         for name in sorted(source.shapes(), key=dot_natural_key):
@@ -54,9 +64,9 @@ class _Renamed:
         self._shapes |= {name: tuple(wanted[name].shape) for name in self._converted}
 
     def _place(self, name: str, wanted: Mapping[str, torch.Tensor]) -> None:
-        rules = self._rules()
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        from transformers.core_model_loading import rename_source_key
+
+        renamings, converters = self._rules
         prefix = self._root.base_model_prefix
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
@@ -70,11 +80,6 @@ class _Renamed:
         first = converter.target_patterns[0]
         for other in converter.target_patterns:
             self._converted[target.replace(first, other)] = target
-
-    def _rules(self) -> list[Any]:
-        if not hasattr(self, "_known_rules"):
-            self._known_rules = get_model_conversion_mapping(self._root)
-        return self._known_rules
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -100,9 +100,10 @@ def test_media_have_nothing_of_the_layers_but_the_kernels():
     assert not [name for _, name in imports(PACKAGE / "layers/native/__init__.py") if name.split(".")[0] == "torch"]
 
 
-def test_transformers_is_only_an_oracle():
+def test_transformers_is_an_oracle_and_one_backend():
     files = sorted(PACKAGE.rglob("*.py"))
-    assert not [path for path in files for _, name in imports(path) if name.split(".")[0] == "transformers"]
+    users = {path.name for path in files for _, name in imports(path) if name.split(".")[0] == "transformers"}
+    assert users == {"transformers_model.py", "transformers_trace.py", "transformers_weights.py"}
 
 
 def test_nothing_is_pickled():

@@ -80,6 +80,7 @@ def collect(llm: LLM) -> dict[str, Any]:
             "name": source.name,
             "path": str(source.path),
             "format": source.format,
+            "backend": "native" if source.config.library is None else "transformers",
             **{name: model[name] for name in MODEL_FIELDS},
             "chat_template": source.chat_template is not None,
             "generation_defaults": source.generation_defaults,

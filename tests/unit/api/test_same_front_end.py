@@ -64,7 +64,7 @@ def test_both_have_a_docstring_or_none(name: str) -> None:
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = fake_source()
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: found)
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: found)
     return found
 
 
@@ -116,7 +116,7 @@ def test_both_refuse_the_same_in_the_same_words(
     with pytest.MonkeyPatch.context() as patch:
         import ratoon.models.source as models
 
-        patch.setattr(models, "resolve_model", lambda name, overrides=None: source)
+        patch.setattr(models, "resolve_model", lambda name, *_: source)
         ask()
 
 
