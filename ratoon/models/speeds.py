@@ -27,7 +27,9 @@ SPEEDS = (
     Speed(SMOLLM2, LLAMA, "Q4_0", "2 of 16 Sapphire Rapids cores", "354 tok/s", "578 tok/s (32)", "README.md"),
     Speed(SMOLLM2, LLAMA, "Q4_0", "16 Sapphire Rapids cores", "668 tok/s", "2,041 tok/s (32)", "README.md"),
     Speed(SMOLLM2, LLAMA, "float32", "2 Neoverse-N1 cores", "46.2 tok/s", "125 tok/s (32)", "README.md"),
-    Speed("Qwen3-0.6B", "Qwen3ForCausalLM", "bfloat16", "1 H200", "0.58 ms a token", "26,983 tok/s (256)", "docs/gpu.md"),
+    Speed(
+        "Qwen3-0.6B", "Qwen3ForCausalLM", "bfloat16", "1 H200", "0.58 ms a token", "26,983 tok/s (256)", "docs/gpu.md"
+    ),
     Speed("Llama-3-8B", LLAMA, "bfloat16", "1 H200", "3.87 ms a token", "10,440 tok/s (256)", "docs/gpu.md"),
 )
 HEAD = ("model", "weights", "machine", "1 request", "at once", "from")
@@ -42,6 +44,6 @@ def markdown_table() -> str:
     """Returns the table of docs/models.md."""
     rows = [HEAD, ("---",) * len(HEAD)]
     for one in SPEEDS:
-        link = f"[{one.document}]({one.document.removeprefix('docs/') if one.document.startswith('docs/') else '../' + one.document})"
-        rows.append((one.model, one.form, one.machine, one.decode, one.at_once, link))
+        page = one.document.removeprefix("docs/") if "/" in one.document else f"../{one.document}"
+        rows.append((one.model, one.form, one.machine, one.decode, one.at_once, f"[{one.document}]({page})"))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -124,7 +124,9 @@ def describe(raw: Mapping[str, Any], architecture: str, source: str) -> dict[str
     max_position = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_position, int) or not 0 < max_position <= LARGEST:
         problem = f"config field max_position_embeddings is {show(max_position)}"
-        raise ModelError(source, problem, 'expected a whole number above 0: hf_overrides={"max_position_embeddings": N}')
+        raise ModelError(
+            source, problem, 'expected a whole number above 0: hf_overrides={"max_position_embeddings": N}'
+        )
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
     is_rotary = bool(getattr(config, "rope_parameters", None))
     bos = getattr(config, "bos_token_id", None)

@@ -38,7 +38,7 @@ COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of rows alone and beside others
 
 
-class _EndOfPass(Exception):  # noqa: N818
+class _EndOfPass(Exception):
     """Ends a pass of which no later layer is needed."""
 
 
@@ -50,7 +50,9 @@ class _StepPass:
         self._layers = iter(layers)
         self._step = step
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor:
         layer = next(self._layers)
         value_dim = v.shape[3]
         if value_dim < layer.head_dim:  # values are kept in heads of the keys' size
@@ -65,7 +67,9 @@ class _NothingSeen:
 
     adapters = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor:
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -84,7 +88,7 @@ class _Product(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """In the place of the body, behind which the library's class computes logits: returns the states that it was given."""
+    """In the place of the body, behind which the library's class computes logits. Returns the states it was given."""
 
     states: Tensor  # [1, R, H]
 
@@ -99,6 +103,7 @@ class _GivenStates(nn.Module):
 class TransformersModel(LanguageModel):
     can_be_repeated = False
     adapter_rows: AdapterRows | None = None  # of the pass that runs
+    _last_stream: Tensor  # [T, H] of it, before the final norm
 
     def __init__(self, config: ModelConfig, weights: Weights, max_position: int) -> None:
         assert config.library is not None, "a config of a native family"
@@ -106,8 +111,9 @@ class TransformersModel(LanguageModel):
         super().__init__(config, weights)
         traced = trace_module(json.loads(config.library), config.architecture, weights.source.name)
         for module in traced.root.modules():
-            if hasattr(module, "config"):
-                module.config._attn_implementation = ATTENTION
+            config_of_module: Any = getattr(module, "config", None)
+            if config_of_module is not None:
+                config_of_module._attn_implementation = ATTENTION
         self.layers = []
         self._body, self._states = traced.body, _GivenStates(traced.output)
         self._is_plain_embedding = type(traced.embedding) is nn.Embedding
@@ -115,9 +121,7 @@ class TransformersModel(LanguageModel):
         self._place_products(traced, weights)
         self._place_rest(traced, weights)
         sinks = dict(traced.root.named_parameters())
-        self.attention_layers = [
-            _attention_layer(index, one, sinks) for index, one in enumerate(traced.attention)
-        ]
+        self.attention_layers = [_attention_layer(index, one, sinks) for index, one in enumerate(traced.attention)]
         self._observers: Sequence[StreamObserver] = ()
         self._num_layers: int | None = None
         for index, layer in enumerate(traced.layers):
@@ -169,7 +173,9 @@ class TransformersModel(LanguageModel):
                 continue
             dtype = torch.float32 if any(part in name for part in in_floats) else self.dtype
             at, short = _owner(traced.root, name)
-            taken = weights.take(name, *parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype)
+            taken = weights.take(
+                name, *parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype
+            )
             if isinstance(parameter, nn.Parameter):
                 at._parameters[short] = _parameter(taken)
             else:
@@ -237,7 +243,7 @@ class TransformersModel(LanguageModel):
     def _run(self, stream: Tensor, positions: Tensor) -> Tensor:
         """[T, H], [T] → states behind the final norm [T, H]."""
         found = self._body(inputs_embeds=stream[None], position_ids=positions[None].long(), use_cache=False)
-        return found[0][0]  # type: ignore[no-any-return]
+        return found[0][0]
 
     def _before_layer(self, index: int) -> Any:
         def see(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -249,7 +255,7 @@ class TransformersModel(LanguageModel):
         return see
 
     def _behind_layers(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._last_stream: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+        self._last_stream = (output[0] if isinstance(output, tuple) else output)[0]
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """By the library's class, whose head may be followed by a factor or a soft cap."""
@@ -258,7 +264,7 @@ class TransformersModel(LanguageModel):
             found = self._root(inputs_embeds=self._states.states, use_cache=False)
         finally:
             self._states.states, self.adapter_rows = hidden[None, :0], None
-        return found.logits[0]  # type: ignore[no-any-return]
+        return found.logits[0]
 
 
 def _attention_layer(index: int, traced: TracedAttention, parameters: Mapping[str, nn.Parameter]) -> AttentionLayer:

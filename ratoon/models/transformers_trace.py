@@ -38,7 +38,9 @@ CHANGING_ROPE = ("dynamic", "longrope")
 class AttentionPass(Protocol):
     """What attention calls of the library go to while a module runs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor:
         """q [1, heads, T, size], k and v [1, kv_heads, T, size] → [1, T, heads, size of v]."""
         ...
 
@@ -112,16 +114,16 @@ class TracedModule:
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.root.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        return self.root.get_input_embeddings()  # type: ignore[operator]
 
     @property
     def head(self) -> nn.Linear:
-        return self.root.get_output_embeddings()  # type: ignore[operator, no-any-return]
+        return self.root.get_output_embeddings()  # type: ignore[operator]
 
 
 def trace_module(raw: Mapping[str, Any], architecture: str, source: str) -> TracedModule:
-    """Builds the class `architecture` of the library for a config.json, and traces it. Raises ModelError if it can't run
-    over a paged cache. `source` is for messages."""
+    """Builds the class `architecture` of the library for a config.json, and traces it. Raises ModelError if it can't
+    run over a paged cache. `source` is for messages."""
     with _quiet():
         root = build_module(raw, architecture, source)
         return _Trace(root, architecture, source).run()
@@ -168,7 +170,7 @@ def build_module(raw: Mapping[str, Any], architecture: str, source: str) -> nn.M
         problem = f"{architecture} keeps a state that the Transformers backend has no memory for"
         raise ModelError(source, problem, ANOTHER)
     root.tie_weights()
-    return root.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    return root.eval().requires_grad_(False)
 
 
 def _library_config(raw: Mapping[str, Any], source: str) -> Any:
@@ -222,7 +224,7 @@ class _Trace:
         self.root: Any = root
         self.architecture = architecture
         self.source = source
-        self.config = self.root.config
+        self.config: Any = self.root.config
         self.parameters = {id(one): name for name, one in root.named_parameters()}
         self.calls: list[TracedAttention] = []
         self.callers: list[str] = []  # the layer of each call
@@ -285,12 +287,16 @@ class _Trace:
         yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, options: Mapping[str, Any]
+    ) -> Tensor:
         if q.shape[0] != 1 or q.shape[2] != NUM_ROWS or k.shape[2] != NUM_ROWS or q.shape[3] != k.shape[3]:
             problem = f"{self.architecture} attends with queries {tuple(q.shape)} to keys {tuple(k.shape)}"
             raise self.refuse(f"{problem}: not each row to those before it")
         if q.shape[1] % k.shape[1] or v.shape[1] != k.shape[1] or v.shape[3] > k.shape[3]:
-            problem = f"{self.architecture} has queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+            problem = (
+                f"{self.architecture} has queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+            )
             raise self.refuse(f"{problem}: heads of these sizes have no place in the paged cache")
         for name, value in options.items():
             if isinstance(value, torch.Tensor) and name not in (*NOT_READ, "s_aux"):
@@ -315,22 +321,28 @@ class _Trace:
         return q.new_empty(1, NUM_ROWS, q.shape[1], v.shape[3])
 
     def _window_of(self, mask: Any) -> int | None:
-        """The window of a layer by its mask: that of rows near the end of the longest text says it, and others must agree.
-        None: a row sees all rows before it."""
+        """The window of a layer by its mask: the last row of the longest text says it, and other rows must agree. None:
+        a row sees all rows before it."""
         visible = getattr(mask, "visible", None)
         if visible is None:
-            raise self.refuse(f"{self.architecture} changes its attention mask: only causal ones and windows are served")
+            raise self.refuse(
+                f"{self.architecture} changes its attention mask: only causal ones and windows are served"
+            )
         length = int(getattr(self.config, "max_position_embeddings", None) or 2048)
         keys = torch.arange(length)
         try:
-            seen = {row: visible(0, 0, torch.tensor(row), keys) for row in {length - 1, length // 2, min(1, length - 1)}}
+            seen = {
+                row: visible(0, 0, torch.tensor(row), keys) for row in {length - 1, length // 2, min(1, length - 1)}
+            }
             window = int(seen[length - 1].sum())
             expected = {row: (keys <= row) & (keys > row - window) for row in seen}
             agrees = all(torch.equal(seen[row].expand(length), expected[row]) for row in seen)
         except (RuntimeError, IndexError, NotImplementedError, AttributeError):
             agrees = False
         if not agrees:
-            raise self.refuse(f"the attention mask of {self.architecture} is neither causal nor a window of rows before")
+            raise self.refuse(
+                f"the attention mask of {self.architecture} is neither causal nor a window of rows before"
+            )
         return None if window == length else window
 
     def _has_other_state(self) -> bool:
@@ -352,12 +364,16 @@ class _Trace:
             num_calls[int(caller[len(layers_name) + 1 :].split(".")[0])] += 1
         odd = [str(index) for index, count in enumerate(num_calls) if count != 1]
         if odd:
-            problem = f"of the {len(layers)} layers of {self.architecture}, {len(odd)} do not attend exactly once (the first "
+            problem = (
+                f"of the {len(layers)} layers of {self.architecture}, {len(odd)} do not attend exactly once (the first "
+            )
             raise self.refuse(f"{problem}is {odd[0]}): what they keep is not keys and values of one attention")
         head = self.root.get_output_embeddings()
         width, vocabulary = self.root.get_input_embeddings().weight.shape[::-1]
         if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (vocabulary, width):
-            raise self.refuse(f"the head of {self.architecture} is not a linear layer from states to {vocabulary} tokens")
+            raise self.refuse(
+                f"the head of {self.architecture} is not a linear layer from states to {vocabulary} tokens"
+            )
         if width != self.config.hidden_size:
             problem = f"embeddings of {self.architecture} are {width} wide, its layers {self.config.hidden_size}"
             raise self.refuse(problem, "a model of one width")

@@ -1,4 +1,4 @@
-"""Small random decoders of the Transformers library, most of families that are not native, saved as the library does."""
+"""Small random decoders of the Transformers library, most of them of families that are not native."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ TWO_KINDS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_at
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Class, model_type, and what differs. Each stands for something that the backend finds out for itself.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "opt": ("OPTForCausalLM", "opt", {"ffn_dim": 112, "word_embed_proj_dim": 64, "pad_token_id": 0}),  # learned positions
+    "opt": (
+        "OPTForCausalLM",
+        "opt",
+        {"ffn_dim": 112, "word_embed_proj_dim": 64, "pad_token_id": 0},
+    ),  # learned positions
     "stablelm": ("StableLmForCausalLM", "stablelm", {}),  # a part of each head is rotated
     "cohere": ("CohereForCausalLM", "cohere", {"logit_scale": 0.5}),  # tied; logits are scaled
     "cohere2": ("Cohere2ForCausalLM", "cohere2", TWO_KINDS),  # windows; no rotation in the other layers
@@ -49,11 +53,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         {
-            "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-            "first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "num_key_value_heads": 4,
         },
-    ),  # fmt: skip
+    ),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss", {"head_dim": 16, **EXPERTS, **TWO_KINDS}),  # sinks
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {"head_dim": 16}),
     "gpt2": ("GPT2LMHeadModel", "gpt2", {"n_inner": 112}),  # weights that are transposed

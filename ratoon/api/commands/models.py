@@ -24,7 +24,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("folders", metavar="FOLDER", nargs="*", type=Path, help="look for models here, too")
     parser.add_argument("--families", action="store_true", help="list the families that can be loaded instead")
     parser.add_argument(
-        "--check", metavar="MODEL", help="a folder, a config.json, a GGUF file, a hub id: how it would run; loads nothing"
+        "--check",
+        metavar="MODEL",
+        help="a folder, a config.json, a GGUF file, a hub id: how it would run; loads nothing",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each")
     add_engine_options(parser)

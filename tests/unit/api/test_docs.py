@@ -27,9 +27,10 @@ from ratoon.api.server.routes.tokens import DetokenizeRequest, TokenizeRequest
 from ratoon.cli import main
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.stats import AdapterStats, DraftStats, SchedulerStats
-from ratoon.models.families import FAMILIES
+from ratoon.models.families import FAMILIES, LIBRARY_FAMILIES
 from ratoon.models.gguf_source import ARCHITECTURES
 from ratoon.models.registry import MODEL_CLASSES
+from ratoon.models.speeds import SPEEDS
 from ratoon.observe.metrics import EngineMetrics
 from tests.unit.api.server.harness import scripted
 from tests.unit.engine.fakes_async import on_event_loop
@@ -93,7 +94,20 @@ def test_families_are_listed_as_lines_and_as_objects(capsys):
     assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in capsys.readouterr().out
     assert main(["models", "--families", "--json"]) == 0
     listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [tuple(one["architectures"]) for one in listed] == [family.architectures for family in FAMILIES]
+    native = [tuple(one["architectures"]) for one in listed if one["backend"] == "native"]
+    assert native == [family.architectures for family in FAMILIES]
+    library = [one["architectures"][0] for one in listed if one["backend"] == "transformers"]
+    assert library == list(LIBRARY_FAMILIES) and not set(library) & set(MODEL_CLASSES)
+
+
+def test_every_known_speed_stands_in_the_document_that_it_names():
+    for speed in SPEEDS:
+        text = (DOCS.parent / speed.document).read_text()
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        for shown in (speed.decode, speed.at_once):
+            number = shown.split()[0]
+            assert any(number in row for row in rows), f"{speed.model}: {number} is not in a table of {speed.document}"
+        assert speed.model.partition("-")[0] in text and speed.architecture in MODEL_CLASSES
 
 
 @on_event_loop
