@@ -27,7 +27,7 @@ GOOD = {
 }  # fmt: skip
 REPOS = {
     "org/good": GOOD,
-    "org/other-family": {**GOOD, "config.json": b'{"architectures": ["MambaForCausalLM"]}'},
+    "org/other-family": {**GOOD, "config.json": b'{"architectures": ["OtherForCausalLM"]}'},
     "org/gguf-only": {"model.gguf": b"GGUF", "damaged.gguf": b"GGUF of a broken disk"},
 }
 HUGE = "org/huge"  # its listing says that it is larger than any disk
@@ -137,7 +137,7 @@ def test_a_model_is_fetched_listed_and_not_fetched_again(hub, tmp_path: Path) ->
     [
         ("org/nothing", "org/nothing: is neither here nor on the hub"),
         ("org/gated", "org/gated: is gated on the hub; accept its terms there, then set HF_TOKEN"),
-        ("org/other-family", "architecture 'MambaForCausalLM' is not supported"),
+        ("org/other-family", "architecture 'OtherForCausalLM' is not supported"),
         ("org/gguf-only", "org/gguf-only: is no model in the form that is read; a repository with config.json"),
         ("org/huge", "are free at"),
         ("org/gguf-only", "or --file NAME, one of damaged.gguf, model.gguf"),

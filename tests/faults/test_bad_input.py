@@ -369,7 +369,7 @@ def changed_config(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["ElectraModel"], [], ..., "Llama", 5])
+@pytest.mark.parametrize("architectures", [["OtherForCausalLM"], ["ElectraModel"], [], ..., "Llama", 5])
 def test_an_unknown_architecture_is_an_error_that_lists_the_known_ones(
     folder: Path, tmp_path: Path, architectures: Any
 ) -> None:

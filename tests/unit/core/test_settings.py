@@ -32,6 +32,7 @@ SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu
 SPECIAL = {
     "dtype": "float16",
     "load_format": "dummy",
+    "model_backend": "transformers",
     "policy": "priority",
     "kv_cache_dtype": "fp8",
     "preemption_mode": "swap",
