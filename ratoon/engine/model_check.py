@@ -44,8 +44,6 @@ class ModelCheck:
 
 def check_model(config: EngineConfig) -> ModelCheck:
     """Raises ModelError or ConfigError, with the reason, for a model that this engine can't run."""
-    found, source = _read_config(config)
-    fit_to_model(config, found)
     from ratoon.execution.choices import choose_geometry, choose_kv_dtype, choose_ops
     from ratoon.execution.device_kinds import open_device
     from ratoon.execution.devices import resolve_dtype
@@ -54,6 +52,8 @@ def check_model(config: EngineConfig) -> ModelCheck:
     from ratoon.models.build import collect_shapes, compare_with_source, declare_model
     from ratoon.models.dummy_source import DummySource
 
+    found, source = _read_config(config)  # behind the imports: torch is there then, and no child is asked
+    fit_to_model(config, found)
     kind, device = open_device(config.device)
     dtype = resolve_dtype(config.dtype, device, found)
     ops = choose_ops(device, dtype, config.batch_invariant, config.quantization, kind=kind)

@@ -136,7 +136,6 @@ LIBRARY_FAMILIES = (
     "ArceeForCausalLM",
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
-    "DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM",
     "GPTBigCodeForCausalLM",

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ratoon.core.config import ModelConfig, PositionKind
+from ratoon.core.config import ModelConfig, PositionKind, RopeScaling
 from ratoon.core.errors import ModelError
 from ratoon.models.config_fields import LARGEST, MOST_LAYERS, ConfigFields
 from ratoon.models.damage import shorten, show
@@ -73,6 +73,7 @@ def parse_library_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     facts = _describe(raw, architecture, source)
     library = json.dumps({name: value for name, value in raw.items() if name != "auto_map"}, sort_keys=True)
     facts["position_kind"] = PositionKind(facts["position_kind"])
+    facts["rope_scaling"] = RopeScaling(**facts["rope_scaling"])
     windows = facts.pop("windows")
     first = next((window for window in windows if window is not None), None)
     sliding = tuple(window is not None for window in windows)
@@ -128,7 +129,7 @@ def describe(raw: Mapping[str, Any], architecture: str, source: str) -> dict[str
             source, problem, 'expected a whole number above 0: hf_overrides={"max_position_embeddings": N}'
         )
     inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
-    is_rotary = bool(getattr(config, "rope_parameters", None))
+    rope = getattr(config, "rope_parameters", None) or {}
     bos = getattr(config, "bos_token_id", None)
     return {
         "vocab_size": traced.embedding.num_embeddings,
@@ -139,7 +140,8 @@ def describe(raw: Mapping[str, Any], architecture: str, source: str) -> dict[str
         "num_kv_heads": first.num_kv_heads,
         "head_dim": first.head_dim,
         "max_position": max_position,
-        "position_kind": (PositionKind.ROTARY if is_rotary else PositionKind.TABLE).value,
+        "position_kind": (PositionKind.ROTARY if rope else PositionKind.TABLE).value,
+        "rope_scaling": _scaling_of(rope),
         "attention_scale": first.scale,
         "attention_soft_cap": first.soft_cap,
         "attention_sinks": first.sinks is not None,
@@ -147,6 +149,15 @@ def describe(raw: Mapping[str, Any], architecture: str, source: str) -> dict[str
         "bos_token_id": bos if isinstance(bos, int) else None,
         "windows": [one.window for one in traced.attention],
     }
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the rotation reaches, which limits max_model_len; the rotation itself is the library's."""
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind == "default" or not isinstance(factor, (int, float)):
+        return {}
+    original = rope.get("original_max_position_embeddings")
+    return {"kind": kind, "factor": float(factor), "original_max_position": original}
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class TransformersModel(LanguageModel):
             config_of_module: Any = getattr(module, "config", None)
             if config_of_module is not None:
                 config_of_module._attn_implementation = ATTENTION
-        self.layers = []
+        self.layers = list(traced.layers)  # type: ignore[arg-type]  # they are called by the module alone
         self._body, self._states = traced.body, _GivenStates(traced.output)
         self._is_plain_embedding = type(traced.embedding) is nn.Embedding
         self._place_ends(traced, weights)

@@ -159,11 +159,9 @@ def build_module(raw: Mapping[str, Any], architecture: str, source: str) -> nn.M
     try:
         with META:
             root = model_class._from_config(config, attn_implementation=TRACED, dtype=torch.float32)
-    except KeyError as error:
-        if error.args != (TRACED,):
-            raise
-        raise ModelError(source, f"attention of {architecture} {NOT_BY_REGISTRY}", ANOTHER) from error
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (TRACED,):
+            raise ModelError(source, f"attention of {architecture} {NOT_BY_REGISTRY}", ANOTHER) from error
         problem = f"transformers {transformers.__version__} can't build {architecture} for its config ({_first(error)})"
         raise ModelError(source, problem, "a config.json of this architecture") from error
     if getattr(root, "_is_stateful", False):
@@ -230,6 +228,7 @@ class _Trace:
         self.callers: list[str] = []  # the layer of each call
         self.running: list[str] = []  # modules that are being called, outermost first
         self.bodies: list[tuple[int, str, type]] = []  # how deep it was called, its name and its output
+        self.windows: dict[int, tuple[Any, int | None]] = {}  # of masks, which layers share
         self.whole_rows: set[str] = set()
         self.cut_rows: set[str] = set()
 
@@ -323,6 +322,8 @@ class _Trace:
     def _window_of(self, mask: Any) -> int | None:
         """The window of a layer by its mask: the last row of the longest text says it, and other rows must agree. None:
         a row sees all rows before it."""
+        if id(mask) in self.windows:
+            return self.windows[id(mask)][1]
         visible = getattr(mask, "visible", None)
         if visible is None:
             raise self.refuse(
@@ -343,7 +344,8 @@ class _Trace:
             raise self.refuse(
                 f"the attention mask of {self.architecture} is neither causal nor a window of rows before"
             )
-        return None if window == length else window
+        self.windows[id(mask)] = mask, None if window == length else window
+        return self.windows[id(mask)][1]
 
     def _has_other_state(self) -> bool:
         names = {type(module).__name__.lower() for module in self.root.modules()}

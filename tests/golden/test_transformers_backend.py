@@ -37,14 +37,13 @@ from tests.golden.tiny_models import random_token_ids
 PROMPTS = [random_token_ids(length, seed=length) for length in (33, 1, 18)]
 COUNT = 24
 TOLERANCE = 1e-4
-NATIVE = ("qwen3", "gpt_oss", "gpt2")
 CPU = torch.device("cpu")
 
 
 @contextmanager
 def engine(name: str, **settings: Any) -> Iterator[LLM]:
     """An engine whose model runs through the library, in steps of few tokens: prompts are computed in chunks."""
-    chosen = {"model_backend": "transformers" if name in NATIVE else "auto", "max_num_batched_tokens": 24}
+    chosen = {"model_backend": "transformers", "max_num_batched_tokens": 24}
     with engine_of_folder(library_folder(name), **(chosen | settings)) as llm:
         assert isinstance(model_of(llm), TransformersModel)
         yield llm
