@@ -126,7 +126,7 @@ def test_what_a_child_refuses_is_refused_with_its_reason(monkeypatch: pytest.Mon
         transformers_config._ask_child("{}", "somewhere")
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nMemoryError")
     monkeypatch.setattr(transformers_config.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(ModelError, match="the Transformers library failed.*MemoryError"):
+    with pytest.raises(ModelError, match=r"the Transformers library failed.*MemoryError"):
         transformers_config._ask_child("{}", "somewhere")
 
 
