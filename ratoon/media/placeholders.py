@@ -14,6 +14,8 @@ from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaFeature
 from ratoon.media.families.base import Family, Preprocessed
 
+WRITTEN_VIDEO = -1  # in the place of a placeholder that is ordinary text; no token has this id
+
 
 class TextTokens(Protocol):
     """What is needed of a model's tokenizer."""
@@ -31,19 +33,47 @@ class TextTokens(Protocol):
 
 
 class Placeholders:
-    """Of one model."""
+    """Of one model. Prompts are given to `mark`, then to `find`, then to `expand`."""
 
     def __init__(self, config: MediaConfig, family: Family, tokenizer: TextTokens | None) -> None:
         self._config = config
         self._family = family
         self._tokenizer = tokenizer
-        self._modalities = [one for one in family.modalities if one != VIDEO or config.video_token_id is not None]
+        self._modalities = [one for one in family.modalities if family.placeholder(one, config) is not None]
         self._ids = {modality: self._find(modality) for modality in self._modalities}
 
     @property
     def modalities(self) -> list[str]:
         """What the model reads besides text."""
         return self._modalities
+
+    def mark(self, token_ids: list[int], wanted: Counter[str]) -> list[int]:
+        """The tokens of a prompt with WRITTEN_VIDEO for each placeholder of a video that is ordinary text to the
+        tokenizer. They are to be found by their text, because their tokens depend on the letters beside them."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not wanted[VIDEO] or self._ids.get(VIDEO) != WRITTEN_VIDEO:
+            return token_ids
+        marked: list[int] = []
+        ordinary: list[int] = []
+        for token_id in token_ids:
+            if token_id in tokenizer.special_token_ids:
+                marked += self._mark_ordinary(tokenizer, ordinary)
+                marked.append(token_id)
+                ordinary = []
+            else:
+                ordinary.append(token_id)
+        return marked + self._mark_ordinary(tokenizer, ordinary)
+
+    def _mark_ordinary(self, tokenizer: TextTokens, token_ids: list[int]) -> list[int]:
+        """Tokens that are not those of their text stay as they are."""
+        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        before, *behind = text.split(self._shown(VIDEO))
+        if not behind or tokenizer.encode(text, add_special_tokens=False) != token_ids:
+            return token_ids
+        marked = tokenizer.encode(before, add_special_tokens=False)
+        for piece in behind:
+            marked += [WRITTEN_VIDEO, *tokenizer.encode(piece, add_special_tokens=False)]
+        return marked
 
     def find(self, field: str, token_ids: list[int], wanted: Counter[str]) -> list[tuple[int, str]]:
         """Where the placeholders are, and for what, in their order. RequestError: they are not as many as there are
@@ -108,10 +138,14 @@ class Placeholders:
         return video_token if modality == VIDEO and video_token is not None else self._config.image_token_id
 
     def _find(self, modality: str) -> int | None:
+        """None: it can't be in a prompt."""
         placeholder = self._family.placeholder(modality, self._config)
-        if isinstance(placeholder, int):
+        if placeholder is None or isinstance(placeholder, int):
             return placeholder
-        return None if self._tokenizer is None else self._tokenizer.special_token_id(placeholder)
+        if self._tokenizer is None:
+            return None
+        own = self._tokenizer.special_token_id(placeholder)
+        return WRITTEN_VIDEO if own is None and modality == VIDEO else own
 
     def _wrong_number(self, field: str, modality: str, found: int, wanted: int) -> RequestError:
         if self._ids[modality] is None:

@@ -6,6 +6,7 @@ Files are given to `preprocess_file` in a child process (process.py); what a cal
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ratoon.core.media import IMAGE, MediaConfig
 from ratoon.core.wire import Buffer
 from ratoon.media.decode import VideoFile, decode_image
 from ratoon.media.families import family_of
-from ratoon.media.families.base import Preprocessed
+from ratoon.media.families.base import Preprocessed, VideoFacts
 from ratoon.media.items import VIDEO_FORMS, MediaItem, is_array, is_with_facts
 from ratoon.media.pixels import is_picture, require_pillow, rgb_of_array, rgb_of_image, to_numpy, verify_pixels
 
@@ -40,8 +41,10 @@ def preprocess_file(
         return family.read_image(decode_image(bytes(data), field, limits.max_pixels), config, options, field)
     video = VideoFile(bytes(data), field, limits.max_pixels)
     indices = family.sample(video.num_frames, video.fps, config, options, limits.max_frames)
-    fps = len(indices) / video.num_frames * (video.fps or UNKNOWN_FPS)
-    return family.read_video(video.frames(indices), len(indices), fps, config, options, field)
+    fps = video.fps or UNKNOWN_FPS
+    seconds = [index / fps for index in indices]
+    facts = VideoFacts(len(indices) / video.num_frames * fps, seconds, video.num_frames / fps)
+    return family.read_video(video.frames(indices), facts, config, options, field)
 
 
 class Decoded(NamedTuple):
@@ -50,7 +53,7 @@ class Decoded(NamedTuple):
     modality: str
     field: str
     pictures: list[np.ndarray]  # uint8 [height, width, 3], dense. None is the caller's own
-    fps: float = 0.0  # of a video
+    facts: VideoFacts | None = None  # of a video
 
 
 def read_decoded(item: MediaItem, asked: Mapping[str, Any], limits: MediaLimits) -> Decoded:
@@ -60,7 +63,7 @@ def read_decoded(item: MediaItem, asked: Mapping[str, Any], limits: MediaLimits)
         return Decoded(item.modality, item.field, [_picture(item.field, item.data, limits)])
     frames, facts = item.data if is_with_facts(item.data) else (item.data, {})
     pictures = _pictures(item.field, frames, limits)
-    return Decoded(item.modality, item.field, pictures, _fps_of(item.field, facts, len(pictures), asked))
+    return Decoded(item.modality, item.field, pictures, _read_facts(item.field, facts, len(pictures), asked))
 
 
 def preprocess_decoded(decoded: Decoded, config: MediaConfig, asked: Mapping[str, Any]) -> Preprocessed:
@@ -68,7 +71,8 @@ def preprocess_decoded(decoded: Decoded, config: MediaConfig, asked: Mapping[str
     options, pictures = family.options(config, asked), decoded.pictures
     if decoded.modality == IMAGE:
         return family.read_image(pictures[0], config, options, decoded.field)
-    return family.read_video(pictures, len(pictures), decoded.fps, config, options, decoded.field)
+    assert decoded.facts is not None, "a video has them"
+    return family.read_video(pictures, decoded.facts, config, options, decoded.field)
 
 
 def is_decoded(item: MediaItem) -> bool:
@@ -110,17 +114,41 @@ def _pictures(field: str, frames: Any, limits: MediaLimits) -> list[np.ndarray]:
     return pictures
 
 
-def _fps_of(field: str, facts: Mapping[str, Any], num_frames: int, asked: Mapping[str, Any]) -> float:
-    """How many of the given frames there are in a second: by the facts beside them, by the option `fps`, or else as
-    transformers assumes it."""
-    fps = facts.get("fps")
-    if fps is None:
-        return float(asked.get("fps") or UNKNOWN_FPS)
-    total, indices = facts.get("total_num_frames"), facts.get("frames_indices")
+def _read_facts(field: str, facts: Mapping[str, Any], num_frames: int, asked: Mapping[str, Any]) -> VideoFacts:
+    """When the given frames are seen. How many there are in a second is known by the facts beside them, by the option
+    `fps`, or else assumed as transformers does it. The names are those of transformers' `VideoMetadata`."""
+    if facts.get("fps") is None:
+        fps = float(asked.get("fps") or UNKNOWN_FPS)
+        return VideoFacts(fps, [index / fps for index in range(num_frames)])
+    fps = _positive(f"{field}[1].fps", facts["fps"], "a number of frames in a second")
+    duration, total = facts.get("duration"), facts.get("total_num_frames")
+    indices = _frames_indices(f"{field}[1].frames_indices", facts.get("frames_indices"), num_frames)
+    return VideoFacts(
+        fps
+        if total is None or indices is None
+        else num_frames / _positive(f"{field}[1].total_num_frames", total, "a number of frames") * fps,
+        [index / fps for index in (range(num_frames) if indices is None else indices)],
+        None if duration is None else _positive(f"{field}[1].duration", duration, "a number of seconds"),
+    )
+
+
+def _positive(field: str, value: Any, what: str) -> float:
     try:
-        rate = float(fps) if total is None or indices is None else len(indices) / float(total) * float(fps)
-    except (TypeError, ValueError, ZeroDivisionError):
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise RequestError(f"{field}[1].fps", f"{fps!r} is not a number of frames in a second", "a number above 0")
-    return rate
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise RequestError(field, f"{value!r} is not {what}", "a number above 0")
+    return number
+
+
+def _frames_indices(field: str, indices: Any, num_frames: int) -> list[int] | None:
+    if indices is None:
+        return None
+    try:
+        listed = [operator.index(index) for index in indices]
+    except TypeError:
+        listed = [-1]
+    if len(listed) != num_frames or min(listed) < 0:
+        raise RequestError(field, "does not fit the frames", f"a list of {num_frames} places, one for each frame")
+    return listed

@@ -69,7 +69,9 @@ class MediaProcessor:
         self, field: str, token_ids: list[int], items: Sequence[MediaItem], asked: Mapping[str, Any]
     ) -> ExpandedPrompt:
         """`field` names the tokens in errors."""
-        found = self._placeholders.find(field, token_ids, Counter(item.modality for item in items))
+        wanted = Counter(item.modality for item in items)
+        token_ids = self._placeholders.mark(token_ids, wanted)
+        found = self._placeholders.find(field, token_ids, wanted)
         if not items:
             return ExpandedPrompt(token_ids, [], None)
         options = self._options(asked)
@@ -97,7 +99,7 @@ class MediaProcessor:
             return self._prepared.get(key, lambda: self._hashed(preprocess_in_child(job, data)))
         decoded = read_decoded(item, options, self._limits)
         shapes = [picture.shape for picture in decoded.pictures]
-        key = key_of(item.modality, options, (shapes, decoded.fps), [picture.data for picture in decoded.pictures])
+        key = key_of(item.modality, options, (shapes, decoded.facts), [picture.data for picture in decoded.pictures])
         return self._prepared.get(key, lambda: self._hashed(preprocess_decoded(decoded, self._config, options)))
 
     def _hashed(self, preprocessed: Preprocessed) -> Preprocessed:

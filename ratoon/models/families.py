@@ -85,7 +85,7 @@ FAMILIES = (
     FamilyNote(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         "",
-        "text and images, in tiles; the same on several ranks",
+        "text, images in tiles, and frames of videos; the same on several ranks",
     ),
     FamilyNote(
         ("Gemma3ForConditionalGeneration",),

@@ -24,7 +24,7 @@ DATA = "data:"
 DATA_FORM = "data:image/png;base64,…"
 ANY_BYTES = ("application/octet-stream", "binary/octet-stream")  # content types of files of an unknown kind
 MARKS = {"qwen2_vl": ("<|vision_start|>", "<|vision_end|>"), "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>")}
-OWN_PLACEHOLDERS = {"gemma3": {IMAGE: "<start_of_image>"}}
+OWN_PLACEHOLDERS = {"gemma3": {IMAGE: "<start_of_image>"}, "idefics3": {VIDEO: "<video>"}}
 
 
 @dataclass(frozen=True, slots=True)

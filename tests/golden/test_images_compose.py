@@ -326,3 +326,36 @@ def test_a_video_whose_time_runs_ahead_of_its_tokens_gives_the_tokens_of_transfo
         whole = llm.engine.input_processor.process("whole", again, greedy(1))
         root = llm.find_parent(child.request_id)
         assert (root.prompt_token_ids, root.rope) == (whole.prompt_token_ids, whole.rope)
+
+
+def video_prompt(*numbers: int, behind: str = "what is it") -> dict[str, Any]:
+    """A video of pictures, one in each second."""
+    frames = [picture(number).resize((48, 24)) for number in numbers]
+    return {"prompt": f"a<video>{behind}", "multi_modal_data": {"video": (frames, {"fps": 1.0})}}
+
+
+@pytest.mark.parametrize("budget", [32, 512])
+def test_a_video_of_frames_with_times_gives_the_tokens_of_transformers(budget: int) -> None:
+    """SmolVLM reads the frames of a video as pictures."""
+    with seeing("idefics3", max_num_batched_tokens=budget, num_blocks=400) as (llm, reader):
+        prompts = [video_prompt(0, 1, 2), video_prompt(3, 2), reader.prompt(4)]
+        outputs = llm.generate(prompts, greedy(COUNT), progress=False)
+        assert [tokens_of(one) for one in outputs] == [expected(llm, reader, prompt) for prompt in prompts]
+        text = llm.get_tokenizer().decode(outputs[0].prompt_token_ids, skip_special_tokens=False)
+        # The tokenizer has few capital letters.
+        assert "series of three frames from a 0:00:02" in text and "rame from 00:01:<fake" in text
+        assert num_encoder_runs(llm) == 4 + NUM_INPUTS["idefics3"], "a frame that two videos have runs once"
+        assert ask(llm, prompts[0]).num_cached_tokens >= len(outputs[0].prompt_token_ids) - 4
+
+
+def test_a_continuation_has_a_video_of_its_own_and_counts_videos_not_frames() -> None:
+    with seeing("idefics3", num_blocks=600, limit_mm_per_prompt={"video": 2}) as (llm, reader):
+        parent = ask(llm, video_prompt(0, 1), retain_kv=60)
+        suffix = video_prompt(2, 3, behind="here")
+        child = llm.generate_continuation(parent, suffix, greedy(COUNT))
+        token_ids, features = whole_text(reader, llm, parent, suffix)
+        assert child.prompt_token_ids == token_ids
+        assert tokens_of(child) == reader.generate(token_ids, features, COUNT)[0]
+        assert num_encoder_runs(llm) == 4
+        with pytest.raises(RequestError, match="has 3 of the kind video, and at most 2 are allowed; 2 of them are in"):
+            llm.generate_continuation(child, video_prompt(0), greedy(2))

@@ -14,11 +14,16 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+from transformers.video_utils import VideoMetadata
 
-from ratoon.core.errors import ModelError
+from ratoon.core.errors import ModelError, RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
 from ratoon.media.families import FAMILIES
-from ratoon.media.families.base import Preprocessed
+from ratoon.media.families.base import Preprocessed, VideoFacts
+from ratoon.media.families.idefics3 import Edge, number_in_words
 from ratoon.media.items import MediaItem
 from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file, read_decoded
 from tests.golden.media_oracle import GEMMA, IDEFICS, QWEN, drawn, files
@@ -144,6 +149,145 @@ def test_idefics_tiles(width: int, height: int, splits: bool) -> None:
     pixels = np.stack([pixels_of(data).reshape(3, -1) for data in found.inputs])
     assert_same_pixels(pixels, expected["pixel_values"][0].reshape(len(pixels), 3, -1), IDEFICS)
     assert expected["pixel_attention_mask"].all()
+
+
+# ---- videos of SmolVLM ----
+
+SMOLVLM_FILES = {
+    "size": {"longest_edge": 224},
+    "max_image_size": {"longest_edge": 56},
+    "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 56}},
+}
+SMOLVLM = replace(IDEFICS, processor=SMOLVLM_FILES)
+SMOL = FAMILIES["idefics3"]
+
+
+@given(
+    st.integers(1, 9000),
+    st.sampled_from([1.0, 5.0, 12.0, 23.976, 24.0, 29.97, 30.0, 60.0]),
+    st.none() | st.sampled_from([0.1, 0.5, 2.0, 7.5]),
+    st.none() | st.integers(1, 100),
+)
+@settings(max_examples=200, deadline=None)
+def test_smolvlm_takes_the_frames_that_transformers_takes(
+    total: int, rate: float, fps: float | None, num_frames: int | None
+) -> None:
+    """The processor itself needs torchvision, but not to choose frames."""
+    asked = {"fps": fps, "num_frames": num_frames}
+    found = SMOL.sample(total, rate, SMOLVLM, SMOL.options(SMOLVLM, asked), 10**6)
+    theirs = SimpleNamespace(fps=1, num_frames=64)  # as it reads them from the same file
+    metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+    assert found == SmolVLMVideoProcessor.sample_frames(theirs, metadata, **asked).tolist()
+
+
+def test_options_of_smolvlms_videos_come_from_files_settings_and_requests() -> None:
+    def of(files, **asked):
+        return SMOL.options(replace(IDEFICS, processor=files), asked).video
+
+    assert (of(SMOLVLM_FILES).fps, of(SMOLVLM_FILES).num_frames) == (1, 64)
+    assert of(SMOLVLM_FILES).size.longest_edge == 224, "the size beside it takes precedence, as in transformers"
+    assert of({"video_sampling": SMOLVLM_FILES["video_sampling"]}).size.longest_edge == 56
+    assert (of({}).fps, of({}).num_frames, of({}).size) == (1, 64, None)
+    own = {"size": {"longest_edge": 100}, "fps": 3, "num_frames": 7}
+    found = of({**SMOLVLM_FILES, "video_processor": own})
+    assert (found.fps, found.num_frames, found.size.longest_edge) == (3, 7, 100)
+    found = of({**SMOLVLM_FILES, "video_processor": own}, fps=2, num_frames=5, size={"longest_edge": 50})
+    assert (found.fps, found.num_frames, found.size.longest_edge) == (2, 5, 50)
+    of_images = SMOL.options(replace(IDEFICS, processor={**SMOLVLM_FILES, "video_processor": own}), {}).image
+    assert of_images.size == Edge(224)
+    with pytest.raises(ModelError, match="video_sampling"):
+        of({"video_sampling": 5})
+    with pytest.raises(RequestError, match="mm_processor_kwargs"):
+        of({}, num_frames=0)
+    assert SMOL.sample(9000, 30.0, SMOLVLM, SMOL.options(SMOLVLM, {}), 3) == [30, 4500, 8970], "max_video_frames"
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_frames_of_smolvlm_are_pictures_that_are_not_cut(width: int, height: int) -> None:
+    frames = [Image.fromarray(drawn(width, height)), Image.fromarray(255 - drawn(width, height))]
+    found = ours(SMOLVLM, frames, VIDEO)
+    processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 224}, max_image_size={"longest_edge": 56}, do_image_splitting=False
+    )
+    expected = processor([frames], return_tensors="np")["pixel_values"][0]
+    assert [(data.modality, data.num_rows, data.grid) for data in found.inputs] == [(VIDEO, 4, (1, 4, 4))] * 2
+    pixels = np.stack([pixels_of(data).reshape(3, -1) for data in found.inputs])
+    assert_same_pixels(pixels, expected.reshape(2, 3, -1), SMOLVLM)
+
+
+# Of drawn(640, 480), by transformers 5.22.2 and torchvision 0.28, with the files above as preprocessor_config.json:
+# SmolVLMVideoProcessor.from_pretrained(folder)(frames, do_rescale=False, do_normalize=False, return_tensors="np")
+# ["pixel_values"][0][0, :, 5::20, 5::20]
+BY_TORCHVISION = [
+    [[147, 134, 131], [127, 123, 125], [122, 125, 132]],
+    [[122, 149, 176], [141, 170, 194], [162, 187, 211]],
+    [[178, 179, 174], [175, 179, 174], [181, 180, 170]],
+]
+
+
+def test_frames_of_smolvlm_are_near_those_that_torchvision_makes() -> None:
+    """Torchvision's filter has weights of fewer bits than Pillow's: pixels differ by one level here and there."""
+    found = ours(SMOLVLM, drawn(640, 480)[None], VIDEO)
+    some = pixels_of(found.inputs[0])[:, 5::20, 5::20].astype(int)
+    assert np.abs(some - np.array(BY_TORCHVISION)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("indices", "fps", "duration"),
+    [([0, 30, 61, 3700], 30.0, 125.9), ([0], 24.0, 0.5), ([*range(104)], 1.0, None), ([9000, 123456], 2.0, 90000.0)],
+)
+def test_texts_of_smolvlms_videos(
+    indices: list[int], fps: float, duration: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processing_smolvlm, "num2words", number_in_words)  # is tested below
+    theirs = SimpleNamespace(
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+        image_token="<image>",
+        image_seq_len=1,
+    )
+    metadata = VideoMetadata(total_num_frames=200_000, fps=fps, duration=duration, frames_indices=indices)
+    inputs = {"pixel_values": np.zeros((1, len(indices), 3, 1, 1)), "video_metadata": [metadata]}
+    expected = SmolVLMProcessor.replace_video_token(theirs, inputs, 0)
+    frames = [np.zeros((1, 1, 3), np.uint8)] * len(indices)
+    facts = VideoFacts(fps, [index / fps for index in indices], duration)
+    read = SMOL.read_video(frames, facts, SMOLVLM, SMOL.options(SMOLVLM, {}), "video")
+    assert SMOL.replacement(VIDEO, read, "<image>") == expected
+
+
+def test_facts_of_frames_have_the_names_of_transformers() -> None:
+    frames = np.zeros((3, 8, 8, 3), np.uint8)
+    facts = {"fps": 10, "total_num_frames": 60, "frames_indices": np.array([0, 20, 40]), "duration": 6.0}
+    found = ours(SMOLVLM, (frames, facts), VIDEO)
+    assert found.frame_seconds == [0, 2, 4] and found.duration == 6.0
+    assert ours(QWEN, (frames, facts), VIDEO).seconds_per_step == 2 / (3 / 60 * 10)
+    assert ours(SMOLVLM, (frames, {"fps": 2.0}), VIDEO).frame_seconds == [0, 0.5, 1]
+    assert ours(SMOLVLM, frames, VIDEO).frame_seconds == [0, 1 / 24, 2 / 24]
+    for wrong, field in [
+        ({"frames_indices": [0, 1]}, "frames_indices"),
+        ({"frames_indices": [0, 1, -1]}, "frames_indices"),
+        ({"frames_indices": "abc"}, "frames_indices"),
+        ({"duration": "long"}, "duration"),
+        ({"total_num_frames": 0}, "total_num_frames"),
+        ({"fps": float("nan")}, "fps"),
+    ]:
+        with pytest.raises(RequestError) as error:
+            ours(SMOLVLM, (frames, facts | wrong), VIDEO)
+        assert error.value.field == f"image[1].{field}"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "one"), (13, "thirteen"), (20, "twenty"), (64, "sixty-four"), (100, "one hundred"),
+        (128, "one hundred and twenty-eight"), (1000, "one thousand"), (1001, "one thousand and one"),
+        (1100, "one thousand, one hundred"), (2345, "two thousand, three hundred and forty-five"),
+        (100_099, "one hundred thousand and ninety-nine"),
+    ],
+)  # fmt: skip
+def test_numbers_in_words_are_those_of_num2words(number: int, words: str) -> None:
+    """Recorded of num2words 0.5.14, which was asked for all numbers below 20,000 and some of those below a million."""
+    assert number_in_words(number) == words
 
 
 # ---- files ----

@@ -6,7 +6,7 @@ Options have the names of the arguments of transformers' processors. They come f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -28,8 +28,18 @@ class Preprocessed(msgspec.Struct):
     inputs: list[MediaInput]
     tile_rows: int = 0  # 0: it is not cut into rows of tiles
     tile_columns: int = 0
-    seconds_per_step: float = 0.0  # of a video: between two steps of its grid in time
+    seconds_per_step: float = 0.0  # of a video that is one input: between two steps of its grid in time
+    frame_seconds: list[float] = []  # of a video whose frames are inputs of their own: when each is seen
+    duration: float = 0.0  # of such a video, in seconds
     content_hashes: list[str] = []  # of the inputs, once they are computed (content.py)
+
+
+class VideoFacts(msgspec.Struct, frozen=True):
+    """When the frames of a video are seen."""
+
+    fps: float  # of the frames that are read, on average
+    frame_seconds: Sequence[float]  # of each of them, from the video's beginning
+    duration: float | None = None  # of the whole video, in seconds; None: it is not known
 
 
 class Family(Protocol):
@@ -47,12 +57,13 @@ class Family(Protocol):
         """Which frames of a video file are read."""
 
     def read_video(
-        self, frames: Iterable[np.ndarray], num_frames: int, fps: float, config: MediaConfig, options: Any, field: str
+        self, frames: Iterable[np.ndarray], facts: VideoFacts, config: MediaConfig, options: Any, field: str
     ) -> Preprocessed:
-        """`frames` are pictures of one size, `num_frames` in all; `fps`: how many of them there are in a second."""
+        """`frames` are pictures of one size."""
 
-    def placeholder(self, modality: str, config: MediaConfig) -> int | str:
-        """The token that stands for an image or a video in a prompt: its id, or its text."""
+    def placeholder(self, modality: str, config: MediaConfig) -> int | str | None:
+        """The token that stands for an image or a video in a prompt: its id, or its text. None: the model does not read
+        this modality."""
 
     def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
         """The text that takes the placeholder's place, with one `image_token` for each input. None: the rows of the
@@ -68,6 +79,7 @@ def read_options(kind: type[Options], of_files: Mapping[str, Any], asked: Mappin
             expected = f"one of {', '.join(known)}" if known else "no options: the model has none"
             raise RequestError(f"{OPTIONS_FIELD}.{name}", "is not an option of this model's preprocessing", expected)
     usable = {name: value for name, value in of_files.items() if name in known and value is not None}
+    asked = {name: value for name, value in asked.items() if value is not None}  # as if they were left out
     try:
         msgspec.convert(usable, kind)
     except msgspec.ValidationError as error:

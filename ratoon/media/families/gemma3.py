@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 
 from ratoon.core.media import IMAGE, MediaConfig, MediaInput
-from ratoon.media.families.base import Preprocessed, read_options, wire_pixels
+from ratoon.media.families.base import Preprocessed, VideoFacts, read_options, wire_pixels
 from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class Gemma3:
         raise AssertionError("it reads no video")
 
     def read_video(
-        self, frames: Iterable[np.ndarray], num_frames: int, fps: float, config: MediaConfig, options: Any, field: str
+        self, frames: Iterable[np.ndarray], facts: VideoFacts, config: MediaConfig, options: Any, field: str
     ) -> Preprocessed:
         raise AssertionError("it reads no video")
 
-    def placeholder(self, modality: str, config: MediaConfig) -> int | str:
+    def placeholder(self, modality: str, config: MediaConfig) -> int | str | None:
         return START_OF_IMAGE
 
     def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
@@ -64,13 +64,13 @@ class Gemma3:
         return f"Here is the original image {one} and here are some crops to help you see better {crops}"
 
 
-def square_input(square: np.ndarray, config: MediaConfig) -> MediaInput:
-    """The input of an encoder of squares, [side, side, 3]."""
+def square_input(square: np.ndarray, config: MediaConfig, modality: str = IMAGE) -> MediaInput:
+    """The input of an encoder of squares, [side, side, 3]. `modality`: of what it is a part of."""
     import numpy as np
 
     patches = square.shape[0] // config.vision.patch_size
     pixels = np.moveaxis(square, -1, 0)
-    return MediaInput(IMAGE, config.num_rows, wire_pixels(pixels), (1, patches, patches))
+    return MediaInput(modality, config.num_rows, wire_pixels(pixels), (1, patches, patches))
 
 
 def _crops(picture: np.ndarray, options: Gemma3Options) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ import msgspec
 from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
 from ratoon.core.wire import WireTensor
-from ratoon.media.families.base import Preprocessed, read_options
+from ratoon.media.families.base import Preprocessed, VideoFacts, read_options
 from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ class Qwen2VL:
     def read_video(
         self,
         frames: Iterable[np.ndarray],
-        num_frames: int,
-        fps: float,
+        facts: VideoFacts,
         config: MediaConfig,
         options: BothOptions,
         field: str,
@@ -115,6 +114,7 @@ class Qwen2VL:
         import numpy as np
 
         least, most = options.video.pixels(VIDEO_PIXELS)
+        num_frames = len(facts.frame_seconds)
         size: tuple[int, int] | None = None
         resized = []
         for frame in frames:
@@ -128,13 +128,10 @@ class Qwen2VL:
         group = config.vision.temporal_patch_size
         resized += resized[-1:] * (-len(resized) % group)
         media_input = _as_input(VIDEO, np.stack(resized), group, config)
-        return Preprocessed([media_input], seconds_per_step=group / fps)
+        return Preprocessed([media_input], seconds_per_step=group / facts.fps)
 
-    def placeholder(self, modality: str, config: MediaConfig) -> int | str:
-        if modality == IMAGE:
-            return config.image_token_id
-        assert config.video_token_id is not None, "a model without it reads no video"
-        return config.video_token_id
+    def placeholder(self, modality: str, config: MediaConfig) -> int | str | None:
+        return config.image_token_id if modality == IMAGE else config.video_token_id
 
     def replacement(self, modality: str, preprocessed: Preprocessed, image_token: str) -> str | None:
         return None

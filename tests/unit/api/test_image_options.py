@@ -194,7 +194,7 @@ def test_a_chat_takes_pictures_in_the_usual_forms(sees: Any, picture: Path) -> N
         ({"type": "image", "image": "HTTP://a.test/b.png"}, r"image: is an address"),
         ({"type": "image"}, "image: is missing"),
         ({"type": "image", "image": "/none/there.png"}, r"content\[0\].image: "),
-        ({"type": "video", "video": b""}, "is a video; this model reads text and images"),
+        ({"type": "video", "video": b"no video"}, r"content\[0\].video: can't be read as a video"),
     ],
 )
 def test_what_can_not_be_read_is_named(sees: Any, part: dict[str, Any], problem: str) -> None:

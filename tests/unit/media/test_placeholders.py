@@ -50,8 +50,9 @@ def read(num_rows: int = 2, number: int = 1, modality: str = IMAGE, **layout: in
 
 def expand(config, text: str, media: list[Preprocessed]):
     placeholders = Placeholders(config, family_of(config.family), TOKENIZER)
-    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
-    found = placeholders.find("prompt", token_ids, Counter(one.inputs[0].modality for one in media))
+    wanted = Counter(one.inputs[0].modality for one in media)
+    token_ids = placeholders.mark(TOKENIZER.encode(text, add_special_tokens=False), wanted)
+    found = placeholders.find("prompt", token_ids, wanted)
     return placeholders.expand(token_ids, found, media)
 
 
@@ -118,6 +119,64 @@ def test_tiles_of_idefics(rows: int, columns: int) -> None:
     assert ids == written_out(f"user{text}see")
     assert [one.length for one in features] == [4] * (rows * columns + 1)
     assert all(ids[one.offset : one.offset + 4] == [8] * 4 and ids[one.offset + 4] != 8 for one in features)
+
+
+def video_of(number: int) -> Preprocessed:
+    read_one = read(4, number, VIDEO)
+    read_one.frame_seconds, read_one.duration = [65.0 + index for index in range(number)], 70.9
+    return read_one
+
+
+FRAME = "<fake_token_around_image><global-img>" + "<image>" * 4 + "<fake_token_around_image>"
+TWO_FRAMES = (
+    "You are provided the following series of two frames from a 0:01:10 [H:MM:SS] video.\n"
+    f"\nFrame from 01:05:{FRAME}\nFrame from 01:06:{FRAME}\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"), [("user\n", "see"), ("", ""), ("\n", "\nsee"), ("<video", "video>\n"), ("<bos>", "<bos>a")]
+)
+def test_a_video_whose_placeholder_is_ordinary_text(before: str, behind: str) -> None:
+    """Its tokens depend on the letters beside it: of ">" and a newline, one token may have been made."""
+    ids, features = expand(IDEFICS, f"{before}<video>{behind}", [video_of(2)])
+    assert ids == written_out(f"{before}{TWO_FRAMES}{behind}")
+    assert [one.is_first for one in features] == [True, False], "it counts as one video"
+    assert [ids[one.offset : one.offset + one.length] for one in features] == [[8] * 4] * 2
+
+
+def test_videos_and_pictures_stand_side_by_side() -> None:
+    media = [read(4), video_of(2), read(4), video_of(2)]
+    ids, features = expand(IDEFICS, "<image><video>a<image><video>\n", media)
+    assert ids == written_out(f"{FRAME}{TWO_FRAMES}a{FRAME}{TWO_FRAMES}\n")
+    assert len(features) == 6
+
+
+def test_a_video_whose_placeholder_is_a_token_of_its_own() -> None:
+    backend = Backend.from_str(TOKENIZER.backend.to_str())
+    backend.add_special_tokens(["<video>"])
+    known = Tokenizer(backend, {})
+    placeholders = Placeholders(IDEFICS, family_of("idefics3"), known)
+    wanted, token_ids = Counter({VIDEO: 1}), known.encode("a<video>b", add_special_tokens=False)
+    assert placeholders.mark(token_ids, wanted) is token_ids
+    ids, _ = placeholders.expand(token_ids, placeholders.find("prompt", token_ids, wanted), [video_of(2)])
+    assert ids == written_out(f"a{TWO_FRAMES}b")
+
+
+def test_the_word_for_a_video_is_ordinary_text_where_none_is_given() -> None:
+    assert expand(IDEFICS, "a<video>b<image>", [read(4)])[0] == written_out(f"a<video>b{FRAME}")
+    for text, number in (("a", 1), ("<video><video>", 1)):
+        with pytest.raises(RequestError, match=rf"has {text.count('<')} placeholders of the kind video, and {number}"):
+            expand(IDEFICS, text, [video_of(2)] * number)
+
+
+def test_tokens_that_are_not_those_of_their_text_have_no_written_placeholder() -> None:
+    placeholders = Placeholders(IDEFICS, family_of("idefics3"), TOKENIZER)
+    newline = written_out("\n")
+    token_ids = [*newline, *newline, *written_out("<video>")]
+    assert placeholders.mark(token_ids, Counter({VIDEO: 1})) == token_ids
+    with pytest.raises(RequestError, match="has 0 placeholders of the kind video"):
+        placeholders.find("prompt", token_ids, Counter({VIDEO: 1}))
 
 
 @pytest.mark.parametrize(("text", "number"), [("a", 1), ("<|image_pad|>", 0), ("<|image_pad|><|image_pad|>", 1)])

@@ -200,5 +200,5 @@ def test_placeholders_are_those_of_the_family() -> None:
         IMAGE: "<|vision_start|><|image_pad|><|vision_end|>",
         VIDEO: "<|vision_start|><|video_pad|><|vision_end|>",
     }
-    assert texts("idefics3", 3) == {IMAGE: "<image>"}
+    assert texts("idefics3", 3) == {IMAGE: "<image>", VIDEO: "<video>"}
     assert texts("gemma3", 3) == {IMAGE: "<start_of_image>"}

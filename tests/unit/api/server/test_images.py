@@ -15,6 +15,7 @@ from ratoon.models.tokenizer import Tokenizer
 from tests.unit.api.server.harness import MAX_MODEL_LEN, MODEL, TEMPLATE, Client, byte_backend, say, scripted
 from tests.unit.engine.fakes import model_config
 from tests.unit.engine.fakes_async import on_event_loop
+from tests.unit.media.test_media_files import video as mp4
 
 AROUND, GLOBAL, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 AROUND_ID, GLOBAL_ID, IMAGE_ID = 258, 259, 260
@@ -94,7 +95,47 @@ def colours_of(client: Client) -> list[tuple[int, ...]]:
 RED, LIME, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
+def video_url(num_frames: int = 9, rate: int = 3) -> str:
+    return f"data:video/mp4;base64,{base64.b64encode(mp4(num_frames, rate, (SIDE, SIDE))).decode()}"
+
+
+SECONDS = "You are provided the following series of three frames from a 0:00:03 [H:MM:SS] video.\n" + "".join(
+    f"\nFrame from 00:0{second}:{TEXT_OF_IMAGE}" for second in (0, 1, 2)
+)
+
+
 # ---- /v1/chat/completions ----
+
+
+@pytest.mark.parametrize("template", [PARTS_TEMPLATE, TEMPLATE], ids=["of parts", "of text"])
+@on_event_loop
+async def test_a_video_of_a_chat_is_a_frame_of_each_second_with_its_time(template: str):
+    """Neither template knows videos, and the tokenizer has no token for them."""
+    async with seeing(template) as client:
+        part = {"type": "video_url", "video_url": {"url": video_url()}}
+        answer = await ask(client, part, text("What?"))
+        assert answer.status == 200, answer.body
+        assert prompt_of(client) == f"<user>{SECONDS}\n\nWhat?\n<assistant>"
+        assert len(client.engine.core.added[-1].mm_features) == 3
+        answer = await ask(client, part, text("What?"), mm_processor_kwargs={"num_frames": 1})
+        assert answer.status == 200 and "series of one frames from a 0:00:03" in prompt_of(client)
+        answer = await ask(client, text("What?"), part, part)
+        assert (answer.status, answer.error["param"]) == (400, "messages[0].content[2].video_url.url")
+        assert "more than the 1 of the kind video" in answer.error["message"]
+        answer = await ask(client, part, text("What?"), mm_processor_kwargs={"fps": 0})
+        assert (answer.status, answer.error["param"]) == (400, "mm_processor_kwargs")
+
+
+@on_event_loop
+async def test_a_video_of_a_completion_takes_the_place_of_its_word():
+    async with seeing() as client:
+        answer = await complete(client, "a<video>\nb", multi_modal_data={"video": [video_url()]})
+        assert answer.status == 200, answer.body
+        assert prompt_of(client) == f"a{SECONDS}\n\n\nb"
+        answer = await complete(client, "a<video><video>", multi_modal_data={"video": [video_url()]})
+        assert answer.status == 400 and "has 2 placeholders of the kind video" in answer.error["message"]
+        answer = await complete(client, "a<video>b")
+        assert answer.status == 200 and prompt_of(client) == "a<video>b"
 
 
 @on_event_loop
@@ -125,6 +166,9 @@ async def test_a_chat_without_images_costs_nothing_more():
         assert not client.engine.core.added[-1].mm_features
 
 
+VIDEO_URL = ".video_url.url"
+
+
 def place(rest: str = "") -> str:
     return f"messages[0].content[1]{rest}"
 
@@ -146,8 +190,9 @@ def place(rest: str = "") -> str:
         ({"type": "image_url", "image_url": {"url": 5}}, place(".image_url.url"), "not text"),
         (image("data:,", detail=5), place(".image_url.detail"), "not text"),
         ({"type": "image", "image": "/etc/passwd"}, place(), "one of image_url, video_url"),
-        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aaaa"}}, place(), "text and images"),
-        ({"type": "input_audio"}, place(), "text, image parts"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aaaa"}}, place(VIDEO_URL), "as a video"),
+        ({"type": "video_url", "video_url": {"url": "data:image/png;base64,aaaa"}}, place(VIDEO_URL), "video/"),
+        ({"type": "input_audio"}, place(), "text, image, video parts"),
     ],
 )
 @on_event_loop
