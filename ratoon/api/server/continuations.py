@@ -60,10 +60,12 @@ async def completion_origin(context: ServerContext, asked: CompletionRequest) ->
     """Finds where a completion begins. None: it is an ordinary prompt."""
     has_prompt = asked.prompt is not None or asked.encoder_prompt is not None
     if asked.continuation_of is None:
-        if not has_prompt:
+        if not has_prompt and asked.prompt_embeds is None:
             raise refused("prompt", "one of prompt and continuation_of is needed", "either of them")
         _refuse_companions(asked)
         return None
+    if asked.prompt_embeds is not None:
+        raise refused("prompt_embeds", "can't be used in a continuation, which is tokens", "leave it out")
     if asked.echo:
         raise refused("echo", "can't be used in a continuation, which begins after its parent", "leave it out")
     for name in ("add_special_tokens", "decoder_prompt"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.errors import ApiError, context_length_exceeded, refused
 from ratoon.api.server.media import Media, chat_media, load_media
 from ratoon.api.server.protocol.chat import ChatCompletionRequest, Message
+from ratoon.api.server.protocol.completions import PromptEmbeds
 from ratoon.api.server.threads import Lane, WorkLanes, off_loop
 from ratoon.core.errors import RequestError
 from ratoon.models.chat_template import RenderedChat, TrustedTemplate
@@ -26,6 +29,7 @@ RESERVED_VARIABLES = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "self", "template",
     "variables",
 )  # fmt: skip
+BYTES_PER_NUMBER = {"float32": 4, "float16": 2, "bfloat16": 2}
 MESSAGES_FIELD = re.compile(r"messages(?:\[(\d+)\])?")
 
 # Requests' own templates wait for a child process (models/template_process.py) in threads that only they use.
@@ -42,8 +46,11 @@ class EncodedPrompt:
     notes: tuple[str, ...] = ()  # of a conversation: features that the chat template does not support
     media: Media | None = None  # images and videos, each of which has one placeholder in the tokens
     processor_options: dict[str, Any] | None = None  # for the preprocessing of media
+    embeds: Any = None  # an array [tokens, hidden size] in the place of the tokens, whose ids are 0
 
     def as_prompt(self) -> dict[str, Any]:
+        if self.embeds is not None:
+            return {"prompt_embeds": self.embeds}
         prompt: dict[str, Any] = {"prompt": self.text, "prompt_token_ids": self.token_ids}
         if self.media is not None:
             prompt["multi_modal_data"] = self.media
@@ -91,6 +98,39 @@ async def encode_prompts(
         return encoded
 
     return await off_loop(sum(map(len, prompts)), encode_all)
+
+
+async def decode_embeds(context: ServerContext, given: PromptEmbeds) -> EncodedPrompt:
+    """Returns embeddings that take the place of all tokens of a prompt. Whether they fit the model is checked by the
+    engine's front end."""
+    param, (*before, num_tokens, width) = "prompt_embeds", given.shape
+    expected = f"[tokens, {context.llm.source.config.hidden_size}]"
+    if any(size != 1 for size in before) or not num_tokens or not width:
+        raise refused(f"{param}.shape", f"is {given.shape}", expected)
+    if num_tokens > context.max_model_len - 1:
+        raise context_length_exceeded(param, str(num_tokens), context.max_model_len, 1)
+    num_bytes = num_tokens * width * BYTES_PER_NUMBER[given.dtype]
+
+    def decode() -> Any:
+        try:
+            data = base64.b64decode(given.data, validate=True)
+        except (binascii.Error, ValueError):  # the latter: characters that are not ASCII
+            raise refused(f"{param}.data", "is no valid base64", "the numbers in base64") from None
+        if len(data) != num_bytes:
+            problem = f"has {len(data)} bytes, and {given.dtype} of the shape {given.shape} takes {num_bytes}"
+            raise refused(f"{param}.data", problem, "all numbers of the shape")
+        return _array_of(data, given.dtype).reshape(num_tokens, width)
+
+    return EncodedPrompt(None, [0] * num_tokens, embeds=await off_loop(len(given.data), decode))
+
+
+def _array_of(data: bytes, dtype: str) -> Any:
+    """The numbers, little-endian; bfloat16, which numpy does not have, as float32."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
 
 
 def _encode(

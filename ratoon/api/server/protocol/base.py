@@ -308,7 +308,7 @@ CONSTRAINTS: Mapping[str, str] = {
     "n_predict": LENGTH,
     "num_predict": LENGTH,
     "truncate_prompt_tokens": "prompts are never truncated: shorten it",
-    "prompt_embeds": "send text or token ids",
+    "prompt_embeds": "/v1/completions takes them",
     "documents": "use chat_template_kwargs, if the model's chat template supports it",
 }
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ratoon.api.server.protocol.base import (
     CONSTRAINTS,
     AnswerModel,
     ContinuationAnswer,
+    Entries,
     FoundChunkChoice,
     Int,
     MediaUrls,
     Prompt,
     PromptLogprobs,
     Prompts,
+    RequestModel,
+    Size,
     Suffix,
     Usage,
 )
@@ -26,9 +29,25 @@ from ratoon.api.server.protocol.sampling import SamplingFields
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
+class PromptEmbeds(RequestModel):
+    """Embeddings in the place of the tokens of a prompt, in the form in which /v1/hidden_states answers."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    shape: Annotated[Entries[Size], Field(min_length=2, max_length=3)] = Field(
+        description="Tokens, the model's width; a 1 may come before them"
+    )
+    data: str = Field(description="base64: the numbers row by row, little-endian")
+
+
+def _not_a_file(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError("is text: files of torch.save are pickles, which are not read; expected an object")
+    return value
+
+
 class CompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **CONSTRAINTS,
+        **{name: hint for name, hint in CONSTRAINTS.items() if name != "prompt_embeds"},
         "suffix": "write the model's own fill-in-the-middle markers into the prompt",
     }
 
@@ -42,6 +61,9 @@ class CompletionRequest(SamplingFields):
     )
     decoder_prompt: Prompt | None = Field(
         None, description="Of an encoder-decoder model: text or token ids that its decoder begins with"
+    )
+    prompt_embeds: Annotated[PromptEmbeds | None, BeforeValidator(_not_a_file)] = Field(
+        None, description="Embeddings in the place of the tokens of a prompt, instead of prompt"
     )
     continuation_suffix: Suffix | None = Field(None, description="Text or token ids after the earlier answer")
     continuation_at: Int | None = Field(

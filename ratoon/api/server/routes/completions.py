@@ -20,7 +20,7 @@ from ratoon.api.server.generation import Batch, asked_lengths, check_token_limit
 from ratoon.api.server.logprobs import CompletionLogprobsBuilder, prompt_logprobs
 from ratoon.api.server.media import listed_media, load_media
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_prompts
+from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, decode_embeds, encode_prompts
 from ratoon.api.server.protocol.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from ratoon.api.server.request_bodies import read_body
 from ratoon.core.errors import RequestError
@@ -79,6 +79,10 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
     if origin is not None:
         check_token_limit(context, 1, params)
         fallback = partial(encode_fallback, context, asked) if has_text(asked) else None
+    elif asked.prompt_embeds is not None:
+        check_embeds(asked)
+        check_token_limit(context, 1, params)
+        prompts = [await decode_embeds(context, asked.prompt_embeds)]
     else:
         param, given = find_prompts(context, asked)
         check_token_limit(context, len(given), params)
@@ -97,6 +101,15 @@ async def make_batch(context: ServerContext, asked: CompletionRequest, exchange:
         has_media_field=True,
         only_prompt=max_tokens == 0,
     )
+
+
+def check_embeds(asked: CompletionRequest) -> None:
+    """Refuses fields that have no meaning beside prompt_embeds."""
+    for name in ("prompt", "encoder_prompt", "decoder_prompt", "multi_modal_data"):
+        if getattr(asked, name) is not None:
+            raise refused("prompt_embeds", f"can't be used together with {name}", "one of the two")
+    if asked.echo:
+        raise refused("echo", "a prompt of embeddings has no text", "leave it out")
 
 
 async def encode_given(

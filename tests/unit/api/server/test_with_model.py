@@ -157,3 +157,75 @@ async def test_a_request_that_memory_can_never_hold_is_refused(folder):
         for stream in (False, True):
             answer = await client.complete(prompt="x" * 200, max_tokens=4, stream=stream)
             assert answer.status == 400, answer.body
+
+
+@on_event_loop
+async def test_embeddings_that_were_read_are_a_prompt(folder):
+    """The states below the first layer are the embeddings of tokens; as a prompt, they get the answer to the text."""
+    async with serving(folder) as client:
+        asked = {"model": MODEL, "prompt": PROMPT, "positions": "all", "layers": [0]}
+        answering = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        expected = (await client.complete(prompt=PROMPT, **answering)).json()
+        for dtype in ("float32", "float16", "bfloat16"):
+            read = (await client.post("/v1/hidden_states", {**asked, "dtype": dtype})).json()
+            embeds = {name: read[name] for name in ("dtype", "shape", "data")}
+            answer = await client.complete(prompt_embeds=embeds, **answering)
+            assert answer.status == 200, answer.body
+            body = answer.json()
+            Completion.model_validate(body)
+            assert body["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] == embeds["shape"][1]
+            if dtype == "float32":
+                assert body["choices"][0]["text"] == expected["choices"][0]["text"]
+                events = (await client.complete(prompt_embeds=embeds, stream=True, **answering)).events()
+                assert "".join(event["choices"][0]["text"] for event in events) == expected["choices"][0]["text"]
+                flat = {**embeds, "shape": embeds["shape"][1:]}
+                again = (await client.complete(prompt_embeds=flat, **answering)).json()
+                assert again["choices"] == body["choices"], "the same numbers"
+                later = {"continuation_of": body["id"], "continuation_suffix": "b", **answering}
+                of_text = {**later, "continuation_of": expected["id"]}
+                continued = (await client.complete(**later)).json()["choices"][0]["text"]
+                assert continued == (await client.complete(**of_text)).json()["choices"][0]["text"]
+
+
+def embeds_of(width: int, num_tokens: int = 2, **changes):
+    data = base64.b64encode(bytes(4 * width * num_tokens)).decode()
+    return {"dtype": "float32", "shape": [num_tokens, width], "data": data, **changes}
+
+
+@on_event_loop
+async def test_embeddings_that_are_no_prompt_are_named(folder):
+    async with serving(folder) as client:
+        width = client.context.llm.source.config.hidden_size
+        too_long = client.context.max_model_len + 1
+        nan = base64.b64encode(struct.pack("<f", float("nan")) * 2 * width).decode()
+        cases = [
+            (embeds_of(width, shape=[2, width + 1]), "prompt_embeds.data", "bytes"),
+            (embeds_of(width + 1), "prompt_embeds", str(width)),
+            (embeds_of(width, shape=[2, 1, width]), "prompt_embeds.shape", str(width)),
+            (embeds_of(width, shape=[0, width], data=""), "prompt_embeds.shape", "tokens"),
+            (embeds_of(width, shape=[width]), "prompt_embeds.shape", ""),
+            (embeds_of(width, shape=[-2, -width]), "prompt_embeds.shape[0]", ""),
+            (embeds_of(width, data="%%%"), "prompt_embeds.data", "base64"),
+            (embeds_of(width, data="ä"), "prompt_embeds.data", "base64"),
+            (embeds_of(width, dtype="int8"), "prompt_embeds.dtype", ""),
+            (embeds_of(width, data=nan), "prompt_embeds", "finite"),
+            (embeds_of(width, num_tokens=too_long), "prompt_embeds", "tokens"),
+            ("UEsDBA==", "prompt_embeds", "pickles"),
+        ]
+        for embeds, param, problem in cases:
+            answer = await client.complete(prompt_embeds=embeds)
+            assert (answer.status, answer.error["param"]) == (400, param), (embeds, answer.body)
+            assert problem in answer.error["message"]
+        right = embeds_of(width)
+        for fields, param in [
+            ({"prompt": "a"}, "prompt_embeds"),
+            ({"multi_modal_data": {"image": []}}, "prompt_embeds"),
+            ({"echo": True}, "echo"),
+            ({"prompt_logprobs": 1}, "prompt_logprobs"),
+            ({"continuation_of": "cmpl-x"}, "prompt_embeds"),
+        ]:
+            answer = await client.complete(prompt_embeds=right, **fields)
+            assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        chat = await client.chat("a", prompt_embeds=right)
+        assert chat.status == 400 and "/v1/completions takes them" in chat.error["message"]
+        assert (await client.complete(prompt_embeds=right, max_tokens=1)).status == 200
