@@ -328,6 +328,22 @@ def test_a_video_whose_time_runs_ahead_of_its_tokens_gives_the_tokens_of_transfo
         assert (root.prompt_token_ids, root.rope) == (whole.prompt_token_ids, whole.rope)
 
 
+def test_crops_of_gemma_give_the_tokens_of_transformers() -> None:
+    """A picture that is twice as wide as high is read whole, and as two squares beside each other."""
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    with seeing("gemma3", max_num_batched_tokens=64, num_blocks=400) as (llm, reader):
+        prompts = [{**reader.prompt(number, "", "a"), "mm_processor_kwargs": crops} for number in (0, 1)]
+        outputs = llm.generate([*prompts, reader.prompt(0, "", "a")], greedy(COUNT), progress=False)
+        assert [tokens_of(one) for one in outputs[:2]] == [expected(llm, reader, prompt) for prompt in prompts]
+        assert len(read(llm, prompts[0])[1]) == 3 and num_encoder_runs(llm) == 6
+        text = llm.get_tokenizer().decode(outputs[0].prompt_token_ids, skip_special_tokens=False)
+        assert "and here are some crops to help you see better" in text
+        assert len(outputs[2].prompt_token_ids) < len(outputs[0].prompt_token_ids)
+        assert tokens_of(outputs[2]) == expected(llm, reader, reader.prompt(0, "", "a"))
+    with seeing("gemma3", mm_processor_kwargs=crops, num_blocks=400) as (llm, reader):
+        assert tokens_of(ask(llm, reader.prompt(1, "", "a"))) == tokens_of(outputs[1]), "also by the setting"
+
+
 def video_prompt(*numbers: int, behind: str = "what is it") -> dict[str, Any]:
     """A video of pictures, one in each second."""
     frames = [picture(number).resize((48, 24)) for number in numbers]

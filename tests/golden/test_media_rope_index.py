@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.video_utils import VideoMetadata
 
-from ratoon.media.processor import _time_interval
+from ratoon.core.config import MediaSettings
+from ratoon.media.decode import VideoFile
+from ratoon.media.items import MediaItem
+from ratoon.media.processor import MediaProcessor, _time_interval
 from ratoon.media.rope_index import Span, pack_positions, rope_index
+from tests.golden.media_oracle import QWEN
+from tests.unit.media.test_media_files import video
 
 MERGE = 2
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -60,3 +66,23 @@ def test_positions_and_delta(kind: type, layout, tokens_per_second: int) -> None
     assert (found_delta < delta) == has_time_ahead
     packed = pack_positions(found, found_delta)
     assert np.frombuffer(packed.packed, np.int32).reshape(3, -1).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("asked", [{}, {"fps": 1.0}, {"fps": 4.0}, {"num_frames": 6}])
+@pytest.mark.parametrize("rate", [5, 12])
+def test_the_time_of_a_file_is_that_of_the_frames_that_are_taken(rate: int, asked: dict) -> None:
+    """transformers' processor gives its model `second_per_grid_ts`, which follows from the frames that it took."""
+    data = video(num_frames=12, rate=rate)
+    processor = MediaProcessor(QWEN, None, MediaSettings(), rope_axes=3)
+    small = {"min_pixels": 784, "max_pixels": 4 * 784}
+    item = MediaItem("video", data, "video")
+    prompt = processor.process("prompt", [1, QWEN.video_token_id, 2, 3], [item], {**small, **asked})
+    (feature,) = prompt.features
+    file = VideoFile(data, "video", 2**20)
+    num_taken = feature.data.grid[0] * QWEN.vision.temporal_patch_size
+    metadata = VideoMetadata(file.num_frames, fps=file.fps, frames_indices=[*range(num_taken)])
+    seconds = QWEN.vision.temporal_patch_size / metadata.sampled_fps
+    types = [TEXT, *[VIDEO] * feature.length, TEXT, TEXT]
+    expected, _ = oracle(Qwen2_5_VLModel, types, [], [list(feature.data.grid)], [seconds], 2.0)
+    assert np.frombuffer(prompt.rope.packed, np.int32).reshape(3, -1).tolist() == expected.tolist()
+    assert feature.data.grid[0] > 1 and expected[0].max() > 1, "time passes"

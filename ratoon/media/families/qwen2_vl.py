@@ -87,16 +87,16 @@ class Qwen2VL:
     def sample(
         self, num_frames: int, fps: float | None, config: MediaConfig, options: BothOptions, max_frames: int
     ) -> list[int]:
-        """Whole groups of frames at equal distances, as transformers' `sample_frames` chooses them."""
+        """Whole groups of frames at equal distances, as transformers' `sample_frames` chooses them. (Where its last
+        place is behind the last frame, by rounding, it is left out here.)"""
         import numpy as np
 
         asked, group = options.video, config.vision.temporal_patch_size
-        most = min(asked.max_frames, max_frames)
-        if asked.num_frames is not None:
-            wanted: float = min(round(asked.num_frames / group) * group, most)
+        if asked.num_frames is not None:  # whatever min_frames and max_frames are
+            wanted: float = min(round(asked.num_frames / group) * group, max_frames)
         else:
             wanted = num_frames if fps is None else num_frames / fps * (asked.fps or FILE_FPS)
-            wanted = min(max(wanted, asked.min_frames), most, num_frames)
+            wanted = min(max(wanted, asked.min_frames), asked.max_frames, max_frames, num_frames)
         number = min(math.floor(wanted / group) * group, math.floor(num_frames / group) * group)
         if number == 0:
             return [0]

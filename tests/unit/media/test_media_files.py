@@ -18,6 +18,7 @@ from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO
 from ratoon.media import process
 from ratoon.media.decode import VideoFile
+from ratoon.media.families import FAMILIES
 from ratoon.media.items import MediaItem
 from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file, read_decoded
 from ratoon.media.process import Job, MediaProcesses, make_job
@@ -178,6 +179,27 @@ def test_options_say_how_many_frames_are_taken() -> None:
     assert in_child(data, VIDEO, fps=4.0, **small).inputs[0].grid[0] == 4
     assert in_child(data, VIDEO, num_frames=6, **small).inputs[0].grid[0] == 3
     assert in_child(data, VIDEO, MediaLimits(2**22, 2), num_frames=6, **small).inputs[0].grid[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "rate", "asked", "number", "first", "last"),
+    [
+        (300, 30.0, {}, 20, 15, 285),
+        (300, 29.97, {"fps": 0.5}, 4, 75, 225),
+        (4725, 24.0, {"num_frames": 55, "max_frames": 11}, 56, 84, 4640),
+        (1446, 12.0, {"fps": 7.5, "max_frames": 43}, 42, 34, 1411),
+        (9, 60.0, {}, 4, 2, 6),
+        (2, 60.0, {}, 2, 1, 1),
+    ],
+)
+def test_frames_of_qwen_are_those_that_transformers_takes(
+    total: int, rate: float, asked: dict, number: int, first: int, last: int
+) -> None:
+    """Recorded of transformers 5.22.2, whose module needs torchvision: the number, the second and the last frame of
+    Qwen2VLVideoProcessor(fps=2.0).sample_frames(VideoMetadata(total, rate), **asked)."""
+    family = FAMILIES["qwen2_5_vl"]
+    found = family.sample(total, rate, QWEN, family.options(QWEN, asked), 1000)
+    assert (len(found), found[0], found[1], found[-1]) == (number, 0, first, last)
 
 
 def test_frames_are_counted_if_the_header_does_not_say_how_many() -> None:
