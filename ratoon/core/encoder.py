@@ -8,6 +8,8 @@ import msgspec
 
 from ratoon.core.wire import WireTensor
 
+LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000  # samples a second of recordings that are resampled
+
 CONTENT_HASH_BYTES = 32
 
 

@@ -139,7 +139,7 @@ def _from_array(samples: Any, rate: Any) -> Iterator[np.ndarray]:
     if rate == SAMPLE_RATE:
         return pieces
     try:
-        from ratoon.transcription.av_decoding import resample
+        from ratoon.models.resample import resample
     except ImportError:
         problem = f"has {rate} Hz, and PyAV is not installed"
         raise RequestError("file", problem, f"{SAMPLE_RATE} Hz, or {HOW_TO_INSTALL}") from None

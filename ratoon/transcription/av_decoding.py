@@ -1,11 +1,11 @@
-"""Containers, codecs and other sampling rates, by PyAV (FFmpeg). It is an extra: only sources.py imports this.
+"""Containers and codecs, by PyAV (FFmpeg). It is an extra: only sources.py imports this.
 
 Only the given file is opened, never files that it refers to: playlists are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import av
@@ -46,16 +46,6 @@ def decode(file: BinaryIO) -> Iterator[np.ndarray]:
                 resampler = AudioResampler(format=SAMPLE_FORMAT, layout="mono", rate=SAMPLE_RATE)
             yield from _convert(resampler, frame)
         yield from _convert(resampler, None)
-
-
-def resample(pieces: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
-    """Samples of one channel at another rate. Each piece is the one before's continuation."""
-    resampler = AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
-    for piece in pieces:
-        frame = AudioFrame.from_ndarray(piece[None], format="flt", layout="mono")
-        frame.sample_rate = rate
-        yield from (out.to_ndarray()[0] for out in resampler.resample(frame))
-    yield from (out.to_ndarray()[0] for out in resampler.resample(None))
 
 
 def _open(file: BinaryIO) -> InputContainer:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ratoon.core.encoder import HIGHEST_RATE, LOWEST_RATE
 from ratoon.core.errors import RequestError
 from ratoon.core.params import BeamSearchParams
 from ratoon.transcription.vocabulary import TASKS
@@ -17,7 +18,6 @@ Task = Literal["transcribe", "translate"]
 # Tried in turn until a window's text passes the thresholds: openai-whisper's.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 HIGHEST_TEMPERATURE = 2.0
-LOWEST_RATE, HIGHEST_RATE = 1_000, 768_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from ratoon.core.config import EncoderConfig, MediaSettings, ModelConfig
-from ratoon.core.encoder import EncoderInput, features_for_encoder, tokens_for_encoder
+from ratoon.core.encoder import (
+    HIGHEST_RATE,
+    LOWEST_RATE,
+    EncoderInput,
+    features_for_encoder,
+    tokens_for_encoder,
+)
 from ratoon.core.errors import RequestError
 from ratoon.core.media import MediaFeature, RopePositions
 from ratoon.core.wire import WireTensor
@@ -291,11 +297,9 @@ def read_audio(name: str, audio: Mapping[str, Any], encoder: EncoderConfig) -> W
 
 
 def _waveform(name: str, audio: Any, sampling_rate: Any) -> numpy.ndarray:
-    from ratoon.models.log_mel import SAMPLE_RATE, WINDOW_SAMPLES, WINDOW_SECONDS
+    from ratoon.models.log_mel import SAMPLE_RATE, WINDOW_SECONDS
 
-    if isinstance(sampling_rate, bool) or sampling_rate != SAMPLE_RATE:
-        problem = f"is {sampling_rate!r}"
-        raise RequestError(f"{name}.sampling_rate", problem, f"{SAMPLE_RATE}; transcribe takes other rates")
+    rate = _sampling_rate(f"{name}.sampling_rate", sampling_rate)
     field = f"{name}.audio"
     waveform = _numbers(field, audio)
     if waveform.ndim != 1:
@@ -303,13 +307,38 @@ def _waveform(name: str, audio: Any, sampling_rate: Any) -> numpy.ndarray:
         raise RequestError(field, problem, "one channel: a list of samples; transcribe mixes channels down")
     if waveform.size == 0:
         raise RequestError(field, "is empty", "at least one sample")
-    if waveform.size > WINDOW_SAMPLES:
+    if waveform.size > WINDOW_SECONDS * rate:
         raise RequestError(
             field,
-            f"is {waveform.size / SAMPLE_RATE:.1f} s long ({waveform.size} samples)",
+            f"is {waveform.size / rate:.1f} s long ({waveform.size} samples)",
             f"at most {WINDOW_SECONDS} s in a prompt; transcribe takes longer ones",
         )
-    return waveform
+    return waveform if rate == SAMPLE_RATE else _resampled(f"{name}.sampling_rate", waveform, rate)
+
+
+def _sampling_rate(field: str, value: Any) -> int:
+    try:
+        rate = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        rate = int(value) if isinstance(value, float) and value.is_integer() else 0
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        expected = f"a whole number of samples a second, from {LOWEST_RATE} to {HIGHEST_RATE}"
+        raise RequestError(field, f"is {value!r}", expected)
+    return rate
+
+
+def _resampled(field: str, waveform: numpy.ndarray, rate: int) -> numpy.ndarray:
+    """The same sound at the rate that encoders read. RequestError: PyAV is not installed."""
+    import numpy
+
+    from ratoon.models.log_mel import SAMPLE_RATE, WINDOW_SAMPLES
+
+    try:
+        from ratoon.models.resample import resample
+    except ImportError:
+        problem = f"is {rate}, and PyAV, which resamples, is not installed"
+        raise RequestError(field, problem, f"{SAMPLE_RATE}, or pip install 'ratoon[audio]'") from None
+    return numpy.concatenate([*resample([waveform], rate)])[:WINDOW_SAMPLES]
 
 
 def _numbers(field: str, values: Any) -> numpy.ndarray:

@@ -158,7 +158,10 @@ def test_text_that_came_earlier_may_stand_before_the_start_of_what_is_heard():
     ("prompt", "field", "part"),
     [
         ({"audio": [], "sampling_rate": 16_000}, "prompt.audio", "empty"),
-        ({"audio": SOUND, "sampling_rate": 8_000}, "prompt.sampling_rate", "8000"),
+        ({"audio": SOUND, "sampling_rate": 80}, "prompt.sampling_rate", "80"),
+        ({"audio": SOUND, "sampling_rate": True}, "prompt.sampling_rate", "True"),
+        ({"audio": SOUND, "sampling_rate": 10**9}, "prompt.sampling_rate", "1000000000"),
+        ({"audio": np.zeros(31 * 8_000), "sampling_rate": 8_000}, "prompt.audio", "31.0 s"),
         ({"audio": SOUND, "sampling_rate": "16000"}, "prompt.sampling_rate", "'16000'"),
         ({"audio": SOUND}, "prompt.sampling_rate", "missing"),
         ({"sampling_rate": 16_000}, "prompt.audio", "missing"),

@@ -198,7 +198,8 @@ def test_a_file_that_is_too_large_is_refused():
 class TestWithoutPyAV:
     @pytest.fixture(autouse=True)
     def _no_av(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "ratoon.transcription.av_decoding", None)
+        for module in ("ratoon.transcription.av_decoding", "ratoon.models.resample"):
+            monkeypatch.setitem(sys.modules, module, None)
 
     @pytest.mark.parametrize("channels", [1, 2])
     def test_plain_wav_files_are_read_all_the_same(self, channels):
