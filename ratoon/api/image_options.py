@@ -1,4 +1,5 @@
-"""Images on the command line: the option --image, paths in a typed message, and the parts of messages that they become.
+"""Images on the command line: the options --image and --video, paths in a typed message, and the parts of messages that
+they become.
 
 Files are read when they are named, and travel as data URLs, to a model in this process as to a server. Nothing is
 decoded here.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import mimetypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ratoon.core.errors import RequestError
+from ratoon.core.media import IMAGE, VIDEO
 
 # Content types by the ends of file names
 TYPES = {
@@ -22,37 +25,57 @@ TYPES = {
     ".bmp": "image/bmp", ".tif": "image/tiff", ".tiff": "image/tiff",
 }  # fmt: skip
 WORD = re.compile(r'"[^"\n]*"|\'[^\'\n]*\'|(?:\\.|\S)+')  # of a typed text; terminals paste paths in these forms
-OPTION = "--image"
+UNKNOWN_TYPE = "application/octet-stream"
+PATHS = {IMAGE: "the path of an image", VIDEO: "the path of a video"}
+
+
+class VideoPath(str):
+    """The value of --video, which stands in one list with those of --image, in their order."""
 
 
 class ImageFile(NamedTuple):
+    """The file of an image, or of a video."""
+
     path: Path
     data: bytes
+    kind: str = IMAGE
+
+    @property
+    def option(self) -> str:
+        return f"--{self.kind}"
 
     def as_part(self) -> dict[str, Any]:
-        kind = TYPES.get(self.path.suffix.lower(), "application/octet-stream")
-        return {
-            "type": "image_url",
-            "image_url": {"url": f"data:{kind};base64,{base64.b64encode(self.data).decode('ascii')}"},
-        }
+        content_type = TYPES.get(self.path.suffix.lower(), UNKNOWN_TYPE)
+        if self.kind == VIDEO:
+            guessed = mimetypes.guess_type(self.path.name)[0] or ""
+            content_type = guessed if guessed.startswith("video/") else UNKNOWN_TYPE
+        url = f"data:{content_type};base64,{base64.b64encode(self.data).decode('ascii')}"
+        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": url}}
 
 
-def add_image_option(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        OPTION, dest="images", metavar="FILE", action="append", default=[], help=f"{what}; may be repeated"
-    )
+def add_image_option(parser: argparse.ArgumentParser, where: str) -> None:
+    """`where` says where in the prompt the image or the video stands."""
+    common: dict[str, Any] = {"dest": "images", "metavar": "FILE", "action": "append"}
+    parser.add_argument("--image", default=[], help=f"an image {where}; may be repeated", **common)
+    parser.add_argument("--video", type=VideoPath, default=[], help=f"a video {where}", **common)
 
 
-def read_images(paths: Sequence[str], field: str = OPTION) -> list[ImageFile]:
-    """RequestError: a file is missing, or can't be read. `field` is what the paths were given by."""
-    return [read_image(Path(path).expanduser(), field) for path in paths]
+def read_images(paths: Sequence[str]) -> list[ImageFile]:
+    """RequestError: a file is missing, or can't be read."""
+    return [
+        read_image(Path(path).expanduser(), "--video", VIDEO)
+        if isinstance(path, VideoPath)
+        else read_image(Path(path).expanduser(), "--image")
+        for path in paths
+    ]
 
 
-def read_image(path: Path, field: str) -> ImageFile:
+def read_image(path: Path, field: str, kind: str = IMAGE) -> ImageFile:
+    """`field` is what the path was given by."""
     try:
-        return ImageFile(path, path.read_bytes())
+        return ImageFile(path, path.read_bytes(), kind)
     except OSError as error:
-        raise RequestError(field, f"{path} can't be read ({error.strerror})", "the path of an image") from None
+        raise RequestError(field, f"{path} can't be read ({error.strerror})", PATHS[kind]) from None
 
 
 def content_of(text: str, images: Sequence[ImageFile]) -> str | list[dict[str, Any]]:

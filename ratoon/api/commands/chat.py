@@ -95,7 +95,7 @@ def add_parser(subparsers: Subparsers) -> None:
         default=AUTO,
         help="marks around the model's reasoning; see `ratoon serve`",
     )
-    add_image_option(parser, "an image for the first message")
+    add_image_option(parser, "for the first message")
     add_remote_options(parser, always=False)
     add_sampling_options(parser, max_tokens=512)
     add_adapter_option(parser)
@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
     check_generation_options(args)
     check_where(args)
     check_reasoning(args)
-    images = read_images(args.images)
+    args.images = read_images(args.images)
     with open_answerer(args) as answerer:
-        conversation = Conversation(answerer, args.system, images)
+        conversation = Conversation(answerer, args.system, args.images)
         if sys.stdout.isatty():
             print(f"{answerer.name}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         read_text = terminal_reader() if sys.stdin.isatty() and sys.stdout.isatty() else read_lines

@@ -52,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_remote_options(parser, always=True)
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    add_image_option(parser, "an image, which comes before each prompt, with --chat")
+    add_image_option(parser, "that comes before each prompt, with --chat")
     add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     for option in ("system", "prefill"):
         if getattr(args, option) is not None and not args.chat:
             raise RequestError(f"--{option}", "can't be used with a plain prompt", "add --chat")
-    if args.images and not args.chat:
-        raise RequestError("--image", "can't be used with a plain prompt", "add --chat")
     args.images = read_images(args.images)
+    if args.images and not args.chat:
+        raise RequestError(args.images[0].option, "can't be used with a plain prompt", "add --chat")
     client = open_client(args)
     if choose_streaming(args, len(texts)):
         asyncio.run(stream_answer(client, texts[0], args))

@@ -44,7 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     form.add_argument("--chat", action="store_true", help="apply the chat template; an error if there is none")
     form.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
-    add_image_option(parser, "an image, which comes before each prompt; a raw prompt has its own placeholders")
+    add_image_option(parser, "that comes before each prompt; a raw prompt has its own placeholders")
     add_prefill_option(parser)
     add_decoder_prompt_option(parser)
     add_answer_options(parser)
@@ -109,7 +109,7 @@ def refuse_audio_models(llm: LLM) -> None:
 
 def refuse_images(llm: LLM, images: Sequence[ImageFile]) -> None:
     if images and llm.source.config.media is None:
-        raise RequestError("--image", f"{llm.source.name} reads text only", "a model that reads images")
+        raise RequestError(images[0].option, f"{llm.source.name} reads text only", "a model that reads images")
 
 
 def check_decoder_prompt(args: argparse.Namespace) -> None:
@@ -168,8 +168,10 @@ def with_images(prompt: dict[str, Any], images: Sequence[ImageFile]) -> dict[str
         return prompt
     from ratoon.media.items import NamedMedia
 
-    named = [NamedMedia(image.data, f"--image {image.path}") for image in images]
-    return {**prompt, "multi_modal_data": {"image": named}}
+    media: dict[str, list[NamedMedia]] = {}
+    for image in images:
+        media.setdefault(image.kind, []).append(NamedMedia(image.data, f"{image.option} {image.path}"))
+    return {**prompt, "multi_modal_data": media}
 
 
 def messages_of(text: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -16,7 +16,15 @@ from ratoon.api.commands.chat_answerers import PrintedAnswer
 from ratoon.api.commands.complete import make_request
 from ratoon.api.image_options import begins_with_image, content_of, read_images, split_paths
 from ratoon.cli import main
-from tests.unit.api.server.test_images import NUM_ROWS, PARTS_TEMPLATE, TEXT_OF_IMAGE, media_config, media_tokenizer
+from tests.unit.api.server.test_images import (
+    NUM_ROWS,
+    PARTS_TEMPLATE,
+    SECONDS,
+    TEXT_OF_IMAGE,
+    media_config,
+    media_tokenizer,
+)
+from tests.unit.media.test_media_files import video as mp4
 
 
 @pytest.fixture
@@ -147,6 +155,29 @@ def test_generate_names_the_image_that_is_wrong(sees: Any, tmp_path: Path, capsy
     assert f"--image {broken}: " in capsys.readouterr().err
     assert main(["generate", "fake", "What?", "--image", str(tmp_path / "none.png")]) == 2
     assert "none.png can't be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_video_is_an_option_beside_images(
+    sees: Any, picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a film.mp4"
+    path.write_bytes(mp4(9, 3, (16, 16)))
+    assert main(["generate", "fake", "What?", "--video", str(path), "--image", str(picture)]) == 0
+    prompt = media_tokenizer(PARTS_TEMPLATE).decode(sees.added[-1].prompt_token_ids, skip_special_tokens=False)
+    assert f"{SECONDS}\n\n{TEXT_OF_IMAGE}What?" in prompt, "in the order of the command"
+    args = parse_arguments(["complete", "--url", "x", "--chat", "hi", "--video", str(path), "--image", str(picture)])
+    args.images = read_images(args.images)
+    parts = make_request("m", "hi", args)[1]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["video_url", "image_url", "text"]
+    assert parts[0]["video_url"]["url"].startswith("data:video/mp4;base64,")
+    capsys.readouterr()
+    (tmp_path / "notes.mp4").write_text("no video")
+    for wrong, problem in (
+        (tmp_path / "notes.mp4", "can't be read as a video"),
+        (tmp_path / "none.mp4", "the path of a video"),
+    ):
+        command = ["generate", "fake", "What?", "--video", str(wrong)]
+        assert main(command) == 2 and problem in capsys.readouterr().err
 
 
 def test_a_model_of_text_takes_no_images(client: Any, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
