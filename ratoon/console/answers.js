@@ -2,9 +2,10 @@
 // Asking: sends what the reader wants to know, and writes what comes back into the tree.
 
 import { ApiError, call, chunks } from "./api.js";
+import { keepRecording, listener, recordingOf } from "./recordings.js";
 import { branchRequest, chatRequest, SettingError } from "./request.js";
 import { announce, changed, state, touch } from "./store.js";
-import { addMessage, leafOf, newId } from "./tree.js";
+import { addMessage, leafOf, newId, readSegment } from "./tree.js";
 
 /** @typedef {import("./types").Message} Message */
 /** @typedef {import("./types").Token} Token */
@@ -72,6 +73,7 @@ function pathHasNoAnswer(message) {
 /** The answer to a message of the reader or to the results of tools.
  * @param {Message} asked @param {number} [round] */
 export async function answer(asked, round = 0) {
+  if (asked.recording) return hear(asked);
   const blank = () => ({ role: /** @type {const} */ ("assistant"), parent: asked.id, tokens: [], calls: [] });
   // With results at hand a call is no longer required: else the model could never answer.
   const settings = asked.role === "tool" && state.settings.toolChoice === "required" ? { ...state.settings, toolChoice: "auto" } : state.settings;
@@ -337,29 +339,57 @@ export function textOf(tokens) {
   return tokens.map((token) => decoder.decode(bytesOf(token), { stream: true })).join("") + decoder.decode();
 }
 
-/** A recording: the model writes down what is said in it.
- * @param {File} file */
-export async function transcribe(file) {
+/** A recording: a new root of the tree, and below it what the model hears. `text` is what the recording follows: it shows
+ * the model how names are spelt.
+ * @param {File} file @param {string} [text] */
+export async function transcribe(file, text = "") {
+  const asked = addMessage(state.tree, { role: "user", parent: null, text, recording: file.name });
+  keepRecording(asked.id, file);
+  await hear(asked);
+}
+
+/** The transcript of a message's recording.
+ * @param {Message} asked */
+async function hear(asked) {
   const { tree } = state;
-  const asked = addMessage(tree, { role: "user", parent: null, text: `Recording: ${file.name}` });
-  const written = addMessage(tree, { role: "assistant", parent: asked.id, status: "running", tokens: [], calls: [] });
+  const file = recordingOf(asked.id);
+  if (!file) return announce(`The recording ${asked.recording} is no longer in this page: drop it again`, true);
+  const model = listener();
+  const fields = { ...(model ? { model } : {}), ...(asked.text ? { prompt: asked.text } : {}), response_format: "verbose_json", stream: "true" };
+  const sent = { path: "/v1/audio/transcriptions", body: fields, file: file.name };
+  const written = addMessage(tree, { role: "assistant", parent: asked.id, status: "running", tokens: [], calls: [], segments: [], sent });
   tree.cursor = written.id;
-  changed();
   const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) form.set(name, value);
   form.set("file", file, file.name);
-  if (state.model) form.set("model", state.model);
   const controller = new AbortController();
   running.set(written.id, controller);
+  changed();
+  const started = performance.now();
   try {
-    const found = await (await call("/v1/audio/transcriptions", { form, signal: controller.signal })).json();
-    written.text = String(found.text ?? "");
+    for await (const chunk of chunks(sent.path, form, controller.signal)) {
+      readHeard(written, chunk);
+      touch(written);
+    }
     written.status = "done";
   } catch (error) {
     fail(written, error, controller.signal.aborted);
   }
+  written.seconds = (performance.now() - started) / 1000;
   running.delete(written.id);
-  announce(written.status === "done" ? "The recording is transcribed" : "The recording could not be transcribed");
+  announce(written.status === "done" ? `The recording is transcribed: ${written.segments?.length} segments` : "The recording could not be transcribed");
   touch(written);
+}
+
+/** One event of a transcription. @param {Message} message @param {any} chunk */
+function readHeard(message, chunk) {
+  if (chunk.type === "transcript.text.delta") message.text += String(chunk.delta ?? "");
+  else if (chunk.type === "transcript.text.segment") (message.segments ??= []).push(readSegment(chunk));
+  else if (chunk.type === "transcript.text.done") {
+    message.text = String(chunk.text ?? message.text);
+    if (typeof chunk.language === "string") message.language = chunk.language;
+    if (Number.isFinite(chunk.duration)) message.duration = chunk.duration;
+  }
 }
 
 /** Goes to a message and to what follows it. @param {string} id */

@@ -83,10 +83,10 @@ function readEvent(/** @type {string} */ block) {
   return data.length ? { event, data: data.join("\n") } : null;
 }
 
-/** The chunks of a streamed answer. An error within the stream is thrown.
+/** The chunks of a streamed answer to JSON or to a form. An error within the stream is thrown.
  * @param {string} path @param {unknown} body @param {AbortSignal} signal */
 export async function* chunks(path, body, signal) {
-  const response = await call(path, { json: body, signal });
+  const response = await call(path, { ...(body instanceof FormData ? { form: body } : { json: body }), signal });
   for await (const { data } of events(response)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);

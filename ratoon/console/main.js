@@ -267,6 +267,9 @@ async function loadModels() {
   try {
     const { data } = await (await call("/v1/models")).json();
     state.models = data.map((/** @type {any} */ model) => String(model.id));
+    state.modalities = Object.fromEntries(
+      data.filter((/** @type {any} */ model) => Array.isArray(model.input_modalities)).map((/** @type {any} */ model) => [String(model.id), model.input_modalities]),
+    );
     if (!state.models.includes(state.model)) state.model = state.models[0] ?? "";
   } catch (error) {
     announce(/** @type {Error} */ (error).message, !state.askKey);

@@ -16,7 +16,7 @@ const LEFT = 14;
 /** @param {Message} message */
 export function labelOf(message) {
   if (message.role === "tool") return `result: ${message.text}`;
-  if (message.role === "user") return message.text || "(an image)";
+  if (message.role === "user") return message.recording ? `recording: ${message.recording}` : message.text || "(an image)";
   if (message.status === "failed") return "failed";
   if (message.calls?.length && !message.text) return `calls ${message.calls.map((called) => called.name).join(", ")}`;
   return message.text.trim() || message.preview || (message.status === "running" ? "…" : "(empty)");

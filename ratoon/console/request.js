@@ -140,6 +140,7 @@ export function answerFields(settings, chat) {
  * @param {Message} message */
 export function protocolMessage(message) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.callId, content: message.text };
+  if (message.recording) return { role: "user", content: `Transcribe the recording ${message.recording}. ${message.text}`.trim() };
   if (message.role === "user") {
     const images = (message.attachments ?? []).map((part) => ({ type: "image_url", image_url: { url: part.url } }));
     return { role: "user", content: images.length ? [...images, { type: "text", text: message.text }] : message.text };
@@ -217,15 +218,27 @@ function isConstrained(answer) {
   return Boolean(body.response_format || body.structured_outputs);
 }
 
-/** @param {{path: string, body: unknown}} sent @param {string} base @param {boolean} withKey */
+/** @param {import("./types").Sent} sent @param {string} base @param {boolean} withKey */
 export function asCurl(sent, base, withKey) {
+  if (sent.file !== undefined) return formAsCurl(sent, base, withKey);
   const quoted = JSON.stringify(sent.body, null, 2).replaceAll("'", `'\\''`);
   const key = withKey ? `  -H "Authorization: Bearer $RATOON_API_KEY" \\\n` : "";
   return `curl -N '${target(sent, base).replaceAll("'", "%27")}' \\\n${key}  -H 'Content-Type: application/json' \\\n  -d '${quoted}'\n`;
 }
 
-/** @param {{path: string, body: unknown}} sent @param {string} base @param {boolean} withKey */
+/** A form with a file: `-F` for each field; `@` reads the file of that name from the current folder.
+ * @param {import("./types").Sent} sent @param {string} base @param {boolean} withKey */
+function formAsCurl(sent, base, withKey) {
+  const quote = (/** @type {string} */ text) => `'${text.replaceAll("'", `'\\''`)}'`;
+  const key = withKey ? `  -H "Authorization: Bearer $RATOON_API_KEY" \\\n` : "";
+  const fields = Object.entries(sent.body).map(([name, value]) => `  --form-string ${quote(`${name}=${value}`)} \\\n`);
+  const path = `"${String(sent.file).replaceAll("\\", "\\\\").replaceAll('"', '\\"')}"`; // with ; and , in it, too
+  return `curl -N ${quote(target(sent, base))} \\\n${key}${fields.join("")}  -F ${quote(`file=@${path}`)}\n`;
+}
+
+/** @param {import("./types").Sent} sent @param {string} base @param {boolean} withKey */
 export function asPython(sent, base, withKey) {
+  if (sent.file !== undefined) return formAsPython(sent, base, withKey);
   const key = withKey ? `headers = {"Authorization": f"Bearer {os.environ['RATOON_API_KEY']}"}\n` : "headers = {}\n";
   return [
     `import json`,
@@ -240,6 +253,26 @@ export function asPython(sent, base, withKey) {
     `    for line in response:`,
     `        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":`,
     `            print(json.loads(line[6:]))`,
+    ``,
+  ].join("\n");
+}
+
+/** @param {import("./types").Sent} sent @param {string} base @param {boolean} withKey */
+function formAsPython(sent, base, withKey) {
+  return [
+    `import json`,
+    ...(withKey ? [`import os`] : []),
+    ``,
+    `import httpx`,
+    ``,
+    `url = ${pythonLiteral(target(sent, base))}`,
+    `fields = ${pythonLiteral(sent.body)}`,
+    withKey ? `headers = {"Authorization": f"Bearer {os.environ['RATOON_API_KEY']}"}` : `headers = {}`,
+    `with open(${pythonLiteral(sent.file)}, "rb") as file:`,
+    `    with httpx.stream("POST", url, data=fields, files={"file": file}, headers=headers, timeout=None) as response:`,
+    `        for line in response.iter_lines():`,
+    `            if line.startswith("data: ") and line != "data: [DONE]":`,
+    `                print(json.loads(line[6:]))`,
     ``,
   ].join("\n");
 }

@@ -31,6 +31,9 @@ export const state = {
   model: "",
   /** @type {string[]} */
   models: [],
+  /** What each model reads, where the server says it.
+   * @type {Record<string, string[]>} */
+  modalities: {},
   view: "talk",
   tree: emptyTree(),
   settings: defaultSettings(),

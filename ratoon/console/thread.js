@@ -3,6 +3,7 @@
 
 import { answer, edit, giveResults, goOn, goTo, isRunning, retry, send, stopAll, transcribe } from "./answers.js";
 import { classes, html, useEffect, useLayoutEffect, useRef, useState } from "./dom.js";
+import { listener, modalitiesOf, Player, Segments } from "./recordings.js";
 import { asCurl, asPython } from "./request.js";
 import { announce, changed, state } from "./store.js";
 import { AnswerText, copyText, forksOf } from "./tokens.js";
@@ -13,6 +14,8 @@ import { Choices } from "./choices.js";
 /** @typedef {import("./types").Attachment} Attachment */
 
 const IMAGE = /^image\/(png|jpeg|webp|gif|bmp)$/;
+const RECORDING = /^(audio|video)\//;
+const RECORDING_NAME = /\.(wav|mp3|m4a|aac|flac|ogg|opus|webm|mp4|mkv)$/i; // where the system knows no type
 
 export function Thread() {
   const { tree } = state;
@@ -52,6 +55,12 @@ export function Thread() {
 
 function Welcome() {
   const model = state.model || state.models[0];
+  if (hearsOnly(model)) {
+    return html`<div class="welcome">
+      <h2>${model}</h2>
+      <p>This model writes down what is said. Drop a recording anywhere below, or attach one: its text appears segment by segment, with the times.</p>
+    </div>`;
+  }
   return html`<div class="welcome">
     <h2>${model ? model : "No model is known yet"}</h2>
     <p>A finished answer is a root. Ask something, then touch any token of the answer: its alternatives, what each layer would have said, and a branch with another token that computes only what is new.</p>
@@ -61,6 +70,12 @@ function Welcome() {
       )}
     </ul>
   </div>`;
+}
+
+/** Whether it is known that a model reads recordings and no text. @param {string} model */
+function hearsOnly(model) {
+  const reads = modalitiesOf(model);
+  return Boolean(reads?.includes("audio") && !reads.includes("text"));
 }
 
 /** @param {{message: Message}} props */
@@ -122,6 +137,7 @@ function Answer({ message }) {
   return html`
     <${AnswerText} message=${message} version=${message.version} coloured=${state.coloured} rendered=${state.rendered} touched=${touched} forks=${forksOf(message)} />
     ${running && html`<span class="caret" aria-hidden="true"></span>`}
+    ${(message.segments?.length ?? 0) > 0 && html`<${Segments} message=${message} />`}
     ${(message.calls ?? []).map((called) => html`<div class="call"><span class="badge">call</span> <code>${called.name}(${called.arguments})</code></div>`)}
     ${message.error && html`<p class="error" role="alert">${message.error.param && html`<code>${message.error.param}</code> `}${message.error.message}</p>`}
     ${message.status === "stopped" && html`<p class="muted">Stopped.</p>`}
@@ -209,9 +225,10 @@ function Said({ message }) {
   }
   return html`
     ${(message.attachments ?? []).map((part) => html`<img class="attached" src=${part.url} alt=${part.name} />`)}
-    <p class="said">${message.text}</p>
+    ${message.recording && html`<${Player} message=${message} />`}
+    ${(message.text || !message.recording) && html`<p class="said">${message.text}</p>`}
     <footer class="actions" role="toolbar" aria-label="Actions">
-      ${message.role === "user" && html`<button type="button" class="quiet" onClick=${() => setDraft(message.text)}>Edit</button>`}
+      ${message.role === "user" && !message.recording && html`<button type="button" class="quiet" onClick=${() => setDraft(message.text)}>Edit</button>`}
       ${message.children.length === 0 && !isRunning() && html`<button type="button" class="quiet" onClick=${() => answer(message)}>Answer</button>`}
       <button type="button" class="quiet" onClick=${() => copyText(message.text)}>Copy</button>
       <button type="button" class="quiet" disabled=${isRunning()} onClick=${() => remove(message.id)}>Delete</button>
@@ -230,8 +247,11 @@ function Composer() {
       field.current.style.height = `${Math.min(220, field.current.scrollHeight + 2)}px`;
     }
   }, [text]);
+  const reads = modalitiesOf(state.model);
+  const silent = hearsOnly(state.model);
   const submit = () => {
     if (running || (!text.trim() && !attached.length)) return;
+    if (silent) return announce(`${state.model} reads recordings: drop or attach one. The text here then stands before it`, true);
     send(text, attached);
     setText("");
     setAttached([]);
@@ -241,8 +261,12 @@ function Composer() {
       if (IMAGE.test(file.type)) {
         const url = await dataUrl(file);
         setAttached((/** @type {Attachment[]} */ old) => [...old, { kind: "image", name: file.name, url }]);
-      } else if (/^(audio|video)\//.test(file.type)) transcribe(file);
-      else announce(`${file.name} is neither an image nor a recording`, true);
+      } else if (RECORDING.test(file.type) || (!file.type && RECORDING_NAME.test(file.name))) {
+        // Text in the field is the context of a recording only where it can be nothing else.
+        const context = silent ? text.trim() : "";
+        if (context) setText("");
+        await transcribe(file, context);
+      } else announce(`${file.name} is neither an image nor a recording`, true);
     }
   };
   return html`<form
@@ -266,7 +290,7 @@ function Composer() {
         ref=${field}
         rows="1"
         aria-label="Message"
-        placeholder="Message, or drop an image or a recording"
+        placeholder=${placeholderFor(reads)}
         value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)}
         onPaste=${(/** @type {ClipboardEvent} */ event) => event.clipboardData?.files.length && take(event.clipboardData.files)}
@@ -277,15 +301,37 @@ function Composer() {
           }
         }}
       ></textarea>
-      <label class="attach quiet" title="Attach an image or a recording">Attach<input type="file" class="visually-hidden" accept="image/*,audio/*" multiple onChange=${(/** @type {any} */ event) => {
+      <label class="attach quiet" title=${`Attach ${attachable(reads)}`}>Attach<input type="file" class="visually-hidden" aria-label=${`Attach ${attachable(reads)}`} accept=${acceptedBy(reads)} multiple onChange=${(/** @type {any} */ event) => {
         take(event.target.files);
         event.target.value = "";
       }} /></label>
       ${running
         ? html`<button type="button" class="stop" onClick=${stopAll}>Stop</button>`
-        : html`<button type="submit" class="primary" disabled=${!text.trim() && !attached.length}>Send</button>`}
+        : html`<button type="submit" class="primary" disabled=${silent || (!text.trim() && !attached.length)}>Send</button>`}
     </div>
   </form>`;
+}
+
+/** What can be attached for a model, in words. What is not known is offered, and the server may refuse it; a recording goes
+ * to whichever model hears. @param {string[] | null} reads */
+function attachable(reads) {
+  const audio = !reads || reads.includes("audio") || modalitiesOf(listener())?.includes("audio");
+  const image = !reads || reads.includes("image");
+  return image && audio ? "an image or a recording" : image ? "an image" : audio ? "a recording" : "a file";
+}
+
+/** @param {string[] | null} reads */
+function placeholderFor(reads) {
+  const what = attachable(reads);
+  if (reads?.includes("audio") && !reads.includes("text")) return "Drop a recording; text here stands before it, such as names";
+  return what === "a file" ? "Message" : `Message, or drop ${what}`;
+}
+
+/** @param {string[] | null} reads */
+function acceptedBy(reads) {
+  const what = attachable(reads);
+  const kinds = [what.includes("image") && "image/*", what.includes("recording") && "audio/*,video/*"].filter(Boolean);
+  return kinds.join(",") || "image/*,audio/*";
 }
 
 /** @param {File} file

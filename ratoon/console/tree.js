@@ -160,10 +160,10 @@ function readMessage(item) {
   }
   /** @type {any} */
   const message = { id: item.id, role: item.role, children: [], version: 0, parent: isName(item.parent) ? item.parent : null };
-  for (const name of ["text", "system", "callId", "requestId", "reasoning", "finish", "group", "branchOf"]) {
+  for (const name of ["text", "system", "callId", "requestId", "reasoning", "finish", "group", "branchOf", "recording", "language"]) {
     if (typeof item[name] === "string") message[name] = item[name];
   }
-  for (const name of ["choice", "score", "cumulative", "branchAt", "seconds", "firstSeconds"]) {
+  for (const name of ["choice", "score", "cumulative", "branchAt", "seconds", "firstSeconds", "duration"]) {
     if (Number.isFinite(item[name])) message[name] = item[name];
   }
   message.text ??= "";
@@ -193,8 +193,9 @@ function readMessage(item) {
       };
     }
     if (item.sent && typeof item.sent.path === "string" && item.sent.path.startsWith("/v1/")) {
-      message.sent = { path: item.sent.path, body: Object(item.sent.body) };
+      message.sent = { path: item.sent.path, body: Object(item.sent.body), ...(typeof item.sent.file === "string" ? { file: item.sent.file } : {}) };
     }
+    if (Array.isArray(item.segments)) message.segments = item.segments.map(readSegment);
   }
   if (Array.isArray(item.attachments)) {
     message.attachments = item.attachments
@@ -202,6 +203,12 @@ function readMessage(item) {
       .map((/** @type {any} */ part) => ({ kind: "image", name: String(part.name ?? ""), url: part.url }));
   }
   return message;
+}
+
+/** @param {any} item
+ * @returns {import("./types").Segment} */
+export function readSegment(item) {
+  return { start: Number(item?.start) || 0, end: Number(item?.end) || 0, text: String(item?.text ?? "") };
 }
 
 /** @param {any} item

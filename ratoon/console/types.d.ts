@@ -23,6 +23,13 @@ export interface ToolCall {
   arguments: string;
 }
 
+/** A part of a transcript, with its time in the recording. */
+export interface Segment {
+  start: number;
+  end: number;
+  text: string;
+}
+
 export interface Attachment {
   kind: "image";
   name: string;
@@ -48,6 +55,7 @@ export interface Message {
   // of a user's message
   attachments?: Attachment[];
   system?: string;
+  recording?: string;
   // of the result of a tool
   callId?: string;
   // of an answer
@@ -68,9 +76,20 @@ export interface Message {
   group?: string | null;
   branchOf?: string | null;
   branchAt?: number | null;
-  sent?: { path: string; body: Record<string, unknown> };
+  sent?: Sent;
+  // of a transcript
+  segments?: Segment[];
+  language?: string;
+  duration?: number;
   seconds?: number | null;
   firstSeconds?: number | null;
+}
+
+/** A request as it was sent: JSON, or with a file, a form. */
+export interface Sent {
+  path: string;
+  body: Record<string, unknown>;
+  file?: string;
 }
 
 export interface Tree {

@@ -50,13 +50,15 @@ def as_verbose_dict(transcription: Transcription) -> dict[str, Any]:
     }
 
 
+def as_timed_dict(index: int, segment: Segment) -> dict[str, Any]:
+    """A segment's number, times and text: what a stream says of it."""
+    return {"id": index, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
+
+
 def _segment_as_dict(index: int, segment: Segment) -> dict[str, Any]:
     return {
-        "id": index,
+        **as_timed_dict(index, segment),
         "seek": segment.seek,
-        "start": round(segment.start, 3),
-        "end": round(segment.end, 3),
-        "text": segment.text,
         "tokens": segment.tokens,
         "temperature": segment.temperature,
         "avg_logprob": segment.avg_logprob,

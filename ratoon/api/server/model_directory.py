@@ -12,6 +12,7 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.model_slots import ModelMemory, ModelState
 
 if TYPE_CHECKING:
+    from ratoon.core.config import ModelConfig
     from ratoon.models.source import ModelSource
 
 OWNER = "ratoon"
@@ -118,7 +119,17 @@ def describe_entry(entry: ModelEntry, name: str) -> dict[str, Any]:
         "root": root if adapter is None else adapter,
         "parent": None if adapter is None else entry.name,
         "max_model_len": entry.max_model_len,
+        "input_modalities": None if entry.source is None else input_modalities(entry.source.config),
         "state": str(entry.state),
         "memory_bytes": entry.held,
         **({"error": entry.error} if entry.error else {}),
     }
+
+
+def input_modalities(config: ModelConfig) -> list[str]:
+    """Returns the kinds of input that a model reads: a speech model reads recordings alone."""
+    if config.encoder is not None and config.encoder.num_mel_bins is not None:
+        return ["audio"]
+    if config.media is None:
+        return ["text"]
+    return ["text", "image", *(["video"] if config.media.video_token_id is not None else [])]

@@ -19,7 +19,7 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, form
 from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, ModelName, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_form
 from ratoon.api.server.responses import EventStream, event, json_response
-from ratoon.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_verbose_dict, render
+from ratoon.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_timed_dict, as_verbose_dict, render
 from ratoon.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 
 if TYPE_CHECKING:
@@ -98,12 +98,20 @@ class TranscriptionAnswer(AnswerModel):
 
 
 class TranscriptionEvent(AnswerModel):
-    """transcript.text.delta, for each segment, and at the end transcript.text.done."""
+    """transcript.text.delta, for each segment, and at the end transcript.text.done. With verbose_json, each delta is
+    followed by transcript.text.segment, and the last event has the fields of that format."""
 
-    type: Literal["transcript.text.delta", "transcript.text.done"]
+    type: Literal["transcript.text.delta", "transcript.text.segment", "transcript.text.done"]
     delta: str | None = None
+    id: int | None = Field(None, description="Of a segment: its number")
+    start: float | None = Field(None, description="Of a segment: seconds from the beginning of the recording")
+    end: float | None = None
     text: str | None = None
     usage: AudioUsage | None = None
+    task: Literal["transcribe", "translate"] | None = None
+    language: str | None = None
+    duration: float | None = None
+    segments: list[SegmentAnswer] | None = None
 
 
 router = APIRouter(tags=["OpenAI"])
@@ -147,9 +155,10 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
     tenant = exchange.tenant
     transcriber = _transcriber(context, asked, exchange)
     if asked.stream:
-        if asked.response_format in (*SUBTITLES, "verbose_json"):
-            raise refused("response_format", f"{asked.response_format} is not streamed", "json or text")
-        events = _events(context, transcriber, asked.file, options, tenant)
+        if asked.response_format in SUBTITLES:
+            raise refused("response_format", f"{asked.response_format} is not streamed", "json, verbose_json or text")
+        with_segments = asked.response_format == "verbose_json"
+        events = _events(context, transcriber, asked.file, options, tenant, with_segments)
         first = await anext(events, b"")  # errors until then get an HTTP status
         return EventStream(first, events, exchange_of(request.scope).headers())
     async with context.admit(1, tenant):
@@ -199,17 +208,22 @@ async def _events(
     audio: bytes,
     options: TranscriptionOptions,
     tenant: str | None,
+    with_segments: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """Yields a delta for each segment. A window's are sent when its text is final."""
+    """Yields a delta for each segment, and its times if they are asked for. A window's segments are sent when its text
+    is final."""
     transcription: Transcription | None = None
     async with context.admit(1, tenant), aclosing(transcriber.follow(audio, options)) as news:
         async for progress in news:
             transcription = progress.transcription
-            begins = len(transcription.segments) == len(progress.segments)
-            texts = [segment.text for segment in progress.segments]
-            if texts and begins:
-                texts[0] = texts[0].lstrip()
-            if body := b"".join(event({"type": "transcript.text.delta", "delta": text}) for text in texts):
+            body = b""
+            for number, segment in enumerate(progress.segments, len(transcription.segments) - len(progress.segments)):
+                text = segment.text if number else segment.text.lstrip()
+                body += event({"type": "transcript.text.delta", "delta": text})
+                if with_segments:
+                    body += event({"type": "transcript.text.segment", **as_timed_dict(number, segment)})
+            if body:
                 yield body
     assert transcription is not None
-    yield event({"type": "transcript.text.done", **as_dict(transcription)})
+    whole = as_verbose_dict(transcription) if with_segments else as_dict(transcription)
+    yield event({"type": "transcript.text.done", **whole})

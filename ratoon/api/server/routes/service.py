@@ -30,6 +30,9 @@ class Model(AnswerModel):
     root: str
     parent: str | None = Field(None, description="Of an adapter: the model that it adapts")
     max_model_len: int | None = Field(description="null: it is known when the model has been loaded")
+    input_modalities: list[Literal["text", "image", "video", "audio"]] | None = Field(
+        None, description="What it reads; null: it is known when the model has been loaded"
+    )
     state: str | None = Field(None, description="loaded, loading, asleep or unloaded")
     memory_bytes: int | None = Field(None, description="Weights and KV cache that are in memory now")
     error: str | None = Field(None, description="Why it could not be loaded, if so")

@@ -189,6 +189,24 @@ async def test_a_stream_brings_segments_as_windows_are_done():
 
 
 @on_event_loop
+async def test_a_stream_of_the_long_json_has_the_times_of_segments():
+    texts = ["<0.00> One,<10.00><10.00> two,<30.00><30.00>", "<0.00> three.<9.00>"]
+    async with speaking(texts) as client:
+        answer = await transcribe(client, wav(tone(40)), language="en", stream="true", response_format="verbose_json")
+        *events, done = answer.events()
+        assert [event.get("delta") for event in events] == ["One,", None, " two,", None, " three.", None]
+        assert events[1::2] == [
+            {"type": "transcript.text.segment", "id": 0, "start": 0, "end": 10, "text": " One,"},
+            {"type": "transcript.text.segment", "id": 1, "start": 10, "end": 30, "text": " two,"},
+            {"type": "transcript.text.segment", "id": 2, "start": 30, "end": 39, "text": " three."},
+        ]
+        assert (done["type"], done["text"], done["duration"]) == ("transcript.text.done", "One, two, three.", 40)
+        assert [segment["end"] for segment in done["segments"]] == [10, 30, 39]
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["input_modalities"] for model in listed] == [["audio"]]
+
+
+@on_event_loop
 async def test_a_stream_of_silence_ends_well():
     async with speaking([""]) as client:
         answer = await transcribe(client, stream=True)

@@ -24,6 +24,7 @@ async def test_models_are_listed_under_each_of_their_names():
         Models.model_validate(body)
         assert [model["id"] for model in body["data"]] == ["org/one", "two"]
         assert body["data"][0]["max_model_len"] == MAX_MODEL_LEN
+        assert body["data"][0]["input_modalities"] == ["text"]
         assert (await client.get("/v1/models/org/one")).json() == body["data"][0]
         assert (await client.get("/v1/models/three")).error["code"] == "model_not_found"
 
