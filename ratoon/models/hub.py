@@ -4,6 +4,7 @@ HF_ENDPOINT and HF_HUB_OFFLINE. Only the files that an engine reads are fetched.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -28,6 +29,9 @@ HUB_IGNORED = ("consolidated*.safetensors", "original/*")  # duplicates of the w
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MAX_SHOWN_FILES = 8
 WATCH_INTERVAL = 0.2  # seconds between polls
+# Smaller files are fetched again from their beginning; for larger ones than the second, the hub has no plain HTTP.
+RESUMED_SIZES = range(2**20, 50 * 10**9)
+PARTIAL = ".ratoon.incomplete"  # what the name of a partially fetched file ends with, in the cache's folder of blobs
 
 Watch = Callable[[int], None]  # called with the bytes fetched so far
 
@@ -50,6 +54,42 @@ def download_file(hub_id: str, file: str, expected: str, revision: str | None = 
 
     with hub_errors(hub_id, expected):
         return Path(hf_hub_download(hub_id, file, revision=revision))
+
+
+def fetch_resumably(hub_id: str, files: Mapping[str, HubFile], expected: str, revision: str | None = None) -> None:
+    """Fetches large files into the cache, from where an interrupted run left off: newer versions of the hub's library
+    delete what they have when they are interrupted. `download` and `download_file` then find these files."""
+    with hub_errors(hub_id, expected):
+        for name, file in files.items():
+            if file.size in RESUMED_SIZES:
+                _fetch_blob(hub_id, name, revision)
+
+
+def _fetch_blob(hub_id: str, name: str, revision: str | None) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get  # of no documented interface, but the same since 0.17
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(hub_id, name, revision=revision)
+    known = get_hf_file_metadata(url)
+    if not known.etag or not known.size:
+        return
+    blob = cache_folder(hub_id) / "blobs" / known.etag
+    partial = blob.with_name(known.etag + PARTIAL)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    if blob.exists():
+        return
+    with partial.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process that fetches it is waited for
+        if blob.exists():
+            return
+        begin = os.fstat(file.fileno()).st_size
+        if begin > known.size:
+            file.truncate(0)
+            begin = 0
+        http_get(url, file, resume_size=begin, headers=build_hf_headers(), expected_size=known.size)
+        file.flush()
+        os.replace(partial, blob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +154,10 @@ def remove(hub_id: str, revision: str | None = None) -> int:
     except CacheNotFound:
         raise ModelError(hub_id, "is not in the hub's cache", expected) from None
     repo = next((one for one in cache.repos if one.repo_id == hub_id and one.repo_type == "model"), None)
+    if repo is None and cache_folder(hub_id).is_dir():  # an interrupted download: no revision of it is whole
+        num_bytes = num_bytes_cached(hub_id)
+        shutil.rmtree(cache_folder(hub_id))
+        return num_bytes
     if repo is None:
         raise ModelError(hub_id, "is not in the hub's cache", expected)
     found = [one for one in repo.revisions if revision in (None, one.commit_hash, *one.refs)]

@@ -159,6 +159,104 @@ def test_beams_are_shown_as_the_tree_that_they_are(console: Console):
     console.page.wait_for_selector(".versions")
 
 
+def test_several_answers_are_shown_as_the_tree_that_they_are_with_scores(console: Console):
+    console.set(temperature=1.5, seed=5, n=4, max_tokens=30)
+    console.page.click("summary:has-text('Form of the answer')")
+    console.page.select_option("label:has-text('It must be') select", "regex")
+    console.page.fill("textarea.editor", "I would like to see (a cat|two dogs|many birds|the sea) today\\.")
+    console.ask("What would you like?")
+    leaves = console.page.locator(".choices button.leaf")
+    leaves.first.wait_for()
+    assert console.page.locator(".choices header").inner_text().startswith("4 answers")
+    answers = console.run(
+        "store.js",
+        """Object.values(m.state.tree.messages).filter((x) => x.role === 'assistant')
+            .map((x) => ({text: x.text, tokens: x.tokens.length,
+                          sum: x.tokens.reduce((all, token) => all + token.logprob, 0)}))""",
+    )
+    assert len({answer["text"] for answer in answers}) > 1, "they are not all the same"
+    shown = {int(text.split()[0]): text for text in leaves.all_inner_texts()}
+    assert sorted(shown) == [1, 2, 3, 4]
+    for number, text in shown.items():
+        assert float(re.search(r"log p (-[\d.]+)", text)[1]) == pytest.approx(answers[number - 1]["sum"], abs=0.0051)
+    # What they begin with in common stands in the drawing once, and the way to each leaf is its answer.
+    drawn = console.page.locator(".choices .token").count()
+    assert 0 < drawn < sum(answer["tokens"] for answer in answers)
+    ways = leaves.evaluate_all(
+        """all => all.map((leaf) => {
+            let text = '';
+            for (let item = leaf.closest('li'); item; item = item.parentElement.closest('li'))
+                text = (item.querySelector(':scope > .run')?.textContent ?? '') + text;
+            return [parseInt(leaf.innerText), text];
+        })"""
+    )
+    for number, text in ways:
+        assert text.startswith(answers[number - 1]["text"]), "behind the text there may be the token that ends it"
+    other = next(number for number, text in shown.items() if answers[number - 1]["text"] != answers[0]["text"])
+    leaves.filter(has_text=re.compile(rf"^\s*{other} ")).click()
+    console.page.wait_for_selector(f".versions >> text={other}/4")
+    assert console.answers() == [answers[other - 1]["text"]]
+    assert leaves.filter(has_text=re.compile(rf"^\s*{other} ")).get_attribute("aria-current") == "true"
+
+
+def test_two_branches_stand_side_by_side_with_their_differences_marked(console: Console):
+    console.page.keyboard.press("Escape")
+    console.page.keyboard.press("2")
+    console.page.wait_for_selector("section[aria-label=Compare] >> text=There are no two answers yet")
+    console.page.click("nav >> text=Conversation")
+    console.set(temperature=0, max_tokens=12)
+    console.ask("Tell me a story about a fox.")
+    whole = console.answers()[0]
+    console.page.locator(".token[data-token='4']").first.click()
+    console.page.locator(".card button.alternative:not([disabled])").first.click()
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    branched = console.answers()[0]
+    kept = "".join(console.page.locator(f".token[data-token='{index}']").first.inner_text() for index in range(4))
+    console.page.click("nav >> text=Compare")
+    sides = console.page.locator(".compare article")
+    text = [side.locator(".verbatim").inner_text() for side in sides.all()]
+    assert text == [whole, branched], "what it branched off is on the left"
+    for side, mark, other in ((sides.first, "del", "ins"), (sides.last, "ins", "del")):
+        assert side.locator(".verbatim > :first-child").inner_text().startswith(kept), (
+            "the shared beginning is not marked"
+        )
+        assert side.locator(f".verbatim {mark}").count() >= 1
+        assert side.locator(f".verbatim {other}").count() == 0
+    same = [side.locator(".verbatim span").all_inner_texts() for side in sides.all()]
+    assert "".join(same[0]) == "".join(same[1]), "what is not marked is the same on both sides"
+    share = int(re.match(r"(\d+) % in common, compared by tokens", console.page.inner_text(".compare .summary"))[1])
+    assert 0 < share < 100
+    assert "branched after 4 tokens" in sides.last.inner_text()
+    # An answer of another question, by a mark and by the list.
+    console.page.click("nav >> text=Conversation")
+    console.page.keyboard.press("m")
+    console.page.click("nav >> text=Compare")
+    assert console.page.inner_text(".compare .summary").startswith("100 %"), "the marked one beside itself"
+    console.page.locator("label.picker:has-text('Right') select").select_option(index=0)
+    console.page.wait_for_selector(".compare del")
+    assert [side.locator(".verbatim").inner_text() for side in sides.all()] == [branched, whole]
+
+
+DIFFERENCES = [
+    ("abcdef", "abcdef", "abcdef"),
+    ("abcdef", "abXdef", "abdef"),
+    ("abc", "", ""),
+    ("kitten", "sitting", "ittn"),
+    ("aaaa", "aa", "aa"),
+]
+
+
+def test_the_marked_difference_is_the_smallest(console: Console):
+    for left, right, common in DIFFERENCES:
+        sides = console.run("compare.js", "m.difference([...a[0]], [...a[1]])", left, right)
+        assert ["".join(run["text"] for run in side) for side in sides] == [left, right]
+        for side in sides:
+            assert "".join(run["text"] for run in side if run["same"]) == common
+    long = console.run("compare.js", "m.difference(Array(5000).fill('a'), Array(5000).fill('b'))")
+    assert [len(side[0]["text"]) for side in long] == [5000, 5000]
+
+
 def test_what_each_layer_would_have_said_is_a_picture(console: Console):
     console.set(temperature=0, max_tokens=6)
     console.ask("What is the capital of France?")

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
+
+from tests.waiting import PATIENCE, wait_until
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {
@@ -30,6 +33,10 @@ REPOS = {
     "org/other-family": {**GOOD, "config.json": b'{"architectures": ["OtherForCausalLM"]}'},
     "org/gguf-only": {"model.gguf": b"GGUF", "damaged.gguf": b"GGUF of a broken disk"},
 }
+# More than the hub's library reads at a time, which is 10 MB
+LARGE = bytes(range(256)) * (24 * 2**12)
+SENT_AT_FIRST = 16 * 2**20
+REPOS["org/large"] = {"large.gguf": LARGE}
 HUGE = "org/huge"  # its listing says that it is larger than any disk
 
 
@@ -68,7 +75,29 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         if file not in files:
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         content = files[file]
-        self.reply(200, content, {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        if asked is None or self.command == "HEAD":
+            if content is LARGE and self.command == "GET" and self.server.stalls.is_set():  # type: ignore[attr-defined]
+                return self.stall(content, headers)
+            return self.reply(200, content, headers)
+        self.server.ranges.append(asked)  # type: ignore[attr-defined]
+        begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+        headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        rest = content[begin:]
+        if self.server.damages.is_set():  # type: ignore[attr-defined]
+            rest = b"?" + rest[1:]
+        self.reply(206, rest, headers)
+
+    def stall(self, content: bytes, headers: dict[str, str]) -> None:
+        """Sends a part of a file, then nothing, until the client is gone."""
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content[:SENT_AT_FIRST])
+        self.rfile.read(1)  # the end of the connection
+        self.close_connection = True
 
     def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -97,16 +126,21 @@ def oid(content: bytes) -> str:
 @pytest.fixture(scope="module")
 def hub() -> Iterator[http.server.ThreadingHTTPServer]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.asked = []  # type: ignore[attr-defined]
+    server.asked, server.ranges = [], []  # type: ignore[attr-defined]
+    server.stalls, server.damages = threading.Event(), threading.Event()  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
-def ratoon(home: Path, endpoint: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def variables_for(home: Path, endpoint: str, **variables: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RATOON_"))}
-    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **variables}
+    return environment | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", **variables}
+
+
+def ratoon(home: Path, endpoint: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = variables_for(home, endpoint, **variables)
     command = [sys.executable, "-m", "ratoon", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
@@ -189,3 +223,56 @@ def test_a_revision_is_fetched_by_its_name(hub, tmp_path: Path) -> None:
     wrong = ratoon(tmp_path, address(hub), "rm", "org/good", "--revision", "v2")
     assert wrong.returncode == 2 and "has no revision 'v2' in the cache" in wrong.stderr
     assert ratoon(tmp_path, address(hub), "rm", "org/good", "--revision", "v1").returncode == 0
+
+
+def interrupt_pull(hub, home: Path) -> int:
+    """Starts to fetch the large file, and interrupts that when a part of it is in the cache; returns how much."""
+    command = [sys.executable, "-m", "ratoon", "pull", "org/large", "--file", "large.gguf"]
+    environment = variables_for(home, address(hub))
+    blobs = home / "hub" / "models--org--large" / "blobs"
+    hub.stalls.set()
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+            wait_until("a part is written", lambda: any(file.stat().st_size for file in blobs.glob("*")))
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE)
+    finally:
+        hub.stalls.clear()
+    assert process.returncode == 130, errors.decode()
+    assert b"Traceback" not in errors
+    (partial,) = blobs.iterdir()
+    return partial.stat().st_size
+
+
+def test_an_interrupted_download_is_resumed_where_it_was(hub, tmp_path: Path) -> None:
+    num_bytes = interrupt_pull(hub, tmp_path)
+    assert 0 < num_bytes < len(LARGE)
+    hub.ranges.clear()
+    resumed = ratoon(tmp_path, address(hub), "pull", "org/large", "--file", "large.gguf")
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert hub.ranges == [f"bytes={num_bytes}-"], "only the rest is fetched"
+    assert resumed.stdout.startswith("org/large: 24.0 MiB, 1 checksum compared in ")
+    file = Path(resumed.stdout.split(" in ")[1].strip())
+    assert file.read_bytes() == LARGE
+    assert [blob.stat().st_size for blob in file.resolve().parent.iterdir()] == [len(LARGE)]
+
+
+def test_a_resumed_file_with_a_wrong_checksum_is_deleted_and_fetched_anew(hub, tmp_path: Path) -> None:
+    interrupt_pull(hub, tmp_path)
+    hub.damages.set()
+    damaged = ratoon(tmp_path, address(hub), "pull", "org/large", "--file", "large.gguf")
+    hub.damages.clear()
+    assert damaged.returncode == 2
+    assert "large.gguf has the SHA-256 sum" in damaged.stderr and "deleted; fetch it again" in damaged.stderr
+    assert not list((tmp_path / "hub" / "models--org--large" / "blobs").iterdir())
+    hub.ranges.clear()
+    again = ratoon(tmp_path, address(hub), "pull", "org/large", "--file", "large.gguf")
+    assert (again.returncode, hub.ranges) == (0, []), "from its beginning: nothing of the damaged file is kept"
+    assert Path(again.stdout.split(" in ")[1].strip()).read_bytes() == LARGE
+
+
+def test_what_an_interrupted_download_left_can_be_removed(hub, tmp_path: Path) -> None:
+    interrupt_pull(hub, tmp_path)
+    removed = ratoon(tmp_path, address(hub), "rm", "org/large")
+    assert removed.returncode == 0 and removed.stdout.startswith("org/large: ")
+    assert not (tmp_path / "hub" / "models--org--large").exists()

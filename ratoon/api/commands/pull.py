@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             # Unsupported families are refused before the weights are downloaded.
             parse_hf_config(read_json(hub.fetch_config(name, expected, args.revision)), name)
         hub.verify_space(name, total - hub.num_bytes_cached(name))
+        hub.fetch_resumably(name, chosen, expected, args.revision)
         if args.file is None:
             place = hub.download(name, expected, args.revision)
             paths = {place / path: file for path, file in chosen.items()}
