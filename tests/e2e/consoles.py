@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # The tests are their own users: nothing that the browser would fetch by itself belongs to them.
@@ -77,6 +77,10 @@ class Console:
     def idle(self) -> None:
         """Until nothing is being written: the field for messages then has its button Send again."""
         self.page.wait_for_selector(".composer button[type=submit]")
+
+    def wait_for(self, expression: str) -> None:
+        """Until an expression of the page is true. The page's policy forbids what Playwright's own wait would do."""
+        wait_until(expression, lambda: self.page.evaluate(expression))
 
     def answers(self) -> list[str]:
         return self.page.locator(".message.assistant .answer-text").all_inner_texts()

@@ -18,6 +18,7 @@ import pytest
 from ratoon.console import FOLDER
 from tests.e2e.consoles import Console, browser
 from tests.e2e.servers import Server, serving
+from tests.waiting import wait_until
 
 MAX_SCRIPTS = 150_000  # bytes, compressed
 
@@ -303,6 +304,14 @@ def test_everything_can_be_done_with_keys(console: Console):
     console.page.wait_for_selector(f"{here}[aria-level='1']")
     press("ArrowDown")
     console.page.wait_for_selector(f"{here}[aria-level='2']")
+    press("Home")
+    console.page.wait_for_selector(f"{here}[aria-level='1']")
+    press("End")
+    console.page.wait_for_selector(f"{here}[aria-level='2']")
+    press("ArrowRight")
+    console.page.wait_for_selector(".versions >> text=2/2")
+    press("Delete")
+    console.wait_for("document.querySelectorAll('[role=treeitem]').length === 2")
     press("3")
     console.page.wait_for_selector(".engine")
     press("1")
@@ -310,6 +319,121 @@ def test_everything_can_be_done_with_keys(console: Console):
     console.page.wait_for_selector("dialog[aria-label=Keys]")
     press("Escape")
     console.page.wait_for_selector("dialog", state="detached")
+
+
+# What a screen reader is told: each of these has a name, in every view.
+NAMED = {
+    "button",
+    "textbox",
+    "combobox",
+    "checkbox",
+    "link",
+    "tree",
+    "treeitem",
+    "img",
+    "image",
+    "dialog",
+    "navigation",
+}
+
+
+def names_of_controls(console: Console) -> dict[str, list[str]]:
+    """The accessible names that the browser computes, by role."""
+    session = console.context.new_cdp_session(console.page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    session.detach()
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        role = node.get("role", {}).get("value", "")
+        if role in NAMED and not node.get("ignored"):
+            found.setdefault(role, []).append(node.get("name", {}).get("value", "").strip())
+    return found
+
+
+def test_a_screen_reader_finds_a_name_for_every_control(console: Console):
+    console.set(temperature=0, max_tokens=6)
+    console.page.click("summary:has-text('Form of the answer')")
+    console.page.select_option("label:has-text('It must be') select", "regex")
+    console.page.fill("textarea.editor", "[a-z ]{4,20}")
+    console.page.click("summary:has-text('Tools')")
+    console.page.click("text=Add a tool")
+    console.page.select_option("label:has-text('Choice') select", "none")
+    console.ask("Name a fruit.")
+    console.page.locator(".token[data-token='2']").first.click()
+    views = {"talk": names_of_controls(console)}
+    console.page.locator(".card button.alternative:not([disabled])").first.click()
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.idle()
+    views["branch"] = names_of_controls(console)
+    console.page.locator(".token[data-token='2']").first.click()
+    console.page.click("text=Look inside")
+    console.page.wait_for_selector(".layers tbody tr")
+    views["lens"] = names_of_controls(console)
+    console.page.keyboard.press("Escape")
+    for name, selector in (("Compare", ".compare article"), ("Engine", ".blocks canvas")):
+        console.page.click(f"nav >> text={name}")
+        console.page.wait_for_selector(selector)
+        views[name] = names_of_controls(console)
+    console.page.click("summary[aria-label=Menu]")
+    views["menu"] = names_of_controls(console)
+    console.page.click("text=API key…")
+    console.page.wait_for_selector("dialog")
+    views["dialog"] = names_of_controls(console)
+    for view, found in views.items():
+        assert found.get("button"), view
+        unnamed = [role for role, names in found.items() if not all(names)]
+        assert not unnamed, f"{view}: {unnamed}"
+    assert len(views["branch"]["treeitem"]) == 3 and views["branch"]["treeitem"][0].startswith("You:")
+    assert any("blocks of 16 tokens" in name for name in views["Engine"]["image"]), "the field of blocks, in words"
+    console.page.keyboard.press("Escape")
+
+
+def test_an_answer_is_stopped_and_goes_on(console: Console, server: Server):
+    console.set(temperature=0, max_tokens=4)
+    console.page.fill("textarea[aria-label='System prompt']", "You are a pirate.")
+    with console.page.expect_request("**/v1/chat/completions") as asked:
+        console.ask("Tell me a long story about the sea.")
+    assert asked.value.post_data_json["messages"][0] == {"role": "system", "content": "You are a pirate."}
+    assert "You are a pirate." in console.page.inner_text(".message.system")
+    short = console.answers()[0]
+    console.set(max_tokens=3000)
+    console.page.fill("textarea[placeholder=none]", "never written: \u2042")
+    console.page.click("text=Go on")
+    console.page.wait_for_selector(".versions >> text=2/2")
+    console.wait_for(f"document.querySelector('.answer-text').innerText.length > {len(short) + 20}")
+    assert console.page.locator(".message.assistant").get_attribute("aria-busy") == "true"
+    console.page.keyboard.press("Escape")  # of the field, which has the focus
+    console.page.wait_for_selector(".message >> text=Stopped.")
+    assert console.answers()[0].startswith(short)
+    wait_until("the server has aborted it", lambda: not requests_of(server))
+
+
+def requests_of(server: Server) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{server.api}/engine/events?count=1") as response:
+        lines = response.read().decode().splitlines()
+    found = next(line for line in lines if line.startswith("data: "))
+    return json.loads(found[6:])["requests"]
+
+
+def test_a_result_without_a_canned_one_is_asked_for(console: Console):
+    console.set(temperature=0, max_tokens=60)
+    console.page.click("summary:has-text('Tools')")
+    console.page.click("text=Add a tool")
+    console.page.fill("label:has-text('Canned result') textarea", "")
+    console.page.select_option("label:has-text('Choice') select", "required")
+    console.ask("What is the weather in Paris?")
+    fields = console.page.locator(".results textarea")
+    fields.first.wait_for()
+    num_calls = fields.count()
+    for field in fields.all():
+        field.fill("It snows.")
+    with console.page.expect_request("**/v1/chat/completions") as asked:
+        console.page.click("text=Give results")
+    console.idle()
+    body = asked.value.post_data_json
+    assert [(one["role"], one["content"]) for one in body["messages"]] == [("tool", "It snows.")] * num_calls
+    assert body.get("tool_choice", "auto") == "auto", "else it could never answer"
+    assert console.page.locator(".message.tool .said").all_inner_texts() == ["It snows."] * num_calls
 
 
 def ask_in_thread(server: Server, **fields: object) -> tuple[threading.Thread, dict[str, Any]]:
@@ -465,6 +589,12 @@ def test_at_the_width_of_a_phone_nothing_overflows(chromium: Any, server: Server
     for view in ("Conversation", "Compare", "Engine"):
         console.page.click(f"nav >> text={view}")
         console.page.wait_for_selector(f"section[aria-label={view}]")
+        assert console.page.evaluate("document.documentElement.scrollWidth") == 360
+    console.page.click("nav >> text=Conversation")
+    for panel, selector in (("Settings", ".settings"), ("Tree", ".outline"), ("Inside", "aside[aria-label=Inside]")):
+        console.page.click(f".tools >> text={panel}")
+        box = console.page.locator(selector).bounding_box()
+        assert box["x"] >= 0 and box["width"] > 0 and box["x"] + box["width"] <= 360, panel
         assert console.page.evaluate("document.documentElement.scrollWidth") == 360
     background = console.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", background))) / 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 from contextlib import asynccontextmanager
 
@@ -132,6 +133,17 @@ async def test_a_snapshot_is_followed_by_what_changes(folder):
         assert not marked(page.blocks, LEASED) and marked(page.blocks, CACHED)
         assert (await client.open("DELETE", f"/v1/engine/leases/{answer['id']}").answer()).status == 404
         await page.close()
+
+
+@on_event_loop
+async def test_there_are_at_most_ten_events_a_second(folder):
+    async with serving(folder) as client:
+        running = long_request(client, max_tokens=400, stream=False)
+        answer = await client.get("/v1/engine/events?count=6&interval=0.1")
+        times = [json.loads(line[6:])["time"] for line in answer.body.decode().splitlines() if line[:6] == "data: "]
+        assert len(times) == 6
+        assert min(later - former for former, later in itertools.pairwise(times)) >= 0.09, "of wall clocks"
+        await running.answer()
 
 
 @on_event_loop

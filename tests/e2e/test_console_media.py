@@ -1,4 +1,4 @@
-"""Recordings in the console: dropped or chosen, they are transcribed by a speech model, segment by segment."""
+"""Recordings and pictures in the console: dropped or chosen, they go to a model that reads them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from tests import real_models
 from tests.e2e.consoles import Console, browser
 from tests.e2e.servers import ROOT, Server, serving
+from tests.e2e.test_images import NUM_TOKENS, OPTIONS, Reader, example, picture, png
 
 SPEECH = ROOT / "tests/data/audio/jfk.wav"
 WORDS = "ask what you can do for your country"
@@ -76,10 +77,10 @@ def test_a_dropped_recording_becomes_text_with_segments(console: Console, tmp_pa
     assert console.rows()[0] == 'recording: jfk\'s "own".wav'
     # The recording itself can be heard: the page plays it from memory, from the time of a segment.
     assert page.locator("audio").get_attribute("src").startswith("blob:")
-    page.wait_for_function("document.querySelector('audio').readyState > 0")
+    console.wait_for("document.querySelector('audio').readyState > 0")
     page.evaluate("document.querySelector('audio').currentTime = 5")
     segments.first.locator("button").click()
-    page.wait_for_function("document.querySelector('audio').currentTime < 5")
+    console.wait_for("document.querySelector('audio').currentTime < 5")
     # What was sent, as programs.
     (tmp_path / 'jfk\'s "own".wav').symlink_to(SPEECH)
     command = console.run("request.js", f"m.asCurl({sent}, document.baseURI, false)")
@@ -125,3 +126,25 @@ def test_what_is_no_recording_gets_the_servers_error(console: Console):
     assert "file" in console.page.inner_text(".message.assistant .error")
     drop(console, "notes.txt", "text/plain", b"text")
     console.page.wait_for_selector(".toast.shown >> text=neither an image nor a recording")
+
+
+def test_a_dropped_picture_is_read_by_a_model_that_reads_pictures(chromium: Any, tmp_path: Path):
+    reader, shown = Reader(tmp_path / "reader"), picture(1)
+    with serving(reader.folder, *OPTIONS, "--served-model-name", "reader") as server:
+        console = Console(chromium, server.url).open()
+        page = console.page
+        page.wait_for_selector("#composer[placeholder='Message, or drop an image']")
+        assert page.locator(".composer input[type=file]").get_attribute("accept") == "image/*"
+        drop(console, "drawing.png", "image/png", png(shown))
+        page.wait_for_selector(".attachment img[alt='drawing.png']")
+        console.set(temperature=0, max_tokens=NUM_TOKENS)
+        console.ask(example.QUESTIONS[0])
+        assert page.locator(".message.user img[alt='drawing.png']").count() == 1
+        assert console.answers()[0].strip() == reader.answer(example.QUESTIONS[0], shown).strip()
+        # The next message is a continuation, which inherits the rows of the picture and does not send it again.
+        with page.expect_request("**/v1/chat/completions") as asked:
+            console.ask(example.QUESTIONS[1])
+        assert [message["content"] for message in asked.value.post_data_json["messages"]] == [example.QUESTIONS[1]]
+        inherited, computed = (int(chip.split()[0]) for chip in console.chips())
+        assert inherited > computed
+        console.close()
