@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from ratoon.api.answer_parts.parser import AnswerFormat, AnswerParser
-from ratoon.api.answer_parts.reasoning_formats import ReasoningFormat, ReasoningState
+from ratoon.api.answer_parts.reasoning_formats import (
+    HARMONY_FINAL,
+    HARMONY_NAME,
+    HARMONY_NEXT,
+    ReasoningFormat,
+    ReasoningState,
+)
 from ratoon.api.answer_parts.tool_formats import CallForm, ToolFormat
 from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse
 from ratoon.core.closed_objects import close_objects
@@ -61,11 +67,8 @@ class AnswerPlan:
     def structured_output(self, asked: StructuredOutput | None, prompt: str | None) -> StructuredOutput | None:
         """What the whole answer must match, if its text is asked to match `asked`."""
         state = self.format.reasoning_state(prompt, self.continued)
-        reasoning = self.format.reasoning
-        if reasoning is not None and not reasoning.can_be_enforced and (asked is not None or self.tools.must_call):
-            field = "response_format" if asked is not None else "tool_choice"
-            problem = f"answers in the format {reasoning.name} can't be made to match a grammar"
-            raise RequestError(field, problem, "leave it out, or auto for tool_choice; or --reasoning-parser none")
+        if self.format.reasoning is not None and self.format.reasoning.has_channels:
+            return self._in_channels(asked, state)
         if self.tools.must_call:
             return self._grammar("calls", self._call_rules(), state)
         if asked is None:
@@ -95,6 +98,64 @@ class AnswerPlan:
             return asked
         validate(asked)
         return self._grammar("text", [text], state)
+
+    def _in_channels(self, asked: StructuredOutput | None, state: ReasoningState) -> StructuredOutput | None:
+        """What an answer of messages in channels must match: the message to a function or the final one, behind any
+        number of messages of reasoning."""
+        functions, special = list(callable_functions(self.tools)), self.special_tokens
+        reasoning = self.format.reasoning
+        assert reasoning is not None
+        if self.tools.must_call:
+            return self._messages("call", self._message_rules(functions), state)
+        if asked is None:
+            if not any(is_strict(function) for _, function in functions):
+                return None
+            free = [f"final: {literal(HARMONY_FINAL, special)} rest", f"rest: {ANY_TEXT}"]
+            spoken = f"preamble: {literal(HARMONY_PREAMBLE, special)} {_up_to_end(reasoning, special)} "
+            rules = [*self._message_rules(functions, only_strict=True), *free, spoken + literal(HARMONY_NEXT, special)]
+            return self._messages("preamble* (call | final)", rules, state)
+        if state is ReasoningState.OVER or asked.begins_after or asked.continue_grammar:
+            return asked
+        text = text_rule(asked, beside_calls=bool(functions))
+        if text is None:  # can't be part of another grammar
+            return msgspec.structs.replace(asked, begins_after=HARMONY_FINAL)
+        validate(asked)
+        rules = [f"final: {literal(HARMONY_FINAL, special)} text", text]
+        if not functions:
+            return self._messages("final", rules, state)
+        return self._messages("(call | final)", [*self._message_rules(functions), *rules], state)
+
+    def _message_rules(
+        self, functions: Sequence[tuple[int, Mapping[str, Any]]], only_strict: bool = False
+    ) -> list[str]:
+        """The rule `call`, a message to one of these functions, and those that it needs. `only_strict`: the arguments
+        of other functions are any object."""
+        for index, function in functions:
+            if not HARMONY_NAME.fullmatch(function["name"]):
+                problem = f"{function['name'][:64]!r} can't be called in the format harmony"
+                raise RequestError(f"tools[{index}].function.name", problem, "letters, digits, and any of _-.")
+        self._check_parameters(one for one in functions if is_strict(one[1]) or not only_strict)
+        names = " | ".join(f"call_{index}" for index in range(len(functions)))
+        rules = [f"call: {names}"]  # <|call|>, behind it, is one of the tokens that end the model's texts
+        for index, (_, function) in enumerate(functions):
+            is_free = only_strict and not is_strict(function)
+            schema = {"type": "object", "x-guidance": JSON_FORM} if is_free else arguments_schema(function)
+            rules += _call(index, function["name"], schema, HARMONY_CALL, self.special_tokens, HARMONY_CALL.head)
+        return rules
+
+    def _messages(self, last: str, rules: list[str], state: ReasoningState) -> StructuredOutput:
+        """Messages of reasoning, then the rule `last`. The first message of an answer begins with its channel: what is
+        before that is in the prompt."""
+        special, reasoning = self.special_tokens, self.format.reasoning
+        assert reasoning is not None
+        following = literal(HARMONY_NEXT, special)
+        begin = {
+            ReasoningState.POSSIBLE: "",
+            ReasoningState.OPEN: f"{_up_to_end(reasoning, special)} {following} ",
+            ReasoningState.OVER: f"{literal(reasoning.end, special)} {following} ",
+        }[state]
+        rules = [*rules, f"analysis: reasoning {following}", *reasoning_rules(reasoning, special, is_open=False)]
+        return StructuredOutput(grammar="\n".join([f"start: {begin}analysis* {last}", *rules]) + "\n")
 
     def _grammar(self, last: str, rules: list[str], state: ReasoningState) -> StructuredOutput:
         """Reasoning, if there may be any, and the rule `last`."""
@@ -136,6 +197,11 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 # One way to write a value, the one of Python's json.dumps, which the models have seen most.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_PIECES = r'[{}]|: |, |"(?:[^"\\]|\\.)*"'
+
+HARMONY_CALL = CallForm(
+    head="<|channel|>commentary to=functions.", middle=" <|constrain|>json<|message|>", tail="", quotes_name=False
+)
+HARMONY_PREAMBLE = "<|channel|>commentary<|message|>"  # what the model says before it calls a function
 
 SpecialTokens = Mapping[str, int]  # marks that are no text for the tokenizer, and their ids
 
@@ -226,9 +292,15 @@ def text_rule(asked: StructuredOutput, beside_calls: bool = False) -> str | None
 def reasoning_rules(format: ReasoningFormat, special: SpecialTokens, is_open: bool) -> list[str]:
     """The rule `reasoning`, up to its end mark. If it is not open yet, it begins with its start mark."""
     start = "" if is_open else literal(format.start, special)
-    if format.end in special:
-        return [f"reasoning: {start} {ANY_TEXT} {literal(format.end, special)}"]
-    return [f"reasoning: {start} thoughts", rf"thoughts[lazy]: /(.|\n)*{_in_expression(format.end)}/"]
+    rules = [f"reasoning: {start} {_up_to_end(format, special)}"]
+    if format.end not in special:
+        rules.append(rf"thoughts[lazy]: /(.|\n)*{_in_expression(format.end)}/")
+    return rules
+
+
+def _up_to_end(format: ReasoningFormat, special: SpecialTokens) -> str:
+    """Any text, and the end mark of reasoning. A mark that is text needs the rule `thoughts`."""
+    return f"{ANY_TEXT} {literal(format.end, special)}" if format.end in special else "thoughts"
 
 
 def _in_expression(text: str) -> str:

@@ -45,9 +45,9 @@ class ReasoningFormat:
         return self.start, self.end
 
     @property
-    def can_be_enforced(self) -> bool:
-        """Whether a grammar can have the reasoning before what it enforces."""
-        return True
+    def has_channels(self) -> bool:
+        """Whether an answer is a sequence of messages, of which reasoning is one kind, and calls and content others."""
+        return False
 
     def state(self, prompt: str | None) -> ReasoningState:
         """How an answer to this prompt begins: templates write the start, or, to switch reasoning off, both marks."""
@@ -89,19 +89,22 @@ class HarmonyFormat(ReasoningFormat):
         return (*HARMONY_ENDS, "<|channel|>", "<|message|>", "<|constrain|>")
 
     @property
-    def can_be_enforced(self) -> bool:
-        return False
+    def has_channels(self) -> bool:
+        return True
 
     def state(self, prompt: str | None) -> ReasoningState:
         """A prompt ends before the channel of the answer, unless it begins a message for it."""
         text = (prompt or "").rstrip()
+        if text.endswith(HARMONY_FINAL):
+            return ReasoningState.OVER
         return ReasoningState.OPEN if text.endswith(self.start) else ReasoningState.POSSIBLE
 
     def read(self, source: Source, sink: PartSink, state: ReasoningState) -> Reading[None]:
-        """All messages of the answer. One without any is content."""
-        if state is ReasoningState.OVER:
-            return
-        header: list[str] = [] if state is ReasoningState.POSSIBLE else [self.start]
+        """All messages of the answer. One without any is content. Where the reasoning is over, the answer is inside of
+        its final message."""
+        header = {ReasoningState.POSSIBLE: [], ReasoningState.OPEN: [self.start], ReasoningState.OVER: [HARMONY_FINAL]}[
+            state
+        ]
         if not header and not (yield from opens_with(source, HARMONY_BEGINS)):
             return
         while header or (yield from until(source, ("<|message|>",), header.append)) is not None:
@@ -123,7 +126,10 @@ def _begin_message(sink: PartSink, header: str) -> Callable[[str], None]:
     return sink.content
 
 
-HARMONY_BEGINS = ("<|channel|>", "<|start|>assistant")
+HARMONY_FINAL = "<|channel|>final<|message|>"
+HARMONY_NEXT = "<|start|>assistant"  # before the channel of a message; that of the first one is in the prompt
+HARMONY_NAME = re.compile(r"[\w.-]+")  # of a function
+HARMONY_BEGINS = ("<|channel|>", HARMONY_NEXT)
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 HARMONY_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 THINK = ("<think>", "</think>")
