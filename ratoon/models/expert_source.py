@@ -2,7 +2,7 @@
 
 Layers take the weights of an expert by its number, whatever the file has: `experts.3.gate_proj.weight`. Fused tensors
 are [experts, out, in], of one projection or of gate and up together. gpt-oss has them transposed, with gate and up in
-turns.
+turns; its GGUF files do not.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ratoon.layers.stored import StoredTensor, TensorSlice
+from ratoon.models.mxfp4_source import cut_codes, decode_gguf_blocks
 
 if TYPE_CHECKING:
     from ratoon.core.config import ModelConfig
     from ratoon.layers.weights import Destination, TensorSource
 
+MXFP4 = "MXFP4"  # GGUF's name of the format
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias|\.weight|\.bias)?")
 
 
@@ -46,7 +48,8 @@ class ExpertSource:
             if match is None or len(shape) != (2 if is_bias else 3):
                 self._shapes[name] = tuple(shape)
                 continue
-            self._split(name, match[1], match[2], tuple(shape), is_bias, interleaved)
+            in_turns = interleaved and match[3] in (None, "_bias")  # GGUF's names have a suffix
+            self._split(name, match[1], match[2], tuple(shape), is_bias, in_turns)
         self._shapes |= {name: piece.shape for name, piece in self._pieces.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -57,7 +60,10 @@ class ExpertSource:
         if piece is None:
             return self._source.read(name, part, destination)
         taken = TensorSlice(0, piece.expert, piece.expert + 1)
-        return _cut(_one_expert(self._source.read(piece.tensor, taken, destination), piece), part)
+        stored = _one_expert(self._source.read(piece.tensor, taken, destination), piece)
+        if stored.format == MXFP4 and stored.decode is not None:
+            return cut_codes(decode_gguf_blocks(stored.data), part)
+        return _cut(stored, part)
 
     def _split(
         self, name: str, prefix: str, projection: str, shape: tuple[int, ...], is_bias: bool, interleaved: bool

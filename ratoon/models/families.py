@@ -54,11 +54,13 @@ FAMILIES = (
     FamilyNote(("OlmoeForCausalLM",), "`olmoe`", "a [mixture](experts.md); without `clip_qkv`"),
     FamilyNote(
         ("Glm4MoeForCausalLM",),
-        "",
+        "`glm4moe`",
         "GLM-4.5 and GLM-4.5-Air, [mixtures](experts.md); layers that predict further tokens are left out",
     ),
     FamilyNote(
-        ("GptOssForCausalLM",), "", "gpt-oss, a [mixture](experts.md) with attention sinks; experts in MXFP4 or floats"
+        ("GptOssForCausalLM",),
+        "`gpt-oss`",
+        "gpt-oss, a [mixture](experts.md) with attention sinks; experts in MXFP4 or floats",
     ),
     FamilyNote(("GPT2LMHeadModel",), "`gpt2`", "also files saved without the head's prefix"),
     FamilyNote(

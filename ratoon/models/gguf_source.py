@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -99,6 +101,22 @@ GLM4_NAMES = {
     "post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
     "ffn_up": "model.layers.{}.mlp.gate_up_proj",
 }
+GLM4_MOE_NAMES = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
+    "exp_probs_b": "model.layers.{}.mlp.gate.e_score_correction",
+}
+GPT_OSS_NAMES = {
+    **LLAMA_NAMES,
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_gate_inp": "model.layers.{}.mlp.router",
+    "attn_sinks": "model.layers.{}.self_attn.sinks",
+}
+# Parameters of checkpoints that have no suffix of their own
+PLAIN_ENDS = {".e_score_correction.bias": ".e_score_correction_bias", ".sinks.weight": ".sinks"}
 GPT_NEOX_NAMES = {
     "token_embd": "gpt_neox.embed_in",
     "output_norm": "gpt_neox.final_layer_norm",
@@ -144,8 +162,11 @@ NAMES = {
     "glm4": GLM4_NAMES,
     "gptneox": GPT_NEOX_NAMES,
     "falcon": FALCON_NAMES,
+    "glm4moe": GLM4_MOE_NAMES,
+    "gpt-oss": GPT_OSS_NAMES,
 }  # of other architectures: LLAMA_NAMES
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss")
+SIGMOID = 2  # llama.cpp's number of that way to score experts
 PERMUTED = ("llama", "granite", "smollm3")  # whose query and key rows the converter reordered
 BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
 LAYER_NORMED = ("gpt2", "starcoder2", "gptneox", "falcon")
@@ -233,10 +254,14 @@ class GGUFSource:
         names = NAMES.get(self.architecture, LLAMA_NAMES)
         if self.architecture == "falcon" and "blk.0.attn_norm_2.weight" in self.file.tensors:
             names = {**names, **FALCON_TWO_NORMS}
+        if further := re.fullmatch(r"blk\.(\d+)\.(nextn\..+)", gguf_name):  # of a layer that predicts further tokens
+            return f"model.layers.{further[1]}.{further[2]}"
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
         if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
             return gguf_name
-        return f"{names[match[2]].format(match[1])}.{match[3]}"
+        name = f"{names[match[2]].format(match[1])}.{match[3]}"
+        end = next((end for end in PLAIN_ENDS if name.endswith(end)), "")
+        return name.removesuffix(end) + PLAIN_ENDS.get(end, "")
 
     def _is_transposed(self, name: str) -> bool:
         return self.architecture == "gpt2" and name.endswith(GPT2_TRANSPOSED)
@@ -307,8 +332,12 @@ class GGUFSource:
             "granite": self._granite_config,
             "gptneox": self._gpt_neox_config,
             "falcon": self._falcon_config,
+            "glm4moe": self._glm4_moe_config,
+            "gpt-oss": self._gpt_oss_config,
         }
         config.update(builders.get(self.architecture, self._llama_config)())
+        if self.architecture in ("glm4moe", "gpt-oss"):
+            return config
         return config | self._expert_config() if self._whole("expert_count", 0) else config
 
     def _expert_config(self) -> dict[str, Any]:
@@ -333,6 +362,42 @@ class GGUFSource:
             config["shared_expert_intermediate_size"] = self._shared_size()
         return config | ({} if self.architecture == "olmoe" else {"moe_intermediate_size": inner})
 
+    def _glm4_moe_config(self) -> dict[str, Any]:
+        """Layers that predict further tokens are counted in files, and are behind the others."""
+        config = self._llama_config()
+        num_extra = self._whole("nextn_predict_layers", 0)
+        if (scoring := self._whole("expert_gating_func", SIGMOID)) != SIGMOID:
+            raise ModelError(self.name, f"has {scoring} as expert_gating_func", f"{SIGMOID}, a sigmoid")
+        renormalised = self._get("expert_weights_norm")
+        return config | {
+            "num_hidden_layers": config["num_hidden_layers"] - num_extra,
+            "num_nextn_predict_layers": num_extra,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in self.file.tensors,
+            "n_routed_experts": self._whole("expert_count"),
+            "num_experts_per_tok": self._whole("expert_used_count"),
+            "moe_intermediate_size": self._whole("expert_feed_forward_length"),
+            "n_shared_experts": self._whole("expert_shared_count", 1),
+            "first_k_dense_replace": self._whole("leading_dense_block_count", 0),
+            "routed_scaling_factor": self._real("expert_weights_scale", 1.0) or 1.0,
+            "norm_topk_prob": True if renormalised is None else bool(renormalised),
+            "n_group": self._whole("expert_group_count", 1),
+            "topk_group": self._whole("expert_group_used_count", 1),
+        }
+
+    def _gpt_oss_config(self) -> dict[str, Any]:
+        """What files leave out is as the published models have it: every other layer has the window, and the borders of
+        YaRN's ramp are no whole numbers."""
+        inner = self._whole("expert_feed_forward_length", self._whole("feed_forward_length", 0))
+        config = self._llama_config(inner)
+        if config["rope_parameters"]["rope_type"] == "yarn":
+            config["rope_parameters"]["truncate"] = False
+        return config | {
+            "model_type": "gpt_oss",
+            "num_local_experts": self._whole("expert_count"),
+            "num_experts_per_tok": self._whole("expert_used_count"),
+            "sliding_window": self._whole("attention.sliding_window"),
+        }
+
     def _shared_size(self) -> int:
         """Of the shared expert; older files do not say it."""
         tensors = (self.file.tensors.get(f"blk.{n}.ffn_up_shexp.weight") for n in range(self._whole("block_count")))
@@ -350,13 +415,13 @@ class GGUFSource:
             "activation_function": "gelu_new",
         }
 
-    def _llama_config(self) -> dict[str, Any]:
+    def _llama_config(self, inner_size: int | None = None) -> dict[str, Any]:
         num_heads = self._whole("attention.head_count")
         hidden_size = self._whole("embedding_length")
         head_dim = self._whole("attention.key_length", hidden_size // max(num_heads, 1))
         config: dict[str, Any] = {
             "hidden_size": hidden_size,
-            "intermediate_size": self._whole("feed_forward_length"),
+            "intermediate_size": inner_size or self._whole("feed_forward_length"),
             "num_hidden_layers": self._whole("block_count"),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._whole("attention.head_count_kv", num_heads),
@@ -512,6 +577,11 @@ class GGUFSource:
         for key, token in zip(keys, found):
             if token is not None and type(token) is not int:
                 raise ModelError(self.name, f"has {show(token)} as the metadata key tokenizer.ggml.{key}", "a token id")
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        if self.architecture == "gpt-oss" and isinstance(tokens, list):
+            # Files name the end of a message too, behind which the answer goes on, and leave out the end of a call.
+            found = [token for token in found if token is None or tokens[token : token + 1] != ["<|end|>"]]
+            found += [index for index, token in enumerate(tokens) if token in ("<|return|>", "<|call|>")]
         return list(dict.fromkeys(token for token in found if token is not None))
 
     def _dtype(self, embedding_type: int) -> str:

@@ -28,9 +28,15 @@ MAX_TOKEN_CHARACTERS = 65536
 SPACE_MARK = "▁"  # SentencePiece's visible space
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The pre-tokenizer of Llama 3 and Qwen2, which differ in how many digits stay together.
+# The pre-tokenizer of Llama 3, GLM-4 and Qwen2, which differ in how many digits stay together.
 SPLIT_PATTERN = (
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# That of o200k, which gpt-oss has: a word begins at a capital letter, and its contraction belongs to it.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -137,14 +143,14 @@ def _split_like_smollm(add_prefix_space: bool) -> Any:
     return Steps([Digits(individual_digits=True), ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)])
 
 
-def _split_by_pattern(digits: str) -> Callable[[bool], Any]:
+def _split_by_pattern(pattern: str) -> Callable[[bool], Any]:
     def build(add_prefix_space: bool) -> Any:
         from tokenizers import Regex
         from tokenizers.pre_tokenizers import ByteLevel, Split
         from tokenizers.pre_tokenizers import Sequence as Steps
 
-        pattern = Regex(SPLIT_PATTERN.replace("DIGITS", digits))
-        return Steps([Split(pattern, "isolated"), ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)])
+        split = Split(Regex(pattern), "isolated")
+        return Steps([split, ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)])
 
     return build
 
@@ -155,8 +161,11 @@ _PRE_TOKENIZERS: dict[str, Callable[[bool], Any]] = {
     "default": _split_like_gpt2,  # files from before the names existed
     "gpt-2": _split_like_gpt2,
     "smollm": _split_like_smollm,
-    **dict.fromkeys(_LLAMA3_NAMES, _split_by_pattern("{1,3}")),
-    **dict.fromkeys(_QWEN2_NAMES, _split_by_pattern("")),
+    **dict.fromkeys(
+        (*_LLAMA3_NAMES, "glm4", "chatglm-bpe"), _split_by_pattern(SPLIT_PATTERN.replace("DIGITS", "{1,3}"))
+    ),
+    **dict.fromkeys(_QWEN2_NAMES, _split_by_pattern(SPLIT_PATTERN.replace("DIGITS", ""))),
+    **dict.fromkeys(("gpt-4o", "llama4"), _split_by_pattern(GPT4O_PATTERN)),
 }
 
 

@@ -54,7 +54,7 @@ class Mxfp4Source:
         one = TensorSlice(0, expert, expert + 1)
         blocks, scales = (self._source.read(each, one).data[0] for each in (f"{tensor}_blocks", f"{tensor}_scales"))
         rows = slice(None) if half is None else slice(half, None, 2)  # gate and up take turns
-        return _cut(decode_codes(blocks[rows], scales[rows]), part)
+        return cut_codes(decode_codes(blocks[rows], scales[rows]), part)
 
     def _split(self, prefix: str, projection: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
         if len(shape) != 4 or shape[3] != BLOCK // 2 or scales != shape[:3]:
@@ -86,7 +86,16 @@ def _scales_of(name: str) -> str:
     return name.removesuffix("_blocks") + "_scales"
 
 
-def _cut(stored: StoredTensor, part: TensorSlice | None) -> StoredTensor:
+def decode_gguf_blocks(blocks: torch.Tensor) -> StoredTensor:
+    """Decodes GGUF's blocks [out, in / 32, 17]: a scale, then 16 bytes whose low halves are the first 16 numbers."""
+    import torch
+
+    scales, packed = blocks[..., 0], blocks[..., 1:]
+    numbers = torch.cat((packed & 15, packed >> 4), -1)  # in their order
+    return decode_codes(numbers[..., 0::2] | numbers[..., 1::2] << 4, scales)
+
+
+def cut_codes(stored: StoredTensor, part: TensorSlice | None) -> StoredTensor:
     from ratoon.layers.grouped import take_inputs, take_rows
 
     if part is None:

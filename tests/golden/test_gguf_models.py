@@ -71,6 +71,8 @@ ARCHITECTURES = {
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "glm4moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 KINDS = ["llama", "llama with biases", "qwen2", "qwen3", "gpt2", "gemma3", *(DECODERS := {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}),

@@ -85,19 +85,27 @@ def tiny_glm4_moe(groups: int = 1, head_norms: bool = False, seed: int = 0) -> T
     return _apart(tiny)
 
 
-def tiny_gpt_oss(window: int | None = 6, seed: int = 0) -> TinyModel:
+def tiny_gpt_oss(
+    window: int | None = 6,
+    limit: float = 0.6,
+    inner: int | None = None,
+    rope: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> TinyModel:
     """Every other layer has the window. Numbers reach the limit of gates, and sinks take a share of each softmax."""
     sliding = (True, False, True)
     config = plain_config("GptOssForCausalLM", 4, 2)
-    experts = ExpertConfig(EXPERTS, TOP_K, config.intermediate_size, renormalise=True, gate_limit=0.6)
+    config = config if inner is None else replace(config, intermediate_size=inner)
+    experts = ExpertConfig(EXPERTS, TOP_K, config.intermediate_size, renormalise=True, gate_limit=limit)
     config = replace(
         config, experts=experts, attention_bias=True, attention_output_bias=True, mlp_bias=True, attention_sinks=True,
         sliding_window=window, sliding_layers=None if window is None else sliding,
     )  # fmt: skip
     kinds = ["sliding_attention" if is_sliding and window else "full_attention" for is_sliding in sliding]
     oracle_config = transformers.GptOssConfig(
-        **shared_arguments(config, {"rope_type": "default"}), head_dim=config.head_dim, num_local_experts=EXPERTS,
-        num_experts_per_tok=TOP_K, swiglu_limit=0.6, sliding_window=window, layer_types=kinds,
+        **shared_arguments(config, rope or {"rope_type": "default"}), head_dim=config.head_dim,
+        num_local_experts=EXPERTS, num_experts_per_tok=TOP_K, swiglu_limit=limit, sliding_window=window,
+        layer_types=kinds,
     )  # fmt: skip
     tiny = make_tiny(transformers.GptOssForCausalLM, oracle_config, config, seed)
     generator = torch.Generator().manual_seed(seed)
