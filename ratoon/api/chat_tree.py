@@ -87,7 +87,7 @@ class ConversationTree:
     def _draw(self, nodes: list[Node], indent: str, current: list[Node]) -> Iterator[str]:
         for node in nodes:
             mark = "▶" if self.current is node else "*" if node in current else " "
-            yield f"{mark} {indent}{node.number:>2} {node.message['role']}: {_line(node.message)}"
+            yield f"{mark} {indent}{node.number:>2} {node.message['role']}: {line_of(node.message)}"
             deeper = indent + "   " if len(node.children) > 1 else indent
             yield from self._draw(node.children, deeper, current)
 
@@ -106,6 +106,7 @@ def text_of(message: Message) -> str:
     return " ".join(part.get("text", f"[{part.get('type')}]") for part in content)
 
 
-def _line(message: Message) -> str:
+def line_of(message: Message) -> str:
+    """A message as one line, cut where it is long."""
     line = " ".join(text_of(message).split())
     return line if len(line) <= LONGEST_LINE else line[: LONGEST_LINE - 1] + "…"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ratoon.api.adapter_options import add_adapter_option
 from ratoon.api.answer_parts.parser import AUTO, check_parser_names
 from ratoon.api.answer_parts.reasoning_formats import EFFORTS, effort_variables
-from ratoon.api.chat_tree import ConversationTree, text_of
+from ratoon.api.chat_tree import ConversationTree, line_of
 from ratoon.api.commands.chat_answerers import Answerer, LocalAnswerer, Message, PrintedAnswer, RemoteAnswerer
 from ratoon.api.commands.generate import refuse_images
 from ratoon.api.image_options import (
@@ -64,16 +64,16 @@ COMMANDS = (
 )  # fmt: skip
 MAX_ALTERNATIVES = 16
 HELP = """\
-/continue  continue the last answer
-/branch    go on from message N of /tree; without N, write the last message anew
-/tree      show all messages, with their numbers; * is the way to the current one
-/alternatives  write N further answers to the last message, each a branch; default 1
-/save      write the tree and the current conversation to a file, as JSON
-/image     add the image at a path to the next message; so does a path in the message itself
-/reset     forget the conversation
-/stats     tokens so far, and how full the cache is
-/help      this
-/exit      leave (Ctrl-D does too)
+/continue        continue the last answer
+/branch [N]      go on from message N of /tree; without N, write the last message anew
+/tree            show all messages, with their numbers; * is the way to the current one, ▶
+/alternatives N  write N further answers to the last message, each a branch; default 1
+/save FILE       write the tree and the current conversation to a file, as JSON
+/image PATH      add an image to the next message; so does a path in the message itself
+/reset           forget the conversation
+/stats           tokens so far, and how full the cache is
+/help            this
+/exit            leave (Ctrl-D does too)
 Enter sends, Alt-Enter begins a new line; so does Enter between \"\"\" and \"\"\". Ctrl-C stops an answer."""
 
 DESCRIPTION = """Talk with a model.
@@ -272,17 +272,18 @@ class Conversation:
                 print("there is no message to go back from")
             else:
                 where = "the beginning" if tree.current is None else f"message {tree.current.number}"
-                print(f"(from {where}, before: {text_of(left.message)})")
+                print(f"(from {where}, before: {line_of(left.message)})")
             return
         node = tree.find(int(typed)) if typed.isascii() and typed.isdigit() else None
         if node is None:
             print(f"there is no message {typed}; /tree shows their numbers")
             return
         tree.current = node
-        if node.message["role"] == "user":  # it may have been answered: here is another answer
-            self._add_answer("the message stays without a further answer")
+        if node.message["role"] == "user":
+            # Where it has been answered, here is another answer, which must not be the same.
+            self._add_answer("the message stays without a further answer", varies=bool(node.children))
         else:
-            print(f"(from message {node.number}: {text_of(node.message)})")
+            print(f"(from message {node.number}: {line_of(node.message)})")
 
     def write_alternatives(self, typed: str) -> None:
         """Write further answers to the last message. They are sampled, since others would be the same."""

@@ -52,6 +52,14 @@ def test_a_branch_goes_on_from_any_earlier_message() -> None:
 def test_a_branch_from_a_message_of_the_user_answers_it_again() -> None:
     answerer = converse("first", "/branch 1", "next")
     assert answerer.asked[1:] == [["Be brief.", "first"], ["Be brief.", "first", "answer 2", "next"]]
+    assert answerer.varied == [False, True, False], "else the further answer could be the first one again"
+
+
+def test_a_branch_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    converse("one\ntwo " + "word " * 40, "/branch 2", "/branch")
+    *_, at, back = capsys.readouterr().out.splitlines()
+    assert at == "(from message 2: answer 1)"
+    assert back.startswith("(from the beginning, before: one two word") and len(back) < 100 and back.endswith("…)")
 
 
 def test_alternatives_are_sampled_answers_to_the_same_message() -> None:
