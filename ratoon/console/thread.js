@@ -248,6 +248,7 @@ function Composer() {
     }
   }, [text]);
   const reads = modalitiesOf(state.model);
+  const kinds = attachable(reads);
   const silent = hearsOnly(state.model);
   const submit = () => {
     if (running || (!text.trim() && !attached.length)) return;
@@ -290,7 +291,7 @@ function Composer() {
         ref=${field}
         rows="1"
         aria-label="Message"
-        placeholder=${placeholderFor(reads)}
+        placeholder=${placeholderFor(kinds, silent)}
         value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)}
         onPaste=${(/** @type {ClipboardEvent} */ event) => event.clipboardData?.files.length && take(event.clipboardData.files)}
@@ -301,10 +302,10 @@ function Composer() {
           }
         }}
       ></textarea>
-      <label class="attach quiet" title=${`Attach ${attachable(reads)}`}>Attach<input type="file" class="visually-hidden" aria-label=${`Attach ${attachable(reads)}`} accept=${acceptedBy(reads)} multiple onChange=${(/** @type {any} */ event) => {
+      ${kinds && html`<label class="attach quiet" title=${`Attach ${kinds}`}>Attach<input type="file" class="visually-hidden" aria-label=${`Attach ${kinds}`} accept=${acceptedBy(kinds)} multiple onChange=${(/** @type {any} */ event) => {
         take(event.target.files);
         event.target.value = "";
-      }} /></label>
+      }} /></label>`}
       ${running
         ? html`<button type="button" class="stop" onClick=${stopAll}>Stop</button>`
         : html`<button type="submit" class="primary" disabled=${silent || (!text.trim() && !attached.length)}>Send</button>`}
@@ -312,26 +313,23 @@ function Composer() {
   </form>`;
 }
 
-/** What can be attached for a model, in words. What is not known is offered, and the server may refuse it; a recording goes
- * to whichever model hears. @param {string[] | null} reads */
+/** What can be attached for a model, in words; empty: nothing. What is not known is offered, and the server may refuse it;
+ * a recording goes to whichever model hears. @param {string[] | null} reads */
 function attachable(reads) {
-  const audio = !reads || reads.includes("audio") || modalitiesOf(listener())?.includes("audio");
+  const audio = !reads || modalitiesOf(listener())?.includes("audio");
   const image = !reads || reads.includes("image");
-  return image && audio ? "an image or a recording" : image ? "an image" : audio ? "a recording" : "a file";
+  return [image && "an image", audio && "a recording"].filter(Boolean).join(" or ");
 }
 
-/** @param {string[] | null} reads */
-function placeholderFor(reads) {
-  const what = attachable(reads);
-  if (reads?.includes("audio") && !reads.includes("text")) return "Drop a recording; text here stands before it, such as names";
-  return what === "a file" ? "Message" : `Message, or drop ${what}`;
+/** @param {string} kinds @param {boolean} silent */
+function placeholderFor(kinds, silent) {
+  if (silent) return "Drop a recording; text here stands before it, such as names";
+  return kinds ? `Message, or drop ${kinds}` : "Message";
 }
 
-/** @param {string[] | null} reads */
-function acceptedBy(reads) {
-  const what = attachable(reads);
-  const kinds = [what.includes("image") && "image/*", what.includes("recording") && "audio/*,video/*"].filter(Boolean);
-  return kinds.join(",") || "image/*,audio/*";
+/** @param {string} kinds */
+function acceptedBy(kinds) {
+  return [kinds.includes("image") && "image/*", kinds.includes("recording") && "audio/*,video/*"].filter(Boolean).join(",");
 }
 
 /** @param {File} file

@@ -515,6 +515,8 @@ def test_a_called_tool_gets_its_canned_result(console: Console):
 
 
 def test_a_picture_for_a_model_of_text_gets_the_servers_error(console: Console):
+    assert console.page.locator("#composer").get_attribute("placeholder") == "Message"
+    assert console.page.locator(".attach").count() == 0, "the server says that the model reads text"
     dot = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     console.page.evaluate(
         """(data) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));

@@ -27,6 +27,7 @@ from ratoon.layers import sampling
 from ratoon.models.tokenizer import Tokenizer
 from tests.golden.grammar_engines import END, THOUGHT, json_tokenizer
 from tests.golden.tiny_models import VOCAB_SIZE
+from tests.harmony import harmony_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -57,8 +58,8 @@ def rules_for(prompt: list[int] | None = None, **asked: object) -> RowRules:
     return rules_of(params, prompt or [5], (), grammars())
 
 
-def possible(rules: RowRules) -> set[int]:
-    logits = torch.zeros(2, VOCAB_SIZE)
+def possible(rules: RowRules, vocab_size: int = VOCAB_SIZE) -> set[int]:
+    logits = torch.zeros(2, vocab_size)
     apply_rules(logits, [rules.active(), ()])
     assert logits[1].isfinite().all()  # other rows are not touched
     return set(np.flatnonzero(logits[0].isfinite()).tolist())
@@ -109,6 +110,23 @@ def test_free_text_before_a_marker_never_ends(marker: str) -> None:
     behind = before.after_all(tokens_of(marker))
     assert texts_of(possible(behind)) == set("0123456789")
     assert texts_of(possible(behind.after_all(tokens_of("7")))) == {END}
+
+
+def test_a_marker_may_have_special_tokens_and_text() -> None:
+    """The final message of gpt-oss: two special tokens, and a word between them that is text."""
+    harmony = harmony_tokenizer()
+    compiler = GrammarCompiler(lambda: Llguidance(harmony, harmony.vocab_size))
+    asked = StructuredOutput(regex="[0-9]", begins_after="<|channel|>final<|message|>")
+    (end,) = harmony.encode("<|return|>", False)
+    params = SamplingParams(structured_output=asked, all_stop_token_ids=[end])
+    rules = rules_of(params, [5], (), compiler)
+    thoughts = "<|channel|>analysis<|message|>A final word.<|end|><|start|>assistant"
+    thinking = rules.after_all(harmony.encode(thoughts, False))
+    everything = set(range(harmony.vocab_size)) - {end}
+    assert possible(thinking, harmony.vocab_size) == everything
+    final = thinking.after_all(harmony.encode("<|channel|>final<|message|>", False))
+    assert possible(final, harmony.vocab_size) == {harmony.encode(digit, False)[0] for digit in "0123456789"}
+    assert possible(final.after(harmony.encode("7", False)[0]), harmony.vocab_size) == {end}
 
 
 def test_a_marker_may_be_spread_over_tokens() -> None:
