@@ -216,6 +216,7 @@ def test_two_branches_stand_side_by_side_with_their_differences_marked(console: 
     kept = "".join(console.page.locator(f".token[data-token='{index}']").first.inner_text() for index in range(4))
     console.page.click("nav >> text=Compare")
     sides = console.page.locator(".compare article")
+    sides.last.wait_for()
     text = [side.locator(".verbatim").inner_text() for side in sides.all()]
     assert text == [whole, branched], "what it branched off is on the left"
     for side, mark, other in ((sides.first, "del", "ins"), (sides.last, "ins", "del")):
@@ -231,9 +232,10 @@ def test_two_branches_stand_side_by_side_with_their_differences_marked(console: 
     assert "branched after 4 tokens" in sides.last.inner_text()
     # An answer of another question, by a mark and by the list.
     console.page.click("nav >> text=Conversation")
+    console.page.wait_for_selector("section[aria-label=Conversation]")
     console.page.keyboard.press("m")
     console.page.click("nav >> text=Compare")
-    assert console.page.inner_text(".compare .summary").startswith("100 %"), "the marked one beside itself"
+    console.page.wait_for_selector(".compare .summary >> text=100 % in common")  # the marked one beside itself
     console.page.locator("label.picker:has-text('Right') select").select_option(index=0)
     console.page.wait_for_selector(".compare del")
     assert [side.locator(".verbatim").inner_text() for side in sides.all()] == [branched, whole]
