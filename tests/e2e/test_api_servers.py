@@ -113,6 +113,32 @@ def test_a_request_that_runs_is_waited_for_or_forked_through_another_front_end(s
         stream.read()
 
 
+def test_conversations_are_those_of_the_service(server):
+    hello = {"role": "user", "content": "Hello"}
+    with each_front_end(server) as (first, second):
+        made = first.post("/v1/conversations", items=[hello])["id"]
+        answered = second.post("/v1/responses", input="Who?", conversation=made, max_output_tokens=6)
+        following = first.post("/v1/responses", input="And?", conversation=made, max_output_tokens=6)
+        assert following["continuation"]["parent"] == answered["id"]
+        added = second.post(f"/v1/conversations/{made}/items", items=[{**hello, "content": "x"}])["first_id"]
+        path = f"/v1/conversations/{made}/items?order=asc"
+        assert first.get(path) == second.get(path)
+        roles = [item["role"] for item in first.get(path)["data"]]
+        assert roles == ["user", "user", "assistant", "user", "assistant", "user"]
+        items = second.get(f"/v1/responses/{following['id']}/input_items?order=asc")["data"]
+        assert [item["role"] for item in items] == ["user", "user", "assistant", "user"], "as it was then"
+        assert first.ask("DELETE", f"/v1/conversations/{made}/items/{added}")[0] == 200
+        assert first.ask("DELETE", f"/v1/conversations/{made}/items/{added}")[0] == 404
+        assert len(second.get(path)["data"]) == 5
+        begun = second.post("/v1/responses", input="Later", conversation=made, max_output_tokens=6, background=True)
+        wait_until("it ends", lambda: first.get(f"/v1/responses/{begun['id']}")["status"] == "incomplete")
+        assert len(first.get(path)["data"]) == 7
+        assert first.post(f"/v1/conversations/{made}", metadata={"a": "b"}) == second.get(f"/v1/conversations/{made}")
+        assert first.ask("GET", path, key=KEYS[1])[0] == 404
+        assert second.ask("DELETE", f"/v1/conversations/{made}")[0] == 200
+        assert first.ask("GET", f"/v1/conversations/{made}")[0] == 404
+
+
 def test_responses_are_those_of_the_service(server):
     with each_front_end(server) as (first, second):
         made = first.post("/v1/responses", input="Hello", max_output_tokens=6)

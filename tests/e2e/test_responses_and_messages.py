@@ -71,6 +71,43 @@ def test_a_conversation_computes_only_what_is_new(client: openai.OpenAI) -> None
         client.responses.retrieve(second.id)
 
 
+def test_a_conversation_with_a_name(client: openai.OpenAI, server: Server) -> None:
+    made = client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "What is the capital of Japan?"}], metadata={"a": "b"}
+    )
+    assert made.metadata == {"a": "b"} and client.conversations.retrieve(made.id).created_at == made.created_at
+    fields = {"model": MODEL, "max_output_tokens": 8, **GREEDY}
+    first = client.responses.create(input="Answer", conversation=made.id, **fields)
+    second = client.responses.create(input="And?", conversation={"id": made.id}, **fields)
+    assert second.conversation is not None and second.conversation.id == made.id
+    assert first.usage is not None and second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
+    with client.responses.stream(input="Or?", conversation=made.id, **fields) as stream:
+        third = list(stream)[-1].response  # incomplete, as it is cut
+    added = client.conversations.items.create(
+        made.id, items=[{"type": "message", "role": "user", "content": "By the way"}]
+    )
+    items = list(client.conversations.items.list(made.id, order="asc", limit=3))  # in pages of three
+    texts = [part.text for item in items for part in item.content]
+    assert texts == [
+        "What is the capital of Japan?", "Answer", first.output_text, "And?", second.output_text, "Or?",
+        third.output_text, "By the way",
+    ]  # fmt: skip
+    one = client.conversations.items.retrieve(added.data[0].id, conversation_id=made.id)
+    assert one.content[0].text == "By the way"
+    assert client.conversations.items.delete(one.id, conversation_id=made.id).id == made.id
+    assert len(list(client.conversations.items.list(made.id))) == 7
+    assert client.conversations.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    with openai.OpenAI(base_url=server.api, api_key=OTHER, max_retries=0) as other:
+        with pytest.raises(openai.NotFoundError):
+            other.conversations.items.list(made.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.create(input="x", conversation=made.id, **fields)
+    assert client.conversations.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(made.id)
+
+
 def test_a_stream_ends_with_the_whole_response(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=8, **GREEDY) as stream:
         events = list(stream)

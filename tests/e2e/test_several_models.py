@@ -108,6 +108,21 @@ def test_requests_that_continue_others_find_the_model_that_made_them(server: Ser
         client.responses.retrieve(response.id)
 
 
+def test_a_conversation_belongs_to_the_model_that_it_was_made_for(server: Server, client: OpenAI) -> None:
+    made = client.conversations.create(extra_body={"model": "second"})
+    body = {"input": "Hello", "conversation": made.id, "max_output_tokens": 2}
+    status, answer = post(server, "/v1/responses", body)
+    assert status == 200 and json.loads(answer)["model"] == "second", "that of the conversation"
+    assert len(list(client.conversations.items.list(made.id))) == 2
+    with pytest.raises(NotFoundError, match="another key or model"):
+        client.responses.create(model="one", **body)
+    with pytest.raises(BadRequestError, match="model: is missing"):
+        client.conversations.create()
+    client.conversations.delete(made.id)
+    with pytest.raises(NotFoundError, match="there is no conversation"):
+        client.conversations.retrieve(made.id)
+
+
 def test_wrong_names_and_models_that_can_not_be_loaded_are_errors_of_their_request(
     server: Server, client: OpenAI
 ) -> None:

@@ -93,6 +93,16 @@ def model_not_found(model: str, served_names: tuple[str, ...]) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def conversation_not_found(conversation_id: str) -> ApiError:
+    """Returns the same error for an unknown id, an evicted one, and one of another key."""
+    shown = conversation_id if len(conversation_id) <= 200 else conversation_id[:200] + "…"
+    message = (
+        f"conversation: there is no conversation {shown!r}: it was never made or was deleted, the server was restarted "
+        "or has evicted it, or it belongs to another key or model; make one with POST /v1/conversations"
+    )
+    return ApiError(404, message, param="conversation", code="conversation_not_found")
+
+
 def request_not_found(request_id: str, param: str) -> ApiError:
     """Returns the error for an unknown id, an evicted one, and one of another key, which are not told apart."""
     shown = request_id if len(request_id) <= 200 else request_id[:200] + "…"

@@ -14,7 +14,13 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.responses import JSONResponse as JsonResponse
 
-from ratoon.api.server.errors import ApiError, as_api_error, refused, request_not_found
+from ratoon.api.server.errors import (
+    ApiError,
+    as_api_error,
+    conversation_not_found,
+    refused,
+    request_not_found,
+)
 from ratoon.api.server.exchange import AsgiApp, Exchange, Message, Receive, Scope, Send, exchange_of, header
 from ratoon.api.server.middleware import is_admin_path
 from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot
@@ -32,8 +38,10 @@ MODEL_PATHS = EVENT_PATHS | {
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/hidden_states", "/v1/audio/transcriptions",
     "/v1/audio/translations", "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/embed",
     "/api/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify",
+    "/v1/conversations",
 }  # fmt: skip
-ID_PATHS = ("/v1/requests/", "/v1/responses/")
+CONVERSATIONS = "/v1/conversations/"
+ID_PATHS = ("/v1/requests/", "/v1/responses/", CONVERSATIONS)
 GRACE = 0.5  # seconds: an error of a request that waits no longer for its model has an HTTP status of its own
 COMMENT_INTERVAL = 1.0  # seconds between comments in a stream that waits
 MULTIPART = b"multipart/form-data"
@@ -48,6 +56,7 @@ class Asked(msgspec.Struct):
     continuation_of: Any = None
     previous_response_id: Any = None
     original_request_id: Any = None
+    conversation: Any = None
     prompt: Any = None
     messages: Any = None
     input: Any = None
@@ -59,7 +68,8 @@ class Asked(msgspec.Struct):
 
     @property
     def parents(self) -> list[str]:
-        found = (self.continuation_of, self.previous_response_id, self.original_request_id)
+        conversation = self.conversation.get("id") if isinstance(self.conversation, dict) else self.conversation
+        found = (self.continuation_of, self.previous_response_id, self.original_request_id, conversation)
         return [one for one in found if isinstance(one, str)]
 
 
@@ -102,6 +112,8 @@ class ModelRouter:
         if path.startswith(ID_PATHS):
             request_id = path.split("/")[3]
             maker = await self._maker(request_id, exchange.tenant)
+            if maker is None and path.startswith(CONVERSATIONS):
+                raise conversation_not_found(request_id)
             if maker is None:
                 raise request_not_found(request_id, "response_id" if "responses" in path else "request_id")
             return maker, nothing
@@ -132,9 +144,10 @@ class ModelRouter:
         )
 
     async def _maker(self, request_id: str, owner: str | None) -> ModelSlot | None:
-        """Returns the model that made a request or a response; None: there is no such request."""
+        """Returns the model that made a request, a response or a conversation; None: there is none of this id."""
         for slot in self._host.slots:
-            if slot.store.find(request_id, owner) is not None:
+            store = slot.store
+            if store.find(request_id, owner) is not None or store.find_conversation(request_id, owner) is not None:
                 return slot
             if slot.loaded is None:
                 continue

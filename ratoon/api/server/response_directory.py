@@ -1,5 +1,5 @@
-"""Stored responses as routes and runs reach them. One object for all front ends of a server: where there are several,
-it lives in the service's process, and front ends call it through their link (shared_state.py).
+"""Stored responses and conversations as routes and runs reach them. One object for all front ends of a server: where
+there are several, it lives in the service's process, and front ends call it through their link (shared_state.py).
 
 What generates a response is a run in one front end (response_runs.py). The directory knows the response, its events and
 its end; while it runs, what it has so far is asked of its run.
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from ratoon.api.server.errors import refused
-from ratoon.api.server.response_items import FoundItem
-from ratoon.api.server.response_store import EventLog, EventPage, ResponseStore, StoredResponse, Turn
+from ratoon.api.server.response_items import FoundItem, StoredItems
+from ratoon.api.server.response_store import EventLog, EventPage, ResponseStore, StoredResponse
+from ratoon.api.server.stored_turns import StoredConversation, Turn, items_of, turn_of_items
+from ratoon.api.server.threads import off_loop
 from ratoon.core.errors import EngineError, RequestError
 
 Forget = Callable[[StoredResponse], Awaitable[None]]
@@ -72,6 +75,32 @@ class ResponseDirectory(Protocol):
         ...
 
     async def delete(self, response_id: str, owner: str | None) -> bool:
+        """False: there is none."""
+        ...
+
+    # Conversations. None, of all that follow: there is none of this name that belongs to the owner.
+
+    async def add_conversation(self, conversation: StoredConversation) -> None: ...
+
+    async def find_conversation(self, conversation_id: str, owner: str | None) -> StoredConversation | None:
+        """The conversation as it is now."""
+        ...
+
+    async def set_metadata(
+        self, conversation_id: str, owner: str | None, metadata: dict[str, str]
+    ) -> StoredConversation | None: ...
+
+    async def add_items(
+        self, conversation_id: str, owner: str | None, items: StoredItems
+    ) -> StoredConversation | None: ...
+
+    async def remove_item(
+        self, conversation_id: str, owner: str | None, item_id: str
+    ) -> tuple[StoredConversation, bool] | None:
+        """Returns whether there was such an item, too."""
+        ...
+
+    async def delete_conversation(self, conversation_id: str, owner: str | None) -> bool:
         """False: there is none."""
         ...
 
@@ -170,6 +199,50 @@ class OwnResponses:
             self.store.remove(found)
             self.forget([found])
         return True
+
+    # ---- conversations ----
+
+    async def add_conversation(self, conversation: StoredConversation) -> None:
+        self.forget(self.store.add_conversation(conversation))
+
+    async def find_conversation(self, conversation_id: str, owner: str | None) -> StoredConversation | None:
+        return self.store.find_conversation(conversation_id, owner)
+
+    async def set_metadata(
+        self, conversation_id: str, owner: str | None, metadata: dict[str, str]
+    ) -> StoredConversation | None:
+        found = self.store.find_conversation(conversation_id, owner)
+        if found is not None:
+            self.forget(self.store.set_metadata(found, metadata))
+        return found
+
+    async def add_items(self, conversation_id: str, owner: str | None, items: StoredItems) -> StoredConversation | None:
+        found = self.store.find_conversation(conversation_id, owner)
+        if found is not None:
+            self.forget(self.store.change_conversation(found, Turn(found.turn, items), found.response_id))
+        return found
+
+    async def remove_item(
+        self, conversation_id: str, owner: str | None, item_id: str
+    ) -> tuple[StoredConversation, bool] | None:
+        """The rest of the items become one turn: those of responses that are stored do not change."""
+        while (found := self.store.find_conversation(conversation_id, owner)) is not None:
+            turn = found.turn
+            items = await off_loop(found.num_bytes_of_turns, partial(items_of, turn))
+            kept = [item for item in items if item["id"] != item_id]
+            if len(kept) == len(items):
+                return found, False
+            rest = await off_loop(found.num_bytes_of_turns, partial(turn_of_items, kept))
+            if found.turn is turn and self.store.find_conversation(conversation_id, owner) is found:
+                self.forget(self.store.change_conversation(found, rest, None))
+                return found, True
+        return None
+
+    async def delete_conversation(self, conversation_id: str, owner: str | None) -> bool:
+        found = self.store.find_conversation(conversation_id, owner)
+        if found is not None:
+            self.store.remove_conversation(found)
+        return found is not None
 
     async def _cancel(self, response: StoredResponse) -> None:
         """Cancels a response, without effect on one that has ended. One that a client waits for ends with its

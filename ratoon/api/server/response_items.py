@@ -69,9 +69,11 @@ def read_input(
     known: Mapping[str, FoundItem],
     max_referred: int,
     media: Collection[str] = (),
+    field: str = "input",
 ) -> list[Item]:
-    """Returns the items of a request. `known` are those of earlier responses that it refers to, `max_referred` bytes of
-    them, `media` the kinds of media that the model reads. ApiError or RequestError names the first that is wrong."""
+    """Returns the items of a request, which are in this field. `known` are those of earlier responses that it refers
+    to, `max_referred` bytes of them, `media` the kinds of media that the model reads. ApiError or RequestError names
+    the first that is wrong."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -79,8 +81,8 @@ def read_input(
     referred = referred_items(given)
     num_bytes = sum(known[item_id].num_bytes for item_id in referred if item_id in known)
     if num_bytes > max_referred:
-        raise refused("input", f"refers to items of {num_bytes} bytes", f"at most {max_referred} (--max-body)")
-    return [_read_item(f"input[{index}]", item, known, media) for index, item in enumerate(given)]
+        raise refused(field, f"refers to items of {num_bytes} bytes", f"at most {max_referred} (--max-body)")
+    return [_read_item(f"{field}[{index}]", item, known, media) for index, item in enumerate(given)]
 
 
 def _kind_of(item: Item) -> Any:

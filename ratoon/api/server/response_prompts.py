@@ -16,7 +16,8 @@ from ratoon.api.server.prompts import UNKNOWN_PROMPT, EncodedPrompt, encode_text
 from ratoon.api.server.protocol.chat import template_variables
 from ratoon.api.server.protocol.responses import ResponsesRequest
 from ratoon.api.server.response_items import Item, images_of, messages_of
-from ratoon.api.server.response_store import StoredResponse, items_of
+from ratoon.api.server.response_store import StoredResponse
+from ratoon.api.server.stored_turns import Turn, items_of
 from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Segment, Transcript, answer_segments, num_equal, shared_segments
 from ratoon.core.adapters import Adapter
@@ -60,21 +61,23 @@ async def place_prompt(
     asked: ResponsesRequest,
     tools: ToolUse,
     items: Sequence[Item],
+    before: Turn | None,
     parent: StoredResponse | None,
     size: int,
 ) -> PlacedPrompt:
-    """Finds where a prompt begins. `items` are the new ones, and `size` is roughly that of the request in characters.
-    ApiError if the conversation is too long, and may not be truncated or is too long nevertheless."""
+    """Finds where a prompt begins. `items` are the new ones, behind those up to `before`, with which the conversation
+    of `parent` is compared; `size` is roughly that of the request in characters. ApiError if the conversation is too
+    long, and may not be truncated or is too long nevertheless."""
     whole = items
     names = {item["id"]: f"{PARAM}[{index}]" for index, item in enumerate(items)}
     check_media(context, images_of(items, names))
-    if parent is not None:
-        size += parent.turn.num_bytes
+    if before is not None:
+        size += before.num_bytes
         if size > context.settings.max_body:
             problem = f"the conversation has {size} bytes, this turn included"
-            raise refused("previous_response_id", problem, f"at most {context.settings.max_body} (--max-body)")
-        turn = parent.turn
-        whole = [*await off_loop(size, lambda: items_of(turn)), *items]
+            field = "previous_response_id" if asked.conversation is None else "conversation"
+            raise refused(field, problem, f"at most {context.settings.max_body} (--max-body)")
+        whole = [*await off_loop(size, lambda: items_of(before)), *items]
 
     async def place(kept: Sequence[Item]) -> PlacedPrompt:
         rendered = await _render(context, asked, tools, kept, size)

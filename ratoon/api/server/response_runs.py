@@ -18,7 +18,14 @@ from ratoon.api.answer_parts.parser import AnswerParser
 from ratoon.api.answer_parts.parts import Part
 from ratoon.api.answer_parts.tool_use import tool_use
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.errors import ApiError, aborted, as_api_error, refused, shutting_down
+from ratoon.api.server.errors import (
+    ApiError,
+    aborted,
+    as_api_error,
+    conversation_not_found,
+    refused,
+    shutting_down,
+)
 from ratoon.api.server.exchange import Exchange
 from ratoon.api.server.generated_answers import UsageCounter, answer_size
 from ratoon.api.server.generation import (
@@ -46,9 +53,9 @@ from ratoon.api.server.response_store import (
     IN_PROGRESS,
     INCOMPLETE,
     StoredResponse,
-    Turn,
     encode_head,
 )
+from ratoon.api.server.stored_turns import StoredConversation, Turn
 from ratoon.api.server.threads import LONG_TEXT, off_loop
 from ratoon.core.errors import RequestError
 from ratoon.core.outputs import RequestOutput
@@ -105,6 +112,32 @@ async def find_previous(context: ServerContext, response_id: str, owner: str | N
     return found
 
 
+async def find_conversation(context: ServerContext, conversation_id: str, owner: str | None) -> StoredConversation:
+    """Returns a conversation as it is now. ApiError if there is none."""
+    found = await context.shared.responses.find_conversation(conversation_id, owner)
+    if found is None:
+        raise conversation_not_found(conversation_id)
+    return found
+
+
+async def _find_conversation(
+    context: ServerContext, asked: ResponsesRequest, owner: str | None
+) -> StoredConversation | None:
+    named = asked.conversation
+    return None if named is None else await find_conversation(context, named, owner)
+
+
+async def _find_parent(
+    context: ServerContext, asked: ResponsesRequest, conversation: StoredConversation | None, owner: str | None
+) -> StoredResponse | None:
+    """Returns the response to go on from. That of a conversation may be gone: its items are there."""
+    if asked.previous_response_id is not None:
+        return await find_previous(context, asked.previous_response_id, owner)
+    if conversation is None or conversation.response_id is None:
+        return None
+    return await context.shared.responses.find_ended(conversation.response_id, owner)
+
+
 async def make_run(
     context: ServerContext,
     asked: ResponsesRequest,
@@ -121,24 +154,28 @@ async def make_run(
     tools = [tool.as_chat_tool() for tool in asked.tools or ()]
     plan = context.answer_plan(tool_use(tools, asked.tool_choice, asked.parallel_tool_calls))
     params = make_params(context, asked)
-    parent = None
-    if asked.previous_response_id is not None:
+    conversation = parent = None
+    if asked.conversation is not None or asked.previous_response_id is not None:
         async with place.left():
-            parent = await find_previous(context, asked.previous_response_id, owner)
+            conversation = await _find_conversation(context, asked, owner)
+            parent = await _find_parent(context, asked, conversation, owner)
+    before = conversation.turn if conversation is not None else None if parent is None else parent.turn
     size = exchange.body_size
     known = await context.shared.responses.find_items(referred_items(asked.input), owner)
     media, max_body = kinds_of(context), context.settings.max_body
     items = await off_loop(size, partial(read_input, asked.input, known, max_body, media))
-    if parent is None and not items:
+    if before is None and not items:
         raise refused(PARAM, "is empty", "text, or items")
-    prompt = await place_prompt(context, asked, plan.tools, items, parent, size)
+    prompt = await place_prompt(context, asked, plan.tools, items, before, parent, size)
     check_token_limit(context, 1, params, prompt.num_tokens, "max_output_tokens")
     params = await off_loop(size, partial(plan.params, params, prompt.text))
     if asked.background and params.structured_output is not None:  # else the engine's front end does it
         await off_loop(size, partial(validate, params.structured_output))
     response_id = new_id("resp") if resumed is None else resumed.id
     session = session_of(asked.prompt_cache_key, exchange)
-    if session is None and parent is not None:
+    if session is None and conversation is not None:
+        session = conversation.id
+    elif session is None and parent is not None:
         session = parent.session or parent.id
     batch = Batch(
         id=response_id,
@@ -161,10 +198,12 @@ async def make_run(
         owner=owner,
         head=await off_loop(size, partial(_head, asked, params)),
         is_background=asked.is_in_background,
-        turn=Turn(None if parent is None else parent.turn, await off_loop(size, partial(store_items, items))),
+        turn=Turn(before, await off_loop(size, partial(store_items, items))),
         previous_id=asked.previous_response_id,
         session=session,
     )
+    if conversation is not None:
+        response.conversation_id, response.conversation_version = conversation.id, conversation.version
     if asked.is_in_background and context.shared.outlives_front_ends:
         response.body = await off_loop(size, lambda: asked.model_dump_json(exclude_unset=True).encode())
     if resumed is not None:
@@ -176,6 +215,11 @@ def check_support(asked: ResponsesRequest) -> None:
     """Refuses fields that contradict each other, or are not supported."""
     if asked.background and not asked.is_stored:
         raise refused("background", "needs a stored response", "leave store out, or set it to true")
+    if asked.conversation is not None and asked.previous_response_id is not None:
+        raise refused("conversation", "and previous_response_id both say what comes before", "one of the two")
+    if asked.conversation is not None and not asked.is_stored:
+        problem = "keeps what is answered in it, and store is false"
+        raise refused("conversation", problem, "leave store out, or leave conversation out and send all items in input")
     for index, name in enumerate(asked.include or ()):
         if name not in INCLUDABLE:
             expected = did_you_mean(name, INCLUDABLE, f"one of {', '.join(INCLUDABLE)}")
@@ -219,6 +263,7 @@ def _head(asked: ResponsesRequest, params: SamplingParams) -> bytes:
     text_format = None if text is None or text.format is None else text.format
     fields = {
         "background": asked.is_in_background,
+        "conversation": None if asked.conversation is None else {"id": asked.conversation},
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "max_tool_calls": asked.max_tool_calls,

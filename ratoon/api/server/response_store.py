@@ -1,9 +1,9 @@
-"""Stored responses: what was asked, what was answered, and the conversation that the next turn continues.
+"""Stored responses and conversations: what was asked, what was answered, and what the next turn continues.
 
 Bounded in number and in bytes: the least recently used one of the owner that has most of them is evicted, and never
 one that is being generated. Where those that are generated exceed the bytes by themselves, events are dropped, and then
 the largest response in the background fails. What the store holds is kept encoded, and counted as such; a turn that
-several responses continue is held, and counted, once. The tokens, and their memory, are the engine's
+several responses or conversations continue is held, and counted, once. The tokens, and their memory, are the engine's
 (engine/output/roots.py); a response has the same id there.
 """
 
@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from ratoon.api.server.errors import ApiError
-from ratoon.api.server.response_items import NO_ITEMS, FoundItem, Item, StoredItems, find_items, store_items
+from ratoon.api.server.response_items import FoundItem, Item, find_items, store_items
+from ratoon.api.server.stored_turns import StoredConversation, Turn, turns_up_to
 from ratoon.api.server.threads import off_loop
 from ratoon.api.server.transcripts import Transcript
 
@@ -30,45 +31,10 @@ CONTINUABLE = (COMPLETED, INCOMPLETE)
 
 # What Python's objects take beside what they hold.
 RESPONSE_BYTES = 2048
-TURN_BYTES = 512
 SEGMENT_BYTES = 256
 EVENT_BYTES = 48
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One response's part of a conversation, after those before it. Responses that continue the same one share it."""
-
-    before: Turn | None
-    input: StoredItems
-    output: StoredItems = NO_ITEMS  # until the response has ended
-    num_holders: int = 0  # in the store: its response, and turns behind it
-    num_counted_bytes: int = 0  # by the store, while it has holders
-    number: int = 0  # in the log of the store; 0: it is not there
-
-    @property
-    def own_bytes(self) -> int:
-        return TURN_BYTES + self.input.num_bytes + self.output.num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all turns up to this one."""
-        return sum(turn.own_bytes for turn in turns_up_to(self))
-
-
-def turns_up_to(turn: Turn | None) -> Iterator[Turn]:
-    """Yields the turns, the newest first."""
-    while turn is not None:
-        yield turn
-        turn = turn.before
-
-
-def items_of(turn: Turn | None) -> list[Item]:
-    """Returns the items of the whole conversation. It takes time as it is long: not for the event loop."""
-    turns = list(turns_up_to(turn))
-    return [item for turn in reversed(turns) for stored in (turn.input, turn.output) for item in stored]
 
 
 class EventPage(msgspec.Struct, array_like=True, gc=False):
@@ -186,6 +152,8 @@ class StoredResponse:
     num_events: int = 0  # that were logged before this front end went on with it
     previous_id: str | None = None  # of the response that it continues
     session: str | None = None  # that it ends in; None: its own, by its id
+    conversation_id: str | None = None  # to which it is added when it has ended; None: to none, or it was added
+    conversation_version: int = 0  # of the items that it continues
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -253,15 +221,21 @@ def encode_head(fields: dict[str, Any]) -> bytes:
 class StoreLog(Protocol):
     """What responses outlive the process in."""
 
-    def read(self) -> list[StoredResponse]:
-        """Those of earlier processes, in the order in which they ended."""
+    def read(self) -> tuple[list[StoredResponse], list[StoredConversation]]:
+        """Those of earlier processes, in the order in which they ended or were used last."""
         ...
 
     def ended(self, response: StoredResponse) -> None:
         """A response that is stored has ended. May be called again."""
 
-    def gone(self, response: StoredResponse, left: Iterable[StoredResponse], num_left: int) -> None:
-        """A response was deleted or evicted; `left` are those that are still stored."""
+    def changed(self, conversation: StoredConversation) -> None:
+        """A conversation is new, or has other items or metadata than before."""
+
+    def gone(self, stored_id: str) -> None:
+        """A response or a conversation was deleted or evicted."""
+
+    def tidy(self, responses: Iterable[StoredResponse], conversations: Iterable[StoredConversation]) -> None:
+        """May forget what is not among these, which are all that are stored."""
 
     def close(self) -> None: ...
 
@@ -272,11 +246,15 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_owner: dict[str | None, OrderedDict[str, StoredResponse]] = {}
+        self._conversations: dict[str | None, OrderedDict[str, StoredConversation]] = {}
         self._sizes: dict[str, int] = {}  # as counted, by id, without turns
         self._num_bytes = 0
         if log is not None:
-            for response in log.read():
+            responses, conversations = log.read()
+            for response in responses:
                 self.add(response)
+            for conversation in conversations:
+                self.add_conversation(conversation)
             self._log = log
 
     def close(self) -> None:
@@ -309,13 +287,23 @@ class ResponseStore:
         self._count(response)
         if self._log is not None and not response.is_running:
             self._log.ended(response)
+        if not response.is_running:
+            self._add_to_conversation(response)
+        return self._make_room(response)
+
+    def _make_room(self, newest: StoredResponse | StoredConversation) -> list[StoredResponse]:
+        """Evicts what is too much, the newest last. Returns the responses that were evicted."""
         evicted = []
         while len(self) > self._max_responses or self._num_bytes > self._max_bytes:
-            victim = self._next_victim(response)
+            is_too_large = self._num_bytes > self._max_bytes
+            victim = next(self._victims(newest, with_conversations=is_too_large), None)
             if victim is None:
                 break
-            self.remove(victim)
-            evicted.append(victim)
+            if isinstance(victim, StoredConversation):
+                self.remove_conversation(victim)
+            else:
+                self.remove(victim)
+                evicted.append(victim)
         if self._num_bytes > self._max_bytes:
             self._shorten_logs()
         return evicted
@@ -377,9 +365,11 @@ class ResponseStore:
         return found
 
     def finder(self, owner: str | None) -> Callable[[Iterable[str]], dict[str, FoundItem]]:
-        """Returns a function that finds items of this owner's stored responses by id, for another thread. Of several
-        with the same id, that of the response that was used last."""
+        """Returns a function that finds items of this owner's stored responses and conversations by id, for another
+        thread. Of several with the same id, that of the response that was used last."""
         turns = [response.turn for response in reversed(self._by_owner.get(owner, {}).values())]
+        for conversation in reversed(self._conversations.get(owner, {}).values()):
+            turns += turns_up_to(conversation.turn)
         stored = [items for turn in turns for items in (turn.input, turn.output)]
         return lambda ids: find_items(ids, stored)
 
@@ -390,19 +380,108 @@ class ResponseStore:
             del self._by_owner[response.owner]
         self._num_bytes -= self._sizes.pop(response.id)
         self._let_go(response.turn)
-        if self._log is not None:
-            self._log.gone(response, self, len(self))
+        self._note_gone(response.id)
 
-    def _next_victim(self, newest: StoredResponse) -> StoredResponse | None:
-        """Returns the response to evict: the newest one only if there is no other."""
-        by_size = sorted(self._by_owner.values(), key=len, reverse=True)
-        return next((one for own in by_size for one in self._evictable(own) if one is not newest), None) or (
-            None if newest.is_running else newest
-        )
+    def _note_gone(self, stored_id: str) -> None:
+        if self._log is not None:
+            self._log.gone(stored_id)
+            self._log.tidy(self, self.conversations())
+
+    def _victims(
+        self, newest: StoredResponse | StoredConversation, with_conversations: bool
+    ) -> Iterator[StoredResponse | StoredConversation]:
+        """Yields what may be evicted, of the owner that has most first, and the newest only if there is no other."""
+        owners = {*self._by_owner, *self._conversations}
+        for owner in sorted(owners, key=self._num_of, reverse=True):
+            yield from (one for one in self._evictable(self._by_owner.get(owner)) if one is not newest)
+            if with_conversations:
+                yield from (one for one in self._conversations.get(owner, {}).values() if one is not newest)
+        if isinstance(newest, StoredConversation):
+            if with_conversations:
+                yield newest
+        elif not newest.is_running:
+            yield newest
+
+    def _num_of(self, owner: str | None) -> int:
+        """The number of responses and conversations that an owner has."""
+        return len(self._by_owner.get(owner, ())) + len(self._conversations.get(owner, ()))
 
     @staticmethod
-    def _evictable(own: OrderedDict[str, StoredResponse]) -> Iterator[StoredResponse]:
-        return (response for response in own.values() if not response.is_running)
+    def _evictable(own: OrderedDict[str, StoredResponse] | None) -> Iterator[StoredResponse]:
+        return (response for response in (own or {}).values() if not response.is_running)
+
+    # ---- conversations ----
+
+    def conversations(self) -> Iterator[StoredConversation]:
+        return (one for own in list(self._conversations.values()) for one in list(own.values()))
+
+    def add_conversation(self, conversation: StoredConversation) -> list[StoredResponse]:
+        """Adds a conversation, and evicts the least recently used one of the owner that has most if there are too many.
+        Returns the responses that were evicted for it."""
+        self._conversations.setdefault(conversation.owner, OrderedDict())[conversation.id] = conversation
+        self._num_bytes += conversation.num_bytes
+        self._hold(conversation.turn)
+        if self._log is not None:
+            self._log.changed(conversation)
+        while sum(map(len, self._conversations.values())) > self._max_responses:
+            most = max(self._conversations.values(), key=len)
+            self.remove_conversation(next(iter(most.values())))
+        return self._make_room(conversation)
+
+    def find_conversation(self, conversation_id: str, owner: str | None) -> StoredConversation | None:
+        """Returns a conversation; None for an unknown id and for one of another owner."""
+        own = self._conversations.get(owner)
+        found = None if own is None else own.get(conversation_id)
+        if found is not None and own is not None:
+            own.move_to_end(conversation_id)
+        return found
+
+    def change_conversation(
+        self, conversation: StoredConversation, turn: Turn | None, response_id: str | None
+    ) -> list[StoredResponse]:
+        """Lets a conversation end with this turn, which a response has made or not. Returns what was evicted for it."""
+        self._hold(turn)
+        self._let_go(conversation.turn)
+        conversation.turn, conversation.response_id = turn, response_id
+        conversation.version += 1
+        if self._log is not None:
+            self._log.changed(conversation)
+            self._log.tidy(self, self.conversations())
+        return self._make_room(conversation)
+
+    def set_metadata(self, conversation: StoredConversation, metadata: dict[str, str]) -> list[StoredResponse]:
+        self._num_bytes -= conversation.num_bytes
+        conversation.metadata = metadata
+        self._num_bytes += conversation.num_bytes
+        if self._log is not None:
+            self._log.changed(conversation)
+            self._log.tidy(self, self.conversations())
+        return self._make_room(conversation)
+
+    def remove_conversation(self, conversation: StoredConversation) -> None:
+        """Removes a conversation. Its responses stay."""
+        own = self._conversations[conversation.owner]
+        del own[conversation.id]
+        if not own:
+            del self._conversations[conversation.owner]
+        self._num_bytes -= conversation.num_bytes
+        self._let_go(conversation.turn)
+        self._note_gone(conversation.id)
+
+    def _add_to_conversation(self, response: StoredResponse) -> None:
+        """Adds what a response was asked and has answered to its conversation, once, unless it failed. Where others
+        were added meanwhile it comes behind them, and the next one can't go on from its tokens."""
+        conversation_id, response.conversation_id = response.conversation_id, None
+        if conversation_id is None or response.status not in CONTINUABLE:
+            return
+        conversation = self.find_conversation(conversation_id, response.owner)
+        if conversation is None:
+            return  # deleted meanwhile
+        turn = response.turn
+        if conversation.turn is turn.before:
+            self.change_conversation(conversation, turn, response.id)
+        else:
+            self.change_conversation(conversation, Turn(conversation.turn, turn.input, turn.output), None)
 
 
 LEAST_LOG_BYTES = 64 * 1024  # of a log that is not shortened further

@@ -21,8 +21,9 @@ from typing import Any
 
 from ratoon.api.server.connections import release
 from ratoon.api.server.response_directory import OwnResponses
+from ratoon.api.server.response_items import StoredItems
 from ratoon.api.server.response_log import ResponseLog
-from ratoon.api.server.response_store import CANCELLED, FAILED, EventLog, ResponseStore, StoredResponse, Turn
+from ratoon.api.server.response_store import CANCELLED, FAILED, EventLog, ResponseStore, StoredResponse
 from ratoon.api.server.runner import EXIT_DONE, EXIT_ENGINE, WATCH_INTERVAL, listening_to_signals, loop_factory
 from ratoon.api.server.service_calls import (
     FRONT_END,
@@ -30,16 +31,20 @@ from ratoon.api.server.service_calls import (
     Conversation,
     EndedResponse,
     FrontEndLaunch,
+    NamedConversation,
     ResponseProgress,
     ResponseRecord,
     conversation_up_to,
+    named_conversation,
     note_progress,
     progress_of,
     record_of,
     stored,
+    stored_conversation,
 )
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import Queue, RequestNames, num_names
+from ratoon.api.server.stored_turns import StoredConversation, Turn
 from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineError, RatoonError, UnknownParentError
 from ratoon.core.faults import error_of
@@ -152,7 +157,7 @@ class Service:
         store = ResponseStore(settings.max_responses, settings.max_response_bytes, log)
         self._responses = ServiceResponses(store, self._forget_root)
         self._responses.hub = self._hub
-        self._recent_turns: OrderedDict[tuple[str | None, str], Turn] = OrderedDict()
+        self._recent_turns: OrderedDict[tuple[str | None, str], Turn | None] = OrderedDict()
         self._orphans: dict[tuple[str | None, str], StoredResponse] = {}  # that wait for a front end
         self._metrics = EngineMetrics(model)  # of engines, and of front ends that are gone
         self._throughput = None if own.disable_log_stats else ThroughputLog()
@@ -407,6 +412,12 @@ class Service:
             "read_events": responses.read_events,
             "cancel_response": responses.cancel,
             "delete_response": responses.delete,
+            "add_conversation": lambda named: responses.add_conversation(stored_conversation(named)),
+            "find_conversation": self._find_conversation,
+            "set_metadata": self._set_metadata,
+            "add_items": self._add_items,
+            "remove_item": self._remove_item,
+            "delete_conversation": responses.delete_conversation,
             "join_adapters": self._join_adapters,
             "add_adapter": self._add_adapter,
             "remove_adapter": self._remove_adapter,
@@ -495,6 +506,8 @@ class Service:
         self._responses.add(response)
 
     def _turn_before(self, record: ResponseRecord) -> Turn | None:
+        if record.conversation_id is not None:
+            return self._recent_turns.get((record.owner, _name_of_version(record)))
         if record.previous_id is None:
             return None
         previous = self._responses.store.find(record.previous_id, record.owner)
@@ -525,11 +538,38 @@ class Service:
         found = await self._responses.find_ended(response_id, owner)
         if found is None:
             return None
-        self._recent_turns[owner, response_id] = found.turn  # it may be deleted before the next turn is added
-        self._recent_turns.move_to_end((owner, response_id))
+        self._note_turn(owner, response_id, found.turn)
+        return EndedResponse(record_of(found, False), progress_of(found), conversation_up_to(found.turn.before))
+
+    def _note_turn(self, owner: str | None, name: str, turn: Turn | None) -> None:
+        """A front end may continue this turn: what has it may be changed or deleted before the next turn is added."""
+        self._recent_turns[owner, name] = turn
+        self._recent_turns.move_to_end((owner, name))
         if len(self._recent_turns) > MAX_RECENT_TURNS:
             self._recent_turns.popitem(last=False)
-        return EndedResponse(record_of(found, False), progress_of(found), conversation_up_to(found.turn.before))
+
+    async def _find_conversation(self, conversation_id: str, owner: str | None) -> NamedConversation | None:
+        return self._named(await self._responses.find_conversation(conversation_id, owner))
+
+    async def _set_metadata(
+        self, conversation_id: str, owner: str | None, metadata: dict[str, str]
+    ) -> NamedConversation | None:
+        return self._named(await self._responses.set_metadata(conversation_id, owner, metadata))
+
+    async def _add_items(self, conversation_id: str, owner: str | None, items: StoredItems) -> NamedConversation | None:
+        return self._named(await self._responses.add_items(conversation_id, owner, items))
+
+    async def _remove_item(
+        self, conversation_id: str, owner: str | None, item_id: str
+    ) -> tuple[NamedConversation, bool] | None:
+        found = await self._responses.remove_item(conversation_id, owner, item_id)
+        return None if found is None else (named_conversation(found[0]), found[1])
+
+    def _named(self, found: StoredConversation | None) -> NamedConversation | None:
+        if found is None:
+            return None
+        self._note_turn(found.owner, f"{found.id}@{found.version}", found.turn)
+        return named_conversation(found)
 
     async def _find_items(self, ids: list[str], owner: str | None) -> dict[str, tuple[dict[str, Any], int]]:
         found = await self._responses.find_items(ids, owner)
@@ -542,6 +582,10 @@ class Service:
     async def _forget_root(self, response: StoredResponse) -> None:
         with suppress(UnknownParentError, EngineError):  # a failed or cancelled one has no root
             await self._hub.remove_root(response.owner, response.id)
+
+
+def _name_of_version(record: ResponseRecord) -> str:
+    return f"{record.conversation_id}@{record.conversation_version}"
 
 
 def _inspected_elsewhere(path: str) -> Adapter:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from ratoon.api.server.response_items import NO_ITEMS, StoredItems
-from ratoon.api.server.response_store import EventPage, StoredResponse, Turn, turns_up_to
+from ratoon.api.server.response_store import EventPage, StoredResponse
 from ratoon.api.server.settings import ServerSettings
+from ratoon.api.server.stored_turns import StoredConversation, Turn, turns_up_to
 from ratoon.api.server.transcripts import Segment
 from ratoon.core.adapters import Adapter
 from ratoon.core.messages import Fault
@@ -43,6 +44,8 @@ class ResponseRecord(msgspec.Struct, array_like=True, omit_defaults=True):
     body: bytes = b""
     num_events: int = 0  # logged so far
     num_logged_tokens: int = 0
+    conversation_id: str | None = None
+    conversation_version: int = 0
 
 
 class ResponseProgress(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -62,6 +65,18 @@ class Conversation(msgspec.Struct, array_like=True):
     """Turns, the oldest first: what was asked, and what was answered."""
 
     turns: list[tuple[StoredItems, StoredItems]]
+
+
+class NamedConversation(msgspec.Struct, array_like=True):
+    """A StoredConversation."""
+
+    id: str
+    owner: str | None
+    metadata: dict[str, str]
+    created_at: float
+    response_id: str | None
+    version: int
+    turns: Conversation
 
 
 class EndedResponse(msgspec.Struct, array_like=True):
@@ -96,6 +111,12 @@ SERVICE = Methods(
         "read_events": Method((Id, Owner, int), EventPage | None),
         "cancel_response": Method((Id, Owner), list[bytes] | None),
         "delete_response": Method((Id, Owner), bool),
+        "add_conversation": Method((NamedConversation,)),
+        "find_conversation": Method((Id, Owner), NamedConversation | None),
+        "set_metadata": Method((Id, Owner, dict[str, str]), NamedConversation | None),
+        "add_items": Method((Id, Owner, StoredItems), NamedConversation | None),
+        "remove_item": Method((Id, Owner, str), tuple[NamedConversation, bool] | None),
+        "delete_conversation": Method((Id, Owner), bool),
         "join_adapters": Method((dict[str, Adapter],), dict[str, Adapter]),
         "add_adapter": Method((str, Adapter, bool)),
         "remove_adapter": Method((str,)),
@@ -128,6 +149,8 @@ def record_of(response: StoredResponse, is_logged: bool) -> ResponseRecord:
         body=response.body,
         num_events=0 if response.log is None else response.log.num_events,
         num_logged_tokens=response.num_logged_tokens,
+        conversation_id=response.conversation_id,
+        conversation_version=response.conversation_version,
     )
 
 
@@ -171,6 +194,8 @@ def stored(record: ResponseRecord, progress: ResponseProgress, before: Turn | No
         session=record.session,
         num_logged_tokens=record.num_logged_tokens,
         num_events=record.num_events,
+        conversation_id=record.conversation_id,
+        conversation_version=record.conversation_version,
     )
     note_progress(response, progress)
     return response
@@ -186,3 +211,16 @@ def turn_of(conversation: Conversation) -> Turn | None:
     for asked, answered in conversation.turns:
         turn = Turn(turn, asked, answered)
     return turn
+
+
+def named_conversation(found: StoredConversation) -> NamedConversation:
+    return NamedConversation(
+        found.id, found.owner, found.metadata, found.created_at, found.response_id, found.version,
+        conversation_up_to(found.turn),
+    )  # fmt: skip
+
+
+def stored_conversation(named: NamedConversation) -> StoredConversation:
+    return StoredConversation(
+        named.id, named.owner, turn_of(named.turns), named.metadata, named.created_at, named.response_id, named.version
+    )

@@ -134,7 +134,7 @@ class ServerSettings:
     max_batch: int = setting(256, "prompts in a request", at_least(1), group="limits")
     max_request_tokens: int = setting(2**20, "prompts × n × max_tokens of a request", at_least(1), group="limits")
     max_queue: int = setting(4096, "unfinished prompts, of all requests together", at_least(1), group="limits")
-    max_responses: int = setting(1024, "stored responses", at_least(0), group="limits")
+    max_responses: int = setting(1024, "stored responses, and as many conversations", at_least(0), group="limits")
     max_response_bytes: int = setting(
         256 * MEBIBYTE, "stored responses: conversations, and events of those that run", size=True, group="limits"
     )

@@ -11,16 +11,20 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ratoon.api.server.response_items import FoundItem
-from ratoon.api.server.response_store import EventPage, StoredResponse, Turn
+from ratoon.api.server.response_items import FoundItem, StoredItems
+from ratoon.api.server.response_store import EventPage, StoredResponse
 from ratoon.api.server.service_calls import (
     Conversation,
     EndedResponse,
+    NamedConversation,
+    named_conversation,
     progress_of,
     record_of,
     stored,
+    stored_conversation,
     turn_of,
 )
+from ratoon.api.server.stored_turns import StoredConversation, Turn
 from ratoon.core.adapters import Adapter
 from ratoon.core.health import Health
 from ratoon.engine.async_llm import AsyncLLM
@@ -185,3 +189,34 @@ class SharedResponses:
     async def delete(self, response_id: str, owner: str | None) -> bool:
         done: bool = await self._link().call("delete_response", response_id, owner)
         return done
+
+    # ---- conversations ----
+
+    async def add_conversation(self, conversation: StoredConversation) -> None:
+        await self._link().call("add_conversation", named_conversation(conversation))
+
+    async def find_conversation(self, conversation_id: str, owner: str | None) -> StoredConversation | None:
+        return await self._conversation("find_conversation", conversation_id, owner)
+
+    async def set_metadata(
+        self, conversation_id: str, owner: str | None, metadata: dict[str, str]
+    ) -> StoredConversation | None:
+        return await self._conversation("set_metadata", conversation_id, owner, metadata)
+
+    async def add_items(self, conversation_id: str, owner: str | None, items: StoredItems) -> StoredConversation | None:
+        return await self._conversation("add_items", conversation_id, owner, items)
+
+    async def remove_item(
+        self, conversation_id: str, owner: str | None, item_id: str
+    ) -> tuple[StoredConversation, bool] | None:
+        asked = self._link().call("remove_item", conversation_id, owner, item_id)
+        found: tuple[NamedConversation, bool] | None = await asked
+        return None if found is None else (stored_conversation(found[0]), found[1])
+
+    async def delete_conversation(self, conversation_id: str, owner: str | None) -> bool:
+        done: bool = await self._link().call("delete_conversation", conversation_id, owner)
+        return done
+
+    async def _conversation(self, method: str, *arguments: Any) -> StoredConversation | None:
+        found: NamedConversation | None = await self._link().call(method, *arguments)
+        return None if found is None else stored_conversation(found)

@@ -27,7 +27,7 @@ from ratoon.api.server.protocol.structured import Schema
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 
-WHOLE_CONVERSATIONS = "use previous_response_id, or send all items in input"
+WHOLE_CONVERSATIONS = "use previous_response_id or conversation, or send all items in input"
 SIZE = "use max_output_tokens"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (  # what OpenAI's API knows
@@ -50,6 +50,14 @@ def _input(value: Any) -> str | list[Any] | None:
     return value
 
 
+def _conversation(value: Any) -> str | None:
+    """The id of a conversation, of either form."""
+    named = value.get("id") if isinstance(value, dict) and set(value) == {"id"} else value
+    if (named is not None and not (isinstance(named, str) and named)) or (named is None and value is not None):
+        raise ValueError('is neither the id of a conversation nor {"id": "conv_…"}')
+    return named
+
+
 def _tool_choice(value: Any) -> str | dict[str, Any] | None:
     if value is not None and not isinstance(value, str | dict):
         raise ValueError("is neither text nor an object")
@@ -70,7 +78,7 @@ _IMAGE_PART = {
     },
     "required": ["type", "image_url"],
 }
-_ITEM = {
+ITEM = {
     "type": "object",
     "properties": {
         "type": {"enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"]},
@@ -82,7 +90,25 @@ _ITEM = {
 Input = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_input),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": ITEM}, {"type": "null"}]}),
+]
+ConversationName = Annotated[
+    str | None,
+    PlainValidator(_conversation),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "object",
+                    "properties": {"id": {"type": "string", "minLength": 1}},
+                    "required": ["id"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 FunctionChoice = {
     "type": "object",
@@ -146,7 +172,6 @@ class ResponseStreamOptions(RequestModel):
 class ResponsesRequest(RequestModel):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **CONSTRAINTS,
-        "conversation": WHOLE_CONVERSATIONS,
         "context_management": WHOLE_CONVERSATIONS,
         "prompt": "send the text in input and instructions",
         "messages": "use input",
@@ -165,6 +190,9 @@ class ResponsesRequest(RequestModel):
     input: Input = Field(None, description="Text of the user, or items; with previous_response_id: only the new ones")
     instructions: str | None = Field(None, description="A system message; not inherited from the previous response")
     previous_response_id: str | None = Field(None, description="Continue the conversation after this response")
+    conversation: ConversationName = Field(
+        None, description="Continue this conversation, and add input and output to it; an id, or an object with it"
+    )
     store: bool | None = Field(None, description="false: keep nothing of the response; default: true")
     background: bool | None = Field(None, description="Answer at once, and generate without a connection")
     stream: bool | None = Field(None, description="Send typed events while the response is generated")
@@ -322,6 +350,10 @@ class IncompleteDetails(AnswerModel):
     reason: Literal["max_output_tokens"]
 
 
+class ConversationReference(AnswerModel):
+    id: str
+
+
 class ResponseAnswer(AnswerModel):
     id: str = Field(description="Also valid for continuation_of of the other endpoints")
     object: Literal["response"]
@@ -329,6 +361,7 @@ class ResponseAnswer(AnswerModel):
     completed_at: int | None
     status: Status
     background: bool
+    conversation: ConversationReference | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

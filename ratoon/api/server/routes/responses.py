@@ -24,9 +24,10 @@ from ratoon.api.server.protocol.responses import (
 from ratoon.api.server.request_bodies import read_body
 from ratoon.api.server.response_directory import check_events, follow_events
 from ratoon.api.server.response_events import typed_event
+from ratoon.api.server.response_items import Item
 from ratoon.api.server.response_runs import ResponseRun, make_run, named_as_in_body, response_not_found
-from ratoon.api.server.response_store import Turn, items_of
 from ratoon.api.server.responses import EventStream, json_response, parts_response
+from ratoon.api.server.stored_turns import Turn, items_of
 from ratoon.api.server.typed_answers import answer_typed_stream, run_to_end
 from ratoon.core.errors import RequestError
 
@@ -147,13 +148,17 @@ async def list_input_items(
 
 
 def _encode_page(turn: Turn, limit: int, newest_first: bool, after: str | None) -> msgspec.Raw:
-    items = [*items_of(turn.before), *turn.input]
+    return encode_page([*items_of(turn.before), *turn.input], limit, newest_first, after, "response")
+
+
+def encode_page(items: list[Item], limit: int, newest_first: bool, after: str | None, whole: str) -> msgspec.Raw:
+    """Encodes a part of the items of a response or a conversation, which `whole` names."""
     if newest_first:
         items.reverse()
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise refused("after", "is no item of this response", "the last_id of the list before")
+            raise refused("after", f"is no item of this {whole}", "the last_id of the list before")
         items = items[ids.index(after) + 1 :]
     shown = items[:limit]
     listed: dict[str, Any] = {"object": "list", "data": shown, "has_more": len(items) > limit}

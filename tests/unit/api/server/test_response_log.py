@@ -7,7 +7,8 @@ from pathlib import Path
 from ratoon.api.server import response_log
 from ratoon.api.server.response_items import store_items
 from ratoon.api.server.response_log import ResponseLog
-from ratoon.api.server.response_store import COMPLETED, IN_PROGRESS, ResponseStore, StoredResponse, Turn, items_of
+from ratoon.api.server.response_store import COMPLETED, IN_PROGRESS, ResponseStore, StoredResponse
+from ratoon.api.server.stored_turns import Turn, items_of
 from ratoon.engine.output.record_log import RecordLog
 
 

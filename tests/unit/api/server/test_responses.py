@@ -180,7 +180,7 @@ async def test_items_of_all_kinds_reach_the_template():
         ({"input": "x", "include": [LOGPROBS], "top_logprobs": -1}, "top_logprobs"),
         ({"input": "x", "include": ["reasoning.encrypted_content", "message.logprobs"]}, "include[1]"),
         ({"input": "x", "background": True, "store": False}, "background"),
-        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "conversation": 1}, "conversation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tool_choice": "perhaps"}, "tool_choice"),
         ({"input": "x", "max_tokens": 5}, "max_tokens"),
