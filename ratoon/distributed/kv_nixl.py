@@ -1,8 +1,9 @@
 """The connector `nixl`: as `peers`, but blocks are read from the sender's memory by NIXL, over RDMA where both hosts
 have it, else over what UCX finds: TCP, or shared memory within a host.
 
-Messages go over the sockets of kv_peers.py, encrypted between hosts; the blocks themselves go as NIXL sends them, which
-is not encrypted. The receiver reads several blocks at once into memory that it has registered, and then checks each.
+Messages go over the sockets of kv_exchange.py, encrypted between hosts; the blocks themselves go as NIXL sends them,
+which is not encrypted. The receiver reads several blocks at once into memory that it has registered, and then checks
+each.
 NIXL is an extra of the package (`ratoon[nixl]`), and is imported where it is asked for.
 """
 
@@ -16,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratoon.distributed.kv_peers import Link, PeerExchange, PeersConnector, Welcome
+from ratoon.distributed.kv_exchange import Link, PeerExchange, Welcome
+from ratoon.distributed.kv_peers import PeersConnector
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ratoon.distributed import kv_peers
+from ratoon.distributed import kv_exchange
 from ratoon.distributed.kv_boxes import Inbox, MappedOutbox, Outbox
-from ratoon.distributed.kv_peers import PeerExchange, PeersConnector
+from ratoon.distributed.kv_exchange import PeerExchange
+from ratoon.distributed.kv_peers import PeersConnector
 from tests.waiting import PATIENCE, wait_until
 
 NUM_BYTES = 96
@@ -101,7 +102,7 @@ def test_a_damaged_block_is_not_found(make, monkeypatch):
 
 
 def test_without_room_the_first_blocks_come_and_the_transfer_ends(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_FOR_LAST_BLOCKS", 0.1)
+    monkeypatch.setattr(kv_exchange, "SECONDS_FOR_LAST_BLOCKS", 0.1)
     sender, receiver = make(num_blocks=2), make()
     sender.begin_sending("a")
     send(sender, "a", range(4))
@@ -124,7 +125,7 @@ def test_two_transfers_of_the_same_block_keep_it_once(make):
 
 
 def test_a_receiver_does_not_wait_for_a_sender_that_is_gone(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_OF_SILENCE", 1.0)
+    monkeypatch.setattr(kv_exchange, "SECONDS_OF_SILENCE", 1.0)
     sender, receiver = make(), make()
     sender.begin_sending("a")
     send(sender, "a", range(2))
@@ -136,8 +137,8 @@ def test_a_receiver_does_not_wait_for_a_sender_that_is_gone(make, monkeypatch):
 
 
 def test_nothing_is_kept_for_a_receiver_that_is_silent_or_never_comes(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_OF_SILENCE", 1.0)
-    monkeypatch.setattr(kv_peers, "SECONDS_WITHOUT_RECEIVER", 0.5)
+    monkeypatch.setattr(kv_exchange, "SECONDS_OF_SILENCE", 1.0)
+    monkeypatch.setattr(kv_exchange, "SECONDS_WITHOUT_RECEIVER", 0.5)
     sender, receiver = make(), make()
     sender.begin_sending("a")
     receiver.receive("a", sender.address, nothing_is_there)
@@ -153,7 +154,7 @@ def test_nothing_is_kept_for_a_receiver_that_is_silent_or_never_comes(make, monk
 
 
 def test_a_transfer_that_is_over_unknown_or_of_another_model_is_not_waited_for(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_TO_BEGIN", 0.5)
+    monkeypatch.setattr(kv_exchange, "SECONDS_TO_BEGIN", 0.5)
     sender, receiver, other_model = make(), make(), make(fingerprint="another")
     sender.begin_sending("a")
     send(sender, "a", range(2))
@@ -166,7 +167,7 @@ def test_a_transfer_that_is_over_unknown_or_of_another_model_is_not_waited_for(m
 
 
 def test_a_request_waits_for_a_transfer_that_does_not_end_for_a_limited_time(make, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_OF_A_TRANSFER", 1.0)
+    monkeypatch.setattr(kv_exchange, "SECONDS_OF_A_TRANSFER", 1.0)
     sender, receiver = make(), make()
     sender.begin_sending("a")
     early = receiver.receive("a", sender.address, nothing_is_there, is_awaited=False)
@@ -183,7 +184,7 @@ def test_an_engine_speaks_with_those_alone_that_it_knows(make):
 
 
 def test_another_secret_gets_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_peers, "SECONDS_OF_SILENCE", 1.0)
+    monkeypatch.setattr(kv_exchange, "SECONDS_OF_SILENCE", 1.0)
     sender = PeerExchange("tcp://127.0.0.1:0", SECRET, NUM_BYTES, 10 * NUM_BYTES, FINGERPRINT, [])
     stranger = PeerExchange(
         "tcp://127.0.0.1:0", "another secret of theirs", NUM_BYTES, 10 * NUM_BYTES, FINGERPRINT, [sender.address]
