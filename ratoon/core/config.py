@@ -280,6 +280,7 @@ class CacheConfig:
         "this host; with it, roots outlive the process (docs/tiers.md)",
         metavar="FOLDER",
     )
+    encoder_folder: str | None = None  # for outputs of media encoders alone, where engines of one client share them
     kv_files_bytes: int = setting(
         16 * 2**30, "that the files of kv_files take at most, such as 100GiB", name="kv_files_size", size=True
     )
@@ -512,6 +513,7 @@ class EngineConfig:
         "while one of several engines has work, the others run empty steps beside it: for models whose engines "
         "exchange data in every step. Dense models need none of it",
     )
+    encodes_only: bool = False  # an engine that runs the encoder of media for others, and nothing else
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -561,6 +563,13 @@ class FrontEndConfig:
         at_least(0),
         options=("--decode",),
     )
+    encode_engines: int = setting(
+        0,
+        "engines that only run the encoder of images and videos, whose outputs the other engines read; 0: each engine "
+        "runs it for its own requests (docs/prefill-decode.md)",
+        at_least(0),
+        options=("--encode",),
+    )
     prefill_threshold: int = setting(
         64,
         "tokens of a prompt, without those that the engine that generates has in its cache, from which on one of "
@@ -584,12 +593,18 @@ class FrontEndConfig:
 
     @property
     def num_engines(self) -> int:
+        return self.num_answering_engines + self.encode_engines
+
+    @property
+    def num_answering_engines(self) -> int:
+        """The engines with the whole model. Those that only run its encoder come behind them."""
         return self.prefill_engines + self.decode_engines if self.prefill_engines else self.num_replicas
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether engines send each other keys and values."""
-        return self.prefill_engines > 0 or (self.move_roots and self.num_replicas > 1)
+        """Whether engines send each other keys and values, or outputs of encoders."""
+        has_other_kinds = self.prefill_engines > 0 or self.encode_engines > 0
+        return has_other_kinds or (self.move_roots and self.num_replicas > 1)
 
 
 def fit_to_device(config: EngineConfig, gpu_bytes: int) -> EngineConfig:

@@ -122,7 +122,8 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
         raise ConfigError("num_replicas", "and prefill_engines both say how many engines there are", "one of the two")
     if not own.moves_blocks:
         return
-    name, cache = "prefill_engines" if own.prefill_engines else "move_roots", engine.cache
+    name = "prefill_engines" if own.prefill_engines else "encode_engines" if own.encode_engines else "move_roots"
+    cache = engine.cache
     has_other = cache.kv_files is not None or cache.kv_connector not in (None, "peers", "nixl")
     problems = {
         "engines on nodes of a Ray cluster do not reach each other": own.ray,

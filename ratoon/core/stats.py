@@ -104,6 +104,7 @@ class SchedulerStats(msgspec.Struct, gc=False):
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     leases: LeaseStats = msgspec.field(default_factory=LeaseStats)
     num_encoder_runs: int = 0  # encoder inputs that were run, since the start
+    num_media_runs: int = 0  # images, tiles of images and videos that the encoder has read, since the start
     store: StoreStats = msgspec.field(default_factory=StoreStats)
     graphs: GraphStats = msgspec.field(default_factory=GraphStats)
     drafts: dict[str, DraftStats] = {}  # by source; sources that drafted nothing are not there

@@ -15,6 +15,7 @@ import msgspec
 
 from ratoon.core.errors import ConfigError, EngineError
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, SwapCosts, kv_config_of
+from ratoon.core.media import MediaInput
 from ratoon.core.stats import GraphStats
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.wire import Buffer, Decoder, WireError, encode
@@ -81,6 +82,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     num_computed_tokens: int = 0  # rows run through the model since the start
     graphs: GraphStats | None = None  # what CUDA graphs cost; None: steps are not captured
     experts: dict[int, list[int]] = {}  # SchedulerStats.experts
+    num_media_runs: int = 0  # SchedulerStats.num_media_runs
 
 
 _Function = tuple[str, int, str]  # file, line, name
@@ -138,6 +140,9 @@ WORKER_METHODS = {
     # Compile the grammar, which was checked, of a request that will be in later plans, for its owner. RequestError if
     # it can't be compiled.
     "prepare_grammar": WorkerMethod((StructuredOutput, str | None), beside_steps=True),
+    # Run the encoder over these inputs, by their keys, and keep what comes out where other engines find it. Returns
+    # when it is there.
+    "encode_media": WorkerMethod((dict[str, MediaInput],)),
     # The caller has handled a failed step and the skipped ones: plans submitted from now on are executed.
     "recover": WorkerMethod(beside_steps=True),
     # Free the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import EngineError, RequestError, StepSkippedError
+from ratoon.core.media import MediaInput
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.structured import StructuredOutput
@@ -23,6 +24,7 @@ from ratoon.core.worker import FunctionTimings, WorkerFacts, WorkerStats, find_m
 from ratoon.distributed.executor import StepHandle, bring_up
 from ratoon.execution.step_profile import StepProfile
 from ratoon.execution.worker import Worker
+from ratoon.layers.shard import WHOLE_MODEL, ModelPart, Stage
 from ratoon.layers.weights import TensorSource
 from ratoon.observe.startup import StartupTimer
 
@@ -140,6 +142,8 @@ class ThreadedExecutor:
 
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any] | None:
         raise RequestError("structured_output", "this executor has no grammars", "leave it out")
+
+    def encode_media(self, inputs: dict[str, MediaInput]) -> None: ...
 
     def recover(self) -> None:
         self._failed = False
@@ -362,6 +366,9 @@ class WorkerThread(ThreadedExecutor):
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
         return self._worker.prepare_grammar(asked, owner)
 
+    def encode_media(self, inputs: dict[str, MediaInput]) -> None:
+        self._worker.encode_media(inputs)
+
     def recover(self) -> None:
         self._worker.recover()
         super().recover()
@@ -378,10 +385,15 @@ class WorkerThread(ThreadedExecutor):
         del self._worker
 
 
+def _part_of(config: EngineConfig, model: ModelConfig) -> ModelPart:
+    """The whole model. For an engine that only encodes: the encoder, and as few layers as a stage can have."""
+    return ModelPart(stage=Stage(0, model.num_layers)) if config.encodes_only else WHOLE_MODEL
+
+
 class UniProcExecutor(WorkerThread):
     """The only worker of an engine, in its process."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
-        worker = Worker(config, model, tensors, timer)
+        worker = Worker(config, model, tensors, timer, _part_of(config, model))
         (self.facts,) = bring_up(lambda phase, *arguments: [getattr(worker, phase)(*arguments)])
         super().__init__(worker)

@@ -26,11 +26,12 @@ from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_connector, 
 from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
 from ratoon.engine.map import EngineMap, prompt_tokens_in
 from ratoon.memory.block_events import BlockEvents
+from ratoon.memory.encoder_cache import key_of_media
 from ratoon.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ class EngineCore:
                 futures.append(self.receive_blocks(transfer.name, transfer.address, is_awaited=True))
         if params is not None and params.structured_output is not None:
             futures.append(self.executor.collective_rpc("prepare_grammar", params.structured_output, request.owner))
+        if self.config.encodes_only:
+            inputs = {key_of_media(one.content_hash, request.cache_salt): one.data for one in request.mm_features}
+            futures.append(self.executor.collective_rpc("encode_media", inputs))
         if all(future.done() for future in futures):
             for future in futures:
                 future.result()
@@ -156,6 +160,9 @@ class EngineCore:
             self.preparing.add(request, futures[0] if len(futures) == 1 else all_done(futures), self._clock())
 
     def _add_prepared(self, request: EngineCoreRequest) -> None:
+        if self.config.encodes_only:  # what it asks for is done
+            self._pending.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.LENGTH))
+            return
         self.scheduler.add_request(request, self._clock())
         if request.kv_transfer is not None and request.kv_transfer.sends:
             self._transfers().begin_sending(request.kv_transfer.name)
@@ -395,6 +402,7 @@ class EngineCore:
         if of_worker.graphs is not None:
             stats.graphs = of_worker.graphs
         stats.experts = of_worker.experts
+        stats.num_media_runs = of_worker.num_media_runs
         return stats
 
     @property

@@ -19,9 +19,10 @@ import torch
 from msgspec.structs import asdict, replace
 
 from ratoon.core.config import EngineConfig, ModelConfig
-from ratoon.core.errors import DeviceLostError, ModelError
+from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.kv_connector import BlockMover, KVConnector, open_connector
+from ratoon.core.media import MediaInput
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.structured import StructuredOutput
@@ -66,6 +67,7 @@ logger = logging.getLogger(__name__)
 # Bytes. Smaller ones are loaded before the kernels are compiled; both need the interpreter, so they come second.
 SMALL_WEIGHTS = 4 * 2**30
 
+ENCODER_FILES = 2**30  # bytes of outputs of encoders that engines share, where they have no other files
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
@@ -102,6 +104,9 @@ class Worker:
         """Choose device, dtype, kernels and attention backends, and begin to compile the kernels of the first steps.
         What can't work is refused here, before memory is allocated."""
         cache = self._config.cache
+        if self._config.encodes_only and self._model_config.media is None:
+            problem = "this model has no encoder of images that engines could run for others"
+            raise ConfigError("encode_engines", problem, "leave it out")
         if cache.connector is not None:
             self._connector = open_connector(*cache.connector)
         self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
@@ -165,6 +170,10 @@ class Worker:
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover, has_ranks=config.num_ranks > 1)
+        if config.cache.encoder_folder is not None:
+            files = {"folder": config.cache.encoder_folder, "max_bytes": ENCODER_FILES}
+            self._connect_encoder(open_connector("files", files))
+        elif self._connector is not None:
             self._connect_encoder(self._connector)
         del self._model, self._draft  # the runner's, which may put them to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
@@ -270,7 +279,12 @@ class Worker:
     def stats(self) -> WorkerStats:
         graphs = self.runner.graphs
         experts = {} if self._expert_load is None else self._expert_load.take(self.runner.program.model)
-        return WorkerStats(self.runner.num_computed_tokens, None if graphs is None else graphs.stats, experts)
+        return WorkerStats(
+            self.runner.num_computed_tokens,
+            None if graphs is None else graphs.stats,
+            experts,
+            self.runner.media.num_runs,
+        )
 
     def prepare_grammar(self, asked: StructuredOutput, owner: str | None) -> Future[Any]:
         """Compile the grammar of a request in another thread. The future raises RequestError if it can't be. Of a
@@ -280,6 +294,11 @@ class Worker:
             nothing.set_result(None)
             return nothing
         return self.grammars.prepare(asked, owner)
+
+    def encode_media(self, inputs: dict[str, MediaInput]) -> None:
+        """Run the encoder over these inputs, and keep what comes out where other engines find it."""
+        with torch.inference_mode():
+            self.runner.media.encode_for_others(self.runner.program.model, inputs)
 
     def close(self) -> None:
         self.grammars.shutdown()

@@ -67,6 +67,9 @@ NOT_RUN = {
         '"""SmolLM3': "is a file of the package, as an example",
         "# On a small random SmolLM3": "needs that file",
     },
+    "prefill-decode.md": {
+        "ratoon serve MODEL --encode": "is about a model that is not here; test_images.py starts one"
+    },
     "tiers.md": {"lmcache server": "needs LMCache; tests/golden/test_lmcache.py starts it"},
     "rerank.md": {"reranker = LLM(": "is about a model that is not here"},
     "several-models.md": {"cat ratoon.toml": "is a server by a file, and test_several_models.py starts one"},

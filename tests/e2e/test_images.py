@@ -115,6 +115,15 @@ def chat(server: Server, url: str, question: str = example.QUESTIONS[0]) -> Any:
 # ---- a server ----
 
 
+@pytest.mark.slow
+def test_an_engine_of_its_own_encodes_pictures_for_a_server(reader: Reader) -> None:
+    options = (*OPTIONS, "--served-model-name", "reader", "--encode", "1", "--replicas", "1")
+    with serving(reader.folder, *options) as running:
+        for number in (1, 2, 1):
+            found = chat(running, data_url(picture(number)))
+            assert found.choices[0].message.content == reader.answer(example.QUESTIONS[0], picture(number))
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_three_protocols_answer_as_transformers_does(reader: Reader, server: Server, number: int) -> None:
     shown, question = picture(number), example.QUESTIONS[number % 2]

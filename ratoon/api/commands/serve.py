@@ -76,8 +76,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add_served_adapters(parser)
     engines = parser.add_argument_group("engines")
     add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
-    hidden = ("data_parallel_external_lb", "prefill_engines", "decode_engines", "prefill_threshold", "move_roots")
-    for name in hidden:
+    apart = ("prefill_engines", "decode_engines", "encode_engines", "prefill_threshold")
+    for name in ("data_parallel_external_lb", *apart, "move_roots"):
         leave_out(add_setting_option(engines, FRONT_END[name]))
     add_common_options(parser)
     model_options = {setting.name for setting in (*ENGINE_SETTINGS, *FRONT_END_SETTINGS)} | {"served_adapters"}

@@ -1,9 +1,9 @@
-"""The client of engines that send each other keys and values: prompts are computed by some and go on in others, and
-roots move to an engine with less to do.
+"""The client of engines that send each other keys and values: prompts are computed by some and go on in others, roots
+move to an engine with less to do, and images are encoded by engines of their own (encodings.py).
 
 A request whose prompt is to be computed elsewhere waits here. Meanwhile a request of its own (a prefill), with the same
 prompt and one token that is not used, runs in the engine that computes the prompt, or that has computed it. Its blocks
-go to the engine that was chosen for the answer, which receives them as they are computed (distributed/kv_peers.py).
+go to the engine that was chosen for the answer, which receives them as they are computed (distributed/kv_exchange.py).
 When the prefill has ended, the request is sent on with the name of the transfer, finds the blocks, and computes the
 rest: the tokens behind the last full block. For that engine it is a request whose prefix is cached, whatever else it
 asks for.
@@ -21,13 +21,15 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as with_fields
 
-from ratoon.core.config import EngineConfig, FrontEndConfig
+from ratoon.core.config import EngineConfig, FrontEndConfig, SpeculationConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.kv_transfer import FIELD, KVTransfer
 from ratoon.core.messages import ForgottenRoots, UtilityCall
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.async_client import AsyncMPClient, DPLBAsyncMPClient, make_async_client
+from ratoon.engine.processes.encodings import MARK as ENCODING
+from ratoon.engine.processes.encodings import Encodings
 from ratoon.engine.processes.ledger import Entry
 from ratoon.engine.processes.replica import Replica
 from ratoon.observe.logging import get_logger
@@ -37,6 +39,7 @@ logger = get_logger(__name__)
 
 HOST_BYTES = 2**30  # of host memory, through which blocks pass, where swap_memory is not given
 MARK = "^"  # in ids of prefills, behind that of the request; the ids of requests end with random characters
+ENCODED = "encoded"  # the folder of outputs of encoders, in the private directory
 MOST_PREFILLS = 2  # of a request: an engine that computes its prompt may die
 # A root moves if its engine has so many tokens more to compute than another one: that many, and a share of its own
 # tokens, which have to be sent and received
@@ -63,6 +66,7 @@ class MovingClient(DPLBAsyncMPClient):
         self._prefills: dict[str, Prefill] = {}  # by the id of the request that waits, or was sent on
         self._num_prefills: dict[str, int] = {}  # that a request has had
         self._numbers = itertools.count()
+        self._encodings = Encodings(range(own.num_answering_engines, own.num_engines))
         cache = config.cache
         self._serves_whole = False  # encoder and decoder: every engine does both
         super().__init__(
@@ -74,8 +78,16 @@ class MovingClient(DPLBAsyncMPClient):
         options = {"folder": str(self._directory.path)}
         name = self._config.cache.kv_connector or "peers"
         cache = replace(self._config.cache, kv_connector=name, kv_connector_options=options)
-        self._config = self._config.with_(cache=cache)
-        return super()._make_replica(index, num_engines)
+        if self._encodings.engines:
+            folder = self._directory.path / ENCODED
+            folder.mkdir(mode=0o700, exist_ok=True)
+            cache = replace(cache, encoder_folder=str(folder))
+        self._config = whole = self._config.with_(cache=cache)
+        if index in self._encodings.engines:
+            self._config = _config_that_encodes(whole)
+        made = super()._make_replica(index, num_engines)
+        self._config = whole
+        return made
 
     async def start(self) -> None:
         await super().start()
@@ -106,9 +118,11 @@ class MovingClient(DPLBAsyncMPClient):
             problem = "this service has its prompts computed by other engines itself"
             raise RequestError(FIELD, problem, "leave it out")
         rank = request.data_parallel_rank
-        if rank is not None and rank in self._prompt_engines:
-            expected = f"{self._num_prefill} to {len(self.replicas) - 1}, or leave it out"
-            raise RequestError("data_parallel_rank", f"engine {rank} computes prompts alone", expected)
+        if rank is not None and (rank in self._prompt_engines or rank in self._encodings.engines):
+            last = len(self.replicas) - len(self._encodings.engines) - 1
+            expected = f"{len(self._prompt_engines)} to {last}, or leave it out"
+            does = "computes prompts" if rank in self._prompt_engines else "encodes images"
+            raise RequestError("data_parallel_rank", f"engine {rank} {does} alone", expected)
 
     @property
     def _prompt_engines(self) -> range:
@@ -116,11 +130,17 @@ class MovingClient(DPLBAsyncMPClient):
         return range(0 if self._serves_whole else self._num_prefill)
 
     def _cannot_go_on(self) -> bool:
-        whole = [replica for replica in self.replicas if replica.index not in self._prompt_engines]
+        others = {*self._prompt_engines, *self._encodings.engines}
+        whole = [replica for replica in self.replicas if replica.index not in others]
         return not any(replica.can_serve or replica.is_coming_back for replica in whole)
 
     def _choose(self, entry: Entry, candidates: Sequence[int]) -> int | None:
         request, name = entry.request, entry.request.request_id
+        candidates = [index for index in candidates if index not in self._encodings.engines]
+        if not candidates or self._encodings.is_waited_for(name):
+            return None
+        if self._begin_encoding(request):
+            return None
         prefill = self._prefills.get(name)
         if prefill is not None:
             return prefill.target if prefill.has_ended else None
@@ -152,7 +172,8 @@ class MovingClient(DPLBAsyncMPClient):
 
     def _able_engines(self) -> tuple[list[int], list[int]]:
         """The engines that can serve now: those for prompts alone, and the others."""
-        able = [replica.index for replica in self.replicas if replica.can_serve]
+        encoding = self._encodings.engines
+        able = [one.index for one in self.replicas if one.can_serve and one.index not in encoding]
         for_prompts = [index for index in able if index in self._prompt_engines and not self.replicas[index].is_silent]
         return for_prompts, [index for index in able if index not in self._prompt_engines]
 
@@ -167,6 +188,27 @@ class MovingClient(DPLBAsyncMPClient):
     def _request_for(self, entry: Entry) -> EngineCoreRequest:
         request, prefill = super()._request_for(entry), self._prefills.get(entry.request.request_id)
         return request if prefill is None else with_fields(request, kv_transfer=prefill.transfer)
+
+    # ---- encodings ----
+
+    def _begin_encoding(self, request: EngineCoreRequest) -> bool:
+        """Lets an engine encode the images of a request, if there is one and it was not done. True: it has begun."""
+        if not self._encodings.engines or not request.mm_features:
+            return False
+        replicas = [self.replicas[index] for index in self._encodings.engines]
+        able = [one.index for one in replicas if one.can_serve and not one.is_silent]
+        found = self._encodings.begin(request, able)
+        if found is None:
+            return False
+        engine, encoding = found
+        self.replicas[engine].send(EngineCoreRequestType.ADD, encoding)
+        return True
+
+    def _note_encoding(self, output: EngineCoreOutput) -> None:
+        if output.finished:
+            if output.error is not None:
+                logger.warning("an image is encoded by the engine that reads it: %s", output.error)
+            self._encodings.note_end(output.request_id, is_made=output.error is None)
 
     # ---- prefills ----
 
@@ -204,10 +246,14 @@ class MovingClient(DPLBAsyncMPClient):
     def _record(self, outputs: EngineCoreOutputs) -> None:
         """Outputs of prefills go no further."""
         if any(MARK in output.request_id for output in outputs.outputs):
-            own = [output for output in outputs.outputs if _name_behind(output.request_id) is not None]
-            outputs.outputs = [output for output in outputs.outputs if _name_behind(output.request_id) is None]
-            for output in own:
-                self._note_prefill(output)
+            every, outputs.outputs = outputs.outputs, []
+            for output in every:
+                if output.request_id.endswith(ENCODING):
+                    self._note_encoding(output)
+                elif _name_behind(output.request_id) is not None:
+                    self._note_prefill(output)
+                else:
+                    outputs.outputs.append(output)
         if self._prefills:
             for output in outputs.outputs:
                 prefill = self._prefills.get(output.request_id)
@@ -236,10 +282,14 @@ class MovingClient(DPLBAsyncMPClient):
 
     def _request_ended(self, request_id: str) -> None:
         self._forget_prefill(request_id)
+        encoding = self._encodings.forget(request_id)
+        if encoding is not None and self.replicas[encoding[0]].has_process:
+            self.replicas[encoding[0]].send(EngineCoreRequestType.ABORT, [encoding[1]])
         self._num_prefills.pop(request_id, None)
         super()._request_ended(request_id)
 
     def _engine_lost(self, engine: int) -> None:
+        self._encodings.give_up(engine)
         for name, prefill in list(self._prefills.items()):
             if prefill.target == engine or (prefill.source == engine and not prefill.has_ended):
                 self._forget_prefill(name)
@@ -255,6 +305,10 @@ class MovingClient(DPLBAsyncMPClient):
         for name in hung:
             logger.warning("engine %d does not answer: a prompt is computed elsewhere", self._prefills[name].source)
             self._forget_prefill(name)
+        for index in self._encodings.engines:
+            if self.replicas[index].is_silent and (num_given_up := self._encodings.give_up(index)):
+                logger.warning("engine %d does not answer: %d requests go on without it", index, num_given_up)
+                hung.append("")
         if hung:
             self._dispatch()
 
@@ -263,6 +317,12 @@ def _name_behind(request_id: str) -> str | None:
     """The request of a prefill, by its id; None: it is no prefill."""
     name, mark, number = request_id.rpartition(MARK)
     return name if mark and number.isdecimal() else None
+
+
+def _config_that_encodes(config: EngineConfig) -> EngineConfig:
+    """The settings of an engine that only runs the encoder. It keeps no blocks, and drafts nothing."""
+    cache = replace(config.cache, kv_connector=None, kv_connector_options={}, swap_bytes=0)
+    return config.with_(encodes_only=True, cache=cache, speculation=SpeculationConfig())
 
 
 def client_of_settings(config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> AsyncMPClient:

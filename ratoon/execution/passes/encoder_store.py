@@ -36,6 +36,12 @@ class EncoderStore:
         self.num_loaded += sum(found)
         return {key: tensor for (key, tensor), is_there in zip(rows.items(), found, strict=True) if is_there}
 
+    def flush(self) -> None:
+        """Waits until all that was saved can be loaded by others."""
+        flush = getattr(self._mover, "flush", None)  # of a mover that writes behind the steps
+        if flush is not None:
+            flush()
+
     def save(self, key: str, rows: Tensor) -> None:
         if not self._may_save:
             return

@@ -5,7 +5,7 @@ that read them. The plan decides which inputs run when, and which rows are dropp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from ratoon.core.wire import WireTensor
 from ratoon.execution.inputs.embeddings import EmbeddingTable
 from ratoon.execution.passes.encoder_store import EncoderStore
 from ratoon.models.base import LanguageModel
+from ratoon.models.media_encoder import MediaEncoder
 
 Tensor = torch.Tensor
 # Attention within runs of rows: q, k, v [T, heads, head_dim] and the lengths of the runs → [T, heads * head_dim]
@@ -51,15 +52,30 @@ class MediaRunner:
         encoder = getattr(model, "media_encoder", None)
         if encoder is None:
             raise ValueError("a plan has images, and the model has no encoder for them")
-        outputs = encoder.encode(list(pictures.values()), self._attend_segments)
-        self.num_runs += len(pictures)
-        for (key, media), rows in zip(pictures.items(), outputs, strict=True):
+        for key, rows in self._encode(encoder, pictures):
+            # A part of a larger tensor would keep all of it in memory
+            self._embeddings.put(key, rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone())
+
+    def encode_for_others(self, model: LanguageModel, inputs: Mapping[str, MediaInput]) -> None:
+        """Encodes those of these inputs that the store has no output of, one by one, and keeps none of them here.
+        Returns when the store has them."""
+        assert self.store is not None and model.media_encoder is not None
+        for key, media in inputs.items():
+            if not self.store.load({key: media}, self._embeddings.width, self._dtype):
+                for _ in self._encode(model.media_encoder, {key: media}):
+                    pass
+        self.store.flush()
+
+    def _encode(self, encoder: MediaEncoder, inputs: Mapping[str, MediaInput]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the rows of these inputs, which are in the store, if there is one, with what others find them by."""
+        outputs = encoder.encode(list(inputs.values()), self._attend_segments)
+        self.num_runs += len(inputs)
+        for (key, media), rows in zip(inputs.items(), outputs, strict=True):
             if len(rows) != media.num_rows:
                 raise ValueError(f"the encoder made {len(rows)} rows of {key!r}, not {media.num_rows}")
             if self.store is not None:
                 self.store.save(key, rows.to(self._dtype))
-            # A part of a larger tensor would keep all of it in memory
-            self._embeddings.put(key, rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone())
+            yield key, rows
 
     def _attend_segments(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         if self._attend is None:  # most engines never see an image

@@ -12,8 +12,9 @@ import pytest
 
 from ratoon.core.errors import ConfigError, EngineError, RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, SwapCosts, kv_config_of
+from ratoon.core.media import MediaInput
 from ratoon.core.structured import StructuredOutput
-from ratoon.core.wire import WireError
+from ratoon.core.wire import WireError, WireTensor
 from ratoon.core.worker import (
     WORKER_METHODS,
     FunctionTimings,
@@ -46,6 +47,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "connect": [[[""], ["tcp://127.0.0.1:5"]]],
     "allocate": [PoolSize(7, 2)],
     "prepare_grammar": [StructuredOutput(regex="a+"), "owner"],
+    "encode_media": [{"a key": MediaInput("image", 2, WireTensor("uint8", (3,), b"abc"), (1, 2, 1))}],
     "sleep": [2],
     "start_profile": [True],
     "stop_profile": ["/a/file"],
