@@ -67,9 +67,12 @@ def fetch_resumably(hub_id: str, files: Mapping[str, HubFile], expected: str, re
 
 def _fetch_blob(hub_id: str, name: str, revision: str | None) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get  # of no documented interface, but the same since 0.17
     from huggingface_hub.utils import build_hf_headers
 
+    try:  # It is not documented, and was tested in version 2.4. Without it the library fetches files its own way
+        from huggingface_hub.file_download import http_get
+    except ImportError:
+        return
     url = hf_hub_url(hub_id, name, revision=revision)
     known = get_hf_file_metadata(url)
     if not known.etag or not known.size:
