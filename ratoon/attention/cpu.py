@@ -90,6 +90,16 @@ class CpuAttentionBackend(AttentionBackend):
         (parts, block_size, num_kv_heads, head_dim), *scales = super().page_shapes(spec)
         return [(parts, num_kv_heads, block_size * head_dim), *[(parts, num_kv_heads, block_size)] * len(scales)]
 
+    def read_keys(
+        self, layer: AttentionLayer | CrossAttentionLayer, kv_cache: LayerCache, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        cache, *scales = kv_cache
+        blocks = blocks.long()
+        keys = cache[blocks, 0].float().unflatten(-1, (layer.head_dim, -1))  # [B, kv_heads, head_dim, block_size]
+        if scales:
+            keys *= scales[0][blocks, 0][:, :, None]  # [B, kv_heads, 1, block_size]
+        return keys.permute(1, 0, 3, 2).flatten(1, 2)
+
     def build_metadata(self, inputs: CommonAttentionMetadata) -> CpuMetadata:
         table = inputs.block_table
         assert table.dtype == inputs.query_start_loc.dtype == inputs.seq_lens.dtype == np.int32

@@ -174,6 +174,13 @@ class AttentionBackend(ABC):
         """q [T, heads, head_dim] → [T, heads · head_dim], over the keys and values of each row's own request: up to its
         own position, or all of them where the layer is not causal."""
 
+    def read_keys(
+        self, layer: AttentionLayer | CrossAttentionLayer, kv_cache: LayerCache, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        """The keys that are stored in these blocks [B], as float32 [kv_heads, B · block_size, head_dim]. This is for
+        blocks that lie as the spec says; a backend with another layout overrides it."""
+        return _floats(kv_cache, blocks).permute(2, 0, 1, 3).flatten(1, 2)  # of [B, block_size, kv_heads, head_dim]
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -211,3 +218,10 @@ class AttentionBackend(ABC):
         if not rows.shape[0]:
             return q.new_empty(0, layer.num_heads * layer.head_dim)
         return self.attend(layer, q[rows], kv_cache, metadata_of_rows)
+
+
+def _floats(kv_cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
+    """The keys of blocks in float32, as they lie there; codes are multiplied by their scales."""
+    cache, *scales = kv_cache
+    keys = cache[blocks.long(), 0].float()
+    return keys * scales[0][blocks.long(), 0].float()[..., None] if scales else keys

@@ -137,6 +137,10 @@ class TritonAttentionBackend(AttentionBackend):
         ((parts, block_size, num_kv_heads, head_dim),) = super().page_shapes(spec)
         return [(parts, num_kv_heads, block_size, head_dim)]
 
+    def read_keys(self, layer: AttentionLayer | CrossAttentionLayer, kv_cache: LayerCache, blocks: Tensor) -> Tensor:
+        (cache,) = kv_cache
+        return cache[blocks.long(), 0].float().transpose(0, 1).flatten(1, 2)  # of [B, kv_heads, block_size, head_dim]
+
     def build_metadata(self, inputs: CommonAttentionMetadata) -> TritonMetadata:
         query_lens = None if inputs.is_padded else np.diff(inputs.query_start_loc)
         return TritonMetadata(inputs, inputs.seq_lens_device.shape[0], query_lens, {}, {})

@@ -285,6 +285,10 @@ class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True
     # Instead of the states, their norms, and for each the most probable tokens, so many, if it were the last state:
     # the final norm and the model's head over it (a logit lens)
     lens: int | None = None
+    # Instead of states, weights of cross-attention: of each of these heads, a pair [layer, head], both counted from 0,
+    # how much a position attends to each of the encoder's positions. In the tensor heads are in the place of layers,
+    # and the encoder's positions in that of the numbers of a state. `layers` is None
+    cross_heads: Any = None
     # Positions and layers named several times are returned once, at the place of the first
     each_once: bool = False
     # Filled in for a request with an answer: the layers as the engine counts them (Extraction.layers)
@@ -308,6 +312,26 @@ class HiddenStatesParams(msgspec.Struct, metaclass=TypedParamsMeta, kw_only=True
                 raise RequestError("lens", "states of an encoder are no beginnings of tokens", "the decoder's side")
             if self.dtype != "float32":
                 raise RequestError("dtype", f"{self.dtype!r} has no meaning with lens", "float32, or leave it out")
+        if self.cross_heads is not None:
+            self._verify_cross_heads(self.cross_heads)
+
+    def _verify_cross_heads(self, heads: Any) -> None:
+        expected = "a list of pairs [layer, head], each once"
+        if not isinstance(heads, (list, tuple)):
+            raise RequestError("cross_heads", f"{heads!r} is not a list", expected)
+        if not heads:
+            raise RequestError("cross_heads", "is empty", expected)
+        pairs = [tuple(pair) if isinstance(pair, (list, tuple)) else () for pair in heads]
+        for index, pair in enumerate(pairs):
+            if len(pair) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) for one in pair):
+                raise RequestError(f"cross_heads[{index}]", f"{heads[index]!r} is no pair of whole numbers", expected)
+        if len(set(pairs)) < len(pairs):
+            raise RequestError("cross_heads", "names a head twice", expected)
+        if self.side == ENCODER:
+            raise RequestError("cross_heads", "only a decoder attends to an encoder", "the decoder's side")
+        if self.layers is not None or self.lens is not None:
+            other = "layers" if self.lens is None else "lens"
+            raise RequestError(other, "has no meaning with cross_heads", "leave it out")
 
 
 def _verify_prediction(prediction: Any) -> None:

@@ -167,6 +167,7 @@ class CaptureStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     # for the capture, and there are no tokens, spans and blocks.
     branch_id: str = ""
     lens: int = 0  # as in Extraction
+    cross_heads: list[int] = []  # likewise
 
 
 class EncoderStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -69,6 +69,9 @@ class Extraction(msgspec.Struct, omit_defaults=True, gc=False, tag="extraction")
     # Set: what comes for a state is not the state but its norm, then the ids of the most probable tokens, so many, and
     # then their log-probabilities, all as float32 (`lens_width` numbers)
     lens: int = 0
+    # Set: what comes is not a state but the weights with which the row's cross-attention reads the encoder's positions,
+    # in one head of each of `layers`, which are then counted from 0
+    cross_heads: list[int] = []
 
 
 def lens_width(num_tokens: int) -> int:

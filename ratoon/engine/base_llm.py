@@ -123,6 +123,7 @@ class BaseLLM:
             block_size=block_size or self.config.cache.block_size,
             max_lease_seconds=self.config.cache.max_lease_seconds,
             max_hidden_states_bytes=self.config.max_hidden_states_bytes,
+            num_stages=self.config.pipeline_parallel_size,
             pooling=source.pooling,
             media=self.config.media,
         )

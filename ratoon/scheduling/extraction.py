@@ -74,7 +74,8 @@ class ExtractionTask(Task):
         next requested one must be computed.
         """
         spans: list[Span] = []
-        if self.extraction.lens:  # the head runs for each layer of a row, and other requests wait for it
+        # For each layer of a row a lens runs the head, and weights are as many numbers: other requests wait for it.
+        if self.extraction.lens or self.extraction.cross_heads:
             budget = min(budget, max(1, budget // (1 + len(self.extraction.layers))))
         positions = self.extraction.positions
         index = self.num_captured
@@ -120,11 +121,13 @@ class ExtractionTask(Task):
             overrides=self.branch.request.overrides,
             adapter_slot=self.branch.request.adapter_slot,
             lens=self.extraction.lens,
+            cross_heads=self.extraction.cross_heads,
         )
 
     def take_rows(self, branch_id: str, first: int) -> CaptureStep:
         """The step that reads all positions from rows of another branch, whose first one is at this position."""
         self.is_in_flight = True
+        encoder_input = self.branch.request.encoder_input
         return CaptureStep(
             req_id=self.branch.branch_id,
             token_ids=[],
@@ -133,7 +136,11 @@ class ExtractionTask(Task):
             captured=[position - first for position in self.extraction.positions],
             layers=self.extraction.layers,
             dtype=self.extraction.dtype,
+            num_encoder_positions=0 if encoder_input is None else encoder_input.num_positions,
+            adapter_slot=self.branch.request.adapter_slot,
             branch_id=branch_id,
+            lens=self.extraction.lens,
+            cross_heads=self.extraction.cross_heads,
         )
 
     def take_encoder_step(self) -> EncoderStep:

@@ -19,41 +19,48 @@ import numpy as np
 
 from ratoon.core.errors import EngineDeadError, RatoonError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import GenerationParams, RequestOutputKind
+from ratoon.core.params import GenerationParams, HiddenStatesParams, RequestOutputKind
 from ratoon.engine.front_end import with_output_kind
 from ratoon.engine.llm_engine import LLMEngine
 from ratoon.transcription.audio import Audio, recording_name
 from ratoon.transcription.options import TranscriptionOptions
 from ratoon.transcription.results import Follow, Transcription, audio_progress
 from ratoon.transcription.transcriber import Transcriber
-from ratoon.transcription.windows import checked_output, window_prompt
+from ratoon.transcription.windows import checked_output, checked_weights, window_prompt
 
 MAX_RECORDINGS = 32  # under way at a time: each is in memory as a spectrogram
 
 T = TypeVar("T")
-Inbox = deque[RequestOutput]
+Inbox = deque[Any]  # of outputs
 
 
 @dataclass(slots=True)
 class SteppedEngine:
     """`Generate` for an engine that only runs while `step` is called."""
 
-    begin: Callable[[Any, GenerationParams, Inbox], str]  # a prompt's request, whose output goes to the inbox; its id
+    # Begins a prompt's request, whose output goes to the inbox, and returns its id
+    begin: Callable[[Any, GenerationParams | HiddenStatesParams, Inbox], str]
     step: Callable[[], object]
     end: Callable[[str], None]  # take a request back, or forget it
-    _waiting: dict[str, tuple[Inbox, asyncio.Future[RequestOutput]]] = field(default_factory=dict)
+    _waiting: dict[str, tuple[Inbox, asyncio.Future[Any]]] = field(default_factory=dict)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(
         self, features: np.ndarray, prompt_token_ids: list[int], params: GenerationParams
     ) -> RequestOutput:
+        return checked_output(await self._answer(window_prompt(features, prompt_token_ids), params))
+
+    async def cross_weights(self, features: np.ndarray, token_ids: list[int], params: HiddenStatesParams) -> np.ndarray:
+        return checked_weights(await self._answer(window_prompt(features, token_ids), params))
+
+    async def _answer(self, prompt: dict[str, Any], params: GenerationParams | HiddenStatesParams) -> Any:
         inbox: Inbox = deque()
-        request_id = self.begin(window_prompt(features, prompt_token_ids), params, inbox)
+        request_id = self.begin(prompt, params, inbox)
         try:
             future = asyncio.get_running_loop().create_future()
             self._waiting[request_id] = (inbox, future)
             self._asked.set()
-            return checked_output(await future)
+            return await future
         finally:
             self._waiting.pop(request_id, None)
             self.end(request_id)
@@ -105,7 +112,9 @@ def transcribe_blocking(
     # Nothing continues the request of a window: its id only has to be another than those of other requests.
     ids = (f"transcribe-{number}" for number in itertools.count())
 
-    def begin(prompt: Any, params: GenerationParams, inbox: Inbox) -> str:
+    def begin(prompt: Any, params: GenerationParams | HiddenStatesParams, inbox: Inbox) -> str:
+        if isinstance(params, HiddenStatesParams):
+            return engine.begin(engine.prepare_extraction(next(ids), prompt, params), inbox)
         params = with_output_kind(params, RequestOutputKind.FINAL_ONLY)
         return engine.begin(engine.prepare(next(ids), prompt, params), inbox)
 

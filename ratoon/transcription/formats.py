@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ratoon.transcription.results import Segment, Transcription
 from ratoon.transcription.vocabulary import language_name
+from ratoon.transcription.words import Word
 
 FORMATS = ("text", "json", "verbose_json", "srt", "vtt")
 SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
@@ -46,6 +47,7 @@ def as_verbose_dict(transcription: Transcription) -> dict[str, Any]:
         "language": None if language is None else language_name(language),
         "duration": round(transcription.duration, 3),
         **as_dict(transcription),
+        **words_as_dict(transcription.words),
         "segments": [_segment_as_dict(index, segment) for index, segment in enumerate(transcription.segments)],
     }
 
@@ -53,6 +55,17 @@ def as_verbose_dict(transcription: Transcription) -> dict[str, Any]:
 def as_timed_dict(index: int, segment: Segment) -> dict[str, Any]:
     """A segment's number, times and text: what a stream says of it."""
     return {"id": index, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
+
+
+def words_as_dict(words: Sequence[Word] | None) -> dict[str, Any]:
+    """OpenAI's `words`, or nothing where none were requested."""
+    if words is None:
+        return {}
+    return {
+        "words": [
+            {"word": word.word.strip(), "start": round(word.start, 3), "end": round(word.end, 3)} for word in words
+        ]
+    }
 
 
 def _segment_as_dict(index: int, segment: Segment) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class TranscriptionOptions:
 
     language: str | None = None  # a code or a name; None: detected
     task: Task = "transcribe"  # or translate: to English
+    word_timestamps: bool = False  # find the words of each segment and their times
     timestamps: bool = True  # False: windows of 30 seconds, all at once; each is a segment
     prompt: str | None = None  # context before each window: spelling of names, a style
     temperature: float | Sequence[float] = TEMPERATURES
@@ -51,6 +52,10 @@ class TranscriptionOptions:
             raise RequestError("task", f"{self.task!r} is unknown", " or ".join(TASKS))
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise RequestError("prompt", f"{type(self.prompt).__name__} is not text", "text")
+        if not isinstance(self.word_timestamps, bool):
+            raise RequestError(
+                "word_timestamps", f"{self.word_timestamps!r} is neither true nor false", "true or false"
+            )
         self._verify_temperatures()
         if self.beam_size is not None:
             _verify_beam_size(self.beam_size)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ratoon.transcription.words import Word
+
 
 @dataclass(slots=True)
 class Segment:
@@ -22,6 +24,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float  # high for a text that repeats itself
     no_speech_prob: float | None  # None: not requested
+    words: list[Word] | None = None  # None: not requested
 
 
 @dataclass(slots=True)
@@ -31,11 +34,19 @@ class Transcription:
     language_probability: float | None = None  # if it was detected
     duration: float = 0.0  # seconds
     segments: list[Segment] = field(default_factory=list)
+    word_timestamps: bool = False  # whether words were requested
     error: str | None = None  # of one among several that failed
 
     @property
     def text(self) -> str:
         return "".join(segment.text for segment in self.segments).strip()
+
+    @property
+    def words(self) -> list[Word] | None:
+        """Those of all segments, if they were requested."""
+        if not self.word_timestamps:
+            return None
+        return [word for segment in self.segments for word in segment.words or ()]
 
 
 @dataclass(slots=True)

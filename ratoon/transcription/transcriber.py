@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ratoon.core.errors import RequestError, UnknownParentError
+from ratoon.core.errors import QueueFullError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
-from ratoon.core.params import GenerationParams
+from ratoon.core.params import GenerationParams, HiddenStatesParams
 from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
 from ratoon.models.tokenizer import Tokenizer, read_json
 from ratoon.transcription.audio import Audio, AudioLimits, read_recording
@@ -34,9 +34,11 @@ from ratoon.transcription.windows import (
     WindowReader,
     WindowText,
     checked_output,
+    checked_weights,
     split_window,
     window_prompt,
 )
+from ratoon.transcription.words import Word, find_words
 
 if TYPE_CHECKING:
     from ratoon.engine.async_llm import AsyncLLM
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 
 MAX_WINDOWS = 32  # of one recording, in the engine at a time
+PAUSES = (0.02, 0.05, 0.1, 0.2)  # seconds, before weights are asked for again that there was no room for
 HIGHEST_TEMPERATURE_TO_TRUST = 0.5  # a text that took more of it says nothing to the next window
 
 
@@ -68,7 +71,9 @@ class Transcriber:
         all of it."""
         language, prompt = self.check(options)
         recording = await read_recording(audio, self.num_mel_bins, self.limits)
-        transcription = Transcription(options.task, duration=recording.duration)
+        transcription = Transcription(
+            options.task, duration=recording.duration, word_timestamps=options.word_timestamps
+        )
         yield Progress(transcription, [], 0.0)
 
         reader = WindowReader(self.generate, self.vocabulary, options)
@@ -86,6 +91,8 @@ class Transcriber:
         """The language, if one is given, and the tokens of the prompt. RequestError: an option is invalid."""
         options.verify()
         self.vocabulary.verify_task(options.task)
+        if options.word_timestamps:
+            self.vocabulary.verify_words()
         language = None if options.language is None else self.vocabulary.language_code(options.language)
         return language, self.vocabulary.encode_text(options.prompt or "")
 
@@ -103,12 +110,12 @@ async def _one_by_one(reader: WindowReader, recording: Spectrogram, language: st
     seek = 0
     while seek < _num_frames(recording):
         num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
-        text = await reader.read(recording.window(seek), language, prompt + said)
+        text = await reader.read(recording.window(seek), language, prompt + said, num_frames)
         segments: list[Segment] = []
         num_done = num_frames
         if not text.is_silence(reader.options):
             spans, num_done = split_window(text.tokens, reader.vocabulary, num_frames)
-            segments = _segments(spans, seek, text, reader.vocabulary, recording)
+            segments = _segments(spans, seek, text, reader.vocabulary, recording, language)
         if not reader.options.condition_on_previous_text or text.temperature > HIGHEST_TEMPERATURE_TO_TRUST:
             said = []
         else:
@@ -122,7 +129,8 @@ async def _all_at_once(reader: WindowReader, recording: Spectrogram, language: s
 
     async def read(seek: int) -> WindowText:
         async with room:
-            return await reader.read(recording.window(seek), language, prompt)
+            num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
+            return await reader.read(recording.window(seek), language, prompt, num_frames)
 
     starts = range(0, _num_frames(recording), WINDOW_FRAMES)
     tasks = [asyncio.create_task(read(seek)) for seek in starts]
@@ -131,7 +139,7 @@ async def _all_at_once(reader: WindowReader, recording: Spectrogram, language: s
             text = await task
             num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
             spans = [] if text.is_silence(reader.options) else [Span(0.0, num_frames / FRAMES_PER_SECOND, text.tokens)]
-            yield _segments(spans, seek, text, reader.vocabulary, recording), seek + num_frames
+            yield _segments(spans, seek, text, reader.vocabulary, recording, language), seek + num_frames
     finally:
         for task in tasks:
             task.cancel()
@@ -144,7 +152,12 @@ def _num_frames(recording: Spectrogram) -> int:
 
 
 def _segments(
-    spans: list[Span], seek: int, text: WindowText, vocabulary: SpeechVocabulary, recording: Spectrogram
+    spans: list[Span],
+    seek: int,
+    text: WindowText,
+    vocabulary: SpeechVocabulary,
+    recording: Spectrogram,
+    language: str,
 ) -> list[Segment]:
     """Returns the segments of a window, without those that say nothing, or that lie after the recording's end."""
     offset = seek / FRAMES_PER_SECOND
@@ -164,9 +177,30 @@ def _segments(
                     avg_logprob=text.avg_logprob,
                     compression_ratio=text.compression_ratio,
                     no_speech_prob=text.no_speech_prob,
+                    words=_words(span, offset, (start, end), text.times, vocabulary, language),
                 )
             )
     return segments
+
+
+def _words(
+    span: Span,
+    offset: float,
+    bounds: tuple[float, float],
+    times: list[float] | None,  # of the window, as in WindowText
+    vocabulary: SpeechVocabulary,
+    language: str,
+) -> list[Word] | None:
+    """The words of a segment. Timestamps and other special tokens are no part of any."""
+    if times is None:
+        return None
+    places = [place for place, token in enumerate(span.tokens) if token < vocabulary.end]
+    if not places:
+        return []
+    first, last = places[0], places[-1]  # text lies between timestamps, in one run
+    tokens = span.tokens[first : last + 1]
+    ends = [offset + seconds for seconds in times[span.first + first : span.first + last + 2]]
+    return find_words(tokens, ends, *bounds, language, vocabulary.decode_text)
 
 
 def make_transcriber(
@@ -180,13 +214,21 @@ def make_transcriber(
     encoder = source.config.encoder
     if encoder is None or encoder.num_mel_bins is None:
         raise RequestError("model", "does not read audio", "a speech model, such as one of the Whisper family")
-    vocabulary = find_vocabulary(tokenizer, source.config, _generation_config(Path(source.path)), max_model_len)
+    folder = Path(source.path)
+    decoding = {**_config(folder), **_generation_config(folder)}  # the width of a filter is in the former
+    vocabulary = find_vocabulary(tokenizer, source.config, decoding, max_model_len)
     return Transcriber(generate, vocabulary, encoder.num_mel_bins, limits or AudioLimits())
 
 
 @lru_cache(maxsize=8)
 def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "generation_config.json")
+
+
+@lru_cache(maxsize=8)
+def _config(folder: Path) -> dict[str, Any]:
+    width = read_json(folder / "config.json").get("median_filter_width")
+    return {} if width is None else {"median_filter_width": width}
 
 
 def async_transcriber(
@@ -226,3 +268,14 @@ class AsyncGenerate:
         with suppress(UnknownParentError):  # a window is never continued, and it would hold its features
             await self._llm.forget(request_id, self._placement.get("owner"))
         return checked_output(final)
+
+    async def cross_weights(self, features: np.ndarray, token_ids: list[int], params: HiddenStatesParams) -> np.ndarray:
+        placement = {name: value for name, value in self._placement.items() if name != "priority"}
+        prompt = window_prompt(features, token_ids)
+        for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
+            request_id = f"{self._request_id}-{next(self._numbers)}"
+            try:
+                return checked_weights(await self._llm.extract_hidden_states(prompt, params, request_id, **placement))
+            except QueueFullError:  # others hold what may be held of such numbers, for a moment
+                await asyncio.sleep(pause)
+        raise AssertionError("pauses do not end")

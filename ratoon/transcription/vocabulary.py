@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import TimestampRules
+from ratoon.transcription.alignment import MEDIAN_WIDTH
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer
@@ -77,6 +78,9 @@ class SpeechVocabulary:
     tasks: Mapping[str, int]  # empty for a model that only knows English
     languages: Mapping[str, int]  # by code; empty as well
     max_initial_index: int = MAX_INITIAL_INDEX
+    # Heads of the decoder whose cross-attention follows the sound: (layer, head). Empty: the files name none.
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    median_width: int = MEDIAN_WIDTH
 
     @property
     def first_timestamp(self) -> int:
@@ -114,6 +118,11 @@ class SpeechVocabulary:
             raise RequestError("task", f"{task!r} is unknown", " or ".join(TASKS))
         if task == "translate" and task not in self.tasks:
             raise RequestError("task", "the model only supports English, and can't translate", "transcribe")
+
+    def verify_words(self) -> None:
+        if not self.alignment_heads:
+            problem = "the model's generation_config.json names no alignment_heads, from which words get their times"
+            raise RequestError("word_timestamps", problem, "another model, or leave it out")
 
     def prompt(self, language: str, task: str, timestamps: bool, previous: Sequence[int] = ()) -> list[int]:
         """What the decoder begins with. Of the text that came before, the end is what fits."""
@@ -159,6 +168,7 @@ def find_vocabulary(
     if config.vocab_size == ENGLISH_ONLY_VOCAB_SIZE or len(tasks) < len(TASKS):
         tasks, languages = {}, {}
     index = generation_config.get("max_initial_timestamp_index")
+    width = generation_config.get("median_filter_width")
     return SpeechVocabulary(
         tokenizer=tokenizer,
         max_length=config.max_position if max_model_len is None else max_model_len,
@@ -170,7 +180,23 @@ def find_vocabulary(
         tasks=tasks if languages else {},
         languages=languages,
         max_initial_index=index if isinstance(index, int) and index >= 0 else MAX_INITIAL_INDEX,
+        alignment_heads=_alignment_heads(generation_config.get("alignment_heads"), config),
+        median_width=width if isinstance(width, int) and width > 0 and width % 2 else MEDIAN_WIDTH,
     )
+
+
+def _alignment_heads(named: Any, config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """The heads that a file names; none, if one of them is not in the model."""
+    pairs = named if isinstance(named, list) else []
+    heads = []
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and set(map(type, pair)) == {int}):
+            return ()
+        layer, head = pair
+        if not (0 <= layer < config.num_layers and 0 <= head < config.num_heads):
+            return ()
+        heads.append((layer, head))
+    return tuple(dict.fromkeys(heads))
 
 
 def _find_languages(tokenizer: Tokenizer, start: int, no_timestamps: int) -> dict[str, int]:

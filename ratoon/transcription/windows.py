@@ -18,9 +18,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ratoon.core.errors import EngineError
-from ratoon.core.outputs import CompletionOutput, RequestOutput
-from ratoon.core.params import BeamSearchParams, GenerationParams, RequestOutputKind, SamplingParams
-from ratoon.models.log_mel import FRAMES_PER_SECOND
+from ratoon.core.outputs import CompletionOutput, HiddenStatesOutput, RequestOutput
+from ratoon.core.params import (
+    BeamSearchParams,
+    GenerationParams,
+    HiddenStatesParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from ratoon.engine.output.answers import arrange
+from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES
+from ratoon.transcription.alignment import SECONDS_OF_POSITION, token_times
 from ratoon.transcription.options import TranscriptionOptions
 from ratoon.transcription.vocabulary import SECONDS_OF_TIMESTAMP, SpeechVocabulary
 
@@ -30,6 +38,11 @@ class Generate(Protocol):
 
     Raises RequestError or EngineError; cancellation aborts the request. Many may wait at a time.
     """
+
+    async def cross_weights(self, features: np.ndarray, token_ids: list[int], params: HiddenStatesParams) -> np.ndarray:
+        """The weights that these params ask for, of a decoder that reads all of these tokens: [heads, positions,
+        encoder positions]."""
+        ...
 
     async def __call__(
         self, features: np.ndarray, prompt_token_ids: list[int], params: GenerationParams
@@ -44,6 +57,9 @@ class WindowText:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float | None
+    # Where words are asked for: the seconds from the window's beginning at which the first token begins, and those at
+    # which each token ends
+    times: list[float] | None = None
 
     def is_silence(self, options: TranscriptionOptions) -> bool:
         """Probably no speech, and what was made of it is improbable."""
@@ -78,8 +94,11 @@ class WindowReader:
         code = next(code for code, token_id in languages.items() if token_id == token)
         return code, math.exp(_logprobs(choice)[0])
 
-    async def read(self, features: np.ndarray, language: str, previous: list[int]) -> WindowText:
-        """The text of the first temperature that makes a good one, or of the last."""
+    async def read(
+        self, features: np.ndarray, language: str, previous: list[int], num_frames: int = WINDOW_FRAMES
+    ) -> WindowText:
+        """The text of the first temperature that makes a good one, or of the last. `num_frames`: those of the window
+        that are the recording's, and not padding."""
         reading = asyncio.create_task(self._no_speech_prob(features, previous))
         try:
             prompt = self.vocabulary.prompt(language, self.options.task, self.options.timestamps, previous)
@@ -88,6 +107,8 @@ class WindowReader:
                 text = self._judge(choice, temperature, await reading)
                 if text.is_good(self.options):
                     break
+            if self.options.word_timestamps and not text.is_silence(self.options):
+                text.times = await self._times(features, prompt, text.tokens, num_frames)
             return text
         finally:
             reading.cancel()
@@ -101,6 +122,20 @@ class WindowReader:
         prompt = [*self.vocabulary.before_start(previous), self.vocabulary.start]
         choice = _choice(await self.generate(features, prompt, _one_token([token])))
         return math.exp(_logprobs(choice)[0])
+
+    async def _times(self, features: np.ndarray, prompt: list[int], tokens: list[int], num_frames: int) -> list[float]:
+        """See WindowText.times. The decoder runs once more over the finished text, whose keys and values it finds in
+        the cache, as it does those of the recording. The way through the weights begins in the row of a timestamp, or,
+        without timestamps, in that of the prompt's last token: the first token of text may end later."""
+        if not tokens:
+            return [0.0]
+        heads = [list(head) for head in self.vocabulary.alignment_heads]
+        num_before = 0 if self.options.timestamps else 1
+        params = HiddenStatesParams(positions=[[len(prompt) - num_before, None]], cross_heads=heads)
+        weights = await self.generate.cross_weights(features, [*prompt, *tokens], params)
+        num_positions = num_frames // FRAMES_OF_POSITION
+        times = await asyncio.to_thread(token_times, weights[..., :num_positions], self.vocabulary.median_width)
+        return [0.0] * (1 - num_before) + times.tolist()
 
     def _params(self, temperature: float) -> GenerationParams:
         """Rules of the model's files are applied by the engine."""
@@ -173,6 +208,17 @@ def window_prompt(features: np.ndarray, prompt_token_ids: list[int]) -> dict[str
     return {"encoder_prompt": {"features": features}, "decoder_prompt": {"prompt_token_ids": prompt_token_ids}}
 
 
+def checked_weights(output: HiddenStatesOutput) -> np.ndarray:
+    """The weights of a request that ended well."""
+    if output.refusal is not None:
+        raise output.refusal
+    if output.error is not None or output.tensor is None:
+        raise EngineError(output.error or "the engine gave no weights")
+    arrange(output)
+    weights: np.ndarray = output.tensor
+    return weights
+
+
 def checked_output(output: RequestOutput | None) -> RequestOutput:
     """The output of a request that ended well."""
     if output is None:
@@ -186,6 +232,7 @@ def checked_output(output: RequestOutput | None) -> RequestOutput:
     return output
 
 
+FRAMES_OF_POSITION = round(SECONDS_OF_POSITION * FRAMES_PER_SECOND)
 FRAMES_OF_TIMESTAMP = round(SECONDS_OF_TIMESTAMP * FRAMES_PER_SECOND)
 
 
@@ -195,6 +242,7 @@ class Span(NamedTuple):
     start: float
     end: float
     tokens: list[int]
+    first: int = 0  # place of its first token in the window
 
 
 def split_window(tokens: Sequence[int], vocabulary: SpeechVocabulary, num_frames: int) -> tuple[list[Span], int]:
@@ -212,7 +260,7 @@ def split_window(tokens: Sequence[int], vocabulary: SpeechVocabulary, num_frames
     for stop in stops:
         part = list(tokens[begin:stop])
         start, end = _seconds(part[0], first), _seconds(part[-1], first)
-        spans.append(Span(start, end, part))
+        spans.append(Span(start, end, part, begin))
         begin = stop
     if ends_with_one:  # there is no speech after it
         return spans, num_frames

@@ -45,6 +45,9 @@ def add_speech_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--beam-size", type=int, metavar="N", help="beam search with N beams; default: greedy")
     group.add_argument("--temperature", type=float, metavar="X", help="default: 0, raised where a text is rejected")
     group.add_argument(
+        "--word-timestamps", action="store_true", help="find the times of words; they are in --format verbose_json"
+    )
+    group.add_argument(
         "--no-timestamps", action="store_true", help="windows of 30 seconds, in parallel: faster, but may cut words"
     )
     group.add_argument(
@@ -83,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-GIVEN = ("language", "task", "timestamps", "prompt", "temperature", "beam_size", "condition_on_previous_text")
+GIVEN = (
+    "language", "task", "word_timestamps", "timestamps", "prompt", "temperature", "beam_size",
+    "condition_on_previous_text",
+)  # fmt: skip
 
 
 def transcription_options(args: argparse.Namespace) -> TranscriptionOptions:
     return TranscriptionOptions(
         language=args.language,
         task=args.task,
+        word_timestamps=args.word_timestamps,
         timestamps=not args.no_timestamps,
         prompt=args.prompt,
         temperature=args.temperature or TEMPERATURES,
@@ -104,6 +111,9 @@ def check_outputs(args: argparse.Namespace) -> None:
         raise RequestError("AUDIO", "is missing", "a recording's file, or - to read standard input")
     if args.format in SUBTITLES and args.no_timestamps:
         raise RequestError("--no-timestamps", f"{args.format} needs timestamps", "leave it out")
+    if args.word_timestamps and args.format != "verbose_json":
+        problem = f"{args.format} has no place for them"
+        raise RequestError("--word-timestamps", problem, "--format verbose_json")
     if args.output_dir is None:
         if args.format in SUBTITLES and len(args.prompts) > 1:
             raise RequestError("--format", f"{args.format} is for one recording", "add --output-dir")

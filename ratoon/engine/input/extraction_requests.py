@@ -21,7 +21,7 @@ def extract_from_prompt(
     token_ids, encoder_input = model_input.token_ids, model_input.encoder_input
     if params.side == ENCODER:
         return _of_encoder(selector, request_id, token_ids, encoder_input, params)
-    selection = selector.select(params, len(token_ids), 0, model_input.mm_features)
+    selection = selector.select(params, len(token_ids), 0, model_input.mm_features, _num_positions(encoder_input))
     request = _request(request_id, token_ids, encoder_input, selection)
     request.mm_features = cut_features(model_input.mm_features, len(request.prompt_token_ids))
     request.rope = model_input.rope
@@ -42,7 +42,12 @@ def extract_from_root(
     else:
         token_ids = root.tokens(choice, field="original_request_id")
         num_prompt_tokens = len(root.prompt_token_ids)
-        selection = selector.select(params, num_prompt_tokens, len(token_ids) - num_prompt_tokens)
+        selection = selector.select(
+            params,
+            num_prompt_tokens,
+            len(token_ids) - num_prompt_tokens,
+            num_encoder_positions=_num_positions(root.encoder_input),
+        )
         request = _request(request_id, token_ids, root.encoder_input, selection)
         if root.mm_features:
             num_tokens = end_of_image(root.mm_features, len(request.prompt_token_ids))
@@ -69,6 +74,10 @@ def _of_encoder(
     assert encoder_input is not None, "params that were verified ask for it of encoder-decoder models alone"
     selection = selector.select(params, encoder_input.num_positions, 0)
     return _request(request_id, token_ids, encoder_input, selection), selection
+
+
+def _num_positions(encoder_input: EncoderInput | None) -> int:
+    return 0 if encoder_input is None else encoder_input.num_positions
 
 
 def _request(

@@ -45,10 +45,13 @@ class Selection:
 
 
 class HiddenStatesSelector:
-    def __init__(self, model_config: ModelConfig, max_bytes: int = MAX_HIDDEN_STATES_BYTES) -> None:
+    def __init__(
+        self, model_config: ModelConfig, max_bytes: int = MAX_HIDDEN_STATES_BYTES, num_stages: int = 1
+    ) -> None:
         self._model_config = model_config
         self._hidden_size = model_config.hidden_size
         self._max_bytes = max_bytes
+        self._num_stages = num_stages  # of a pipeline
 
     def verify(self, params: HiddenStatesParams) -> None:
         """RequestError for what is wrong with them whatever the sequence is."""
@@ -59,6 +62,21 @@ class HiddenStatesSelector:
         self._layers(params)
         if params.lens is not None and not self._model_config.generates:
             raise RequestError("lens", "the model is an encoder, which has no head over tokens", "leave it out")
+        if params.cross_heads is not None:
+            self._verify_cross_heads(params.cross_heads)
+
+    def _verify_cross_heads(self, heads: list[Any]) -> None:
+        config = self._model_config
+        if config.encoder is None:
+            raise RequestError("cross_heads", "the model has no encoder beside a decoder", "leave it out")
+        if self._num_stages > 1:
+            problem = f"are not read from a pipeline, and the model is in {self._num_stages} stages"
+            raise RequestError("cross_heads", problem, "an engine with a pipeline_parallel_size of 1")
+        for index, (layer, head) in enumerate(heads):
+            if not (0 <= layer < config.num_layers and 0 <= head < config.num_heads):
+                problem = f"{[layer, head]} is out of range"
+                expected = f"a layer from 0 to {config.num_layers - 1}, and a head from 0 to {config.num_heads - 1}"
+                raise RequestError(f"cross_heads[{index}]", problem, expected)
 
     def in_plain_lists(self, params: HiddenStatesParams) -> HiddenStatesParams:
         """Returns params whose positions and layers are written so that they can travel and the engine can follow
@@ -73,8 +91,12 @@ class HiddenStatesSelector:
         num_prompt_tokens: int,
         num_output_tokens: int,
         media: Sequence[MediaFeature] = (),
+        num_encoder_positions: int = 0,
     ) -> Selection:
-        """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions."""
+        """Params that were verified, for a sequence of so many tokens; of the encoder, for so many positions.
+        `num_encoder_positions`: those that cross-attention reads."""
+        if params.cross_heads is not None:
+            return self._select_heads(params, num_prompt_tokens, num_output_tokens, num_encoder_positions)
         layers = self._layers(params)
         runs = self._runs(params, num_prompt_tokens, num_output_tokens)
         if params.each_once:
@@ -97,6 +119,20 @@ class HiddenStatesSelector:
             num_bytes,
         )
 
+    def _select_heads(
+        self, params: HiddenStatesParams, num_prompt_tokens: int, num_output_tokens: int, num_encoder_positions: int
+    ) -> Selection:
+        heads = params.cross_heads or []
+        runs = self._runs(params, num_prompt_tokens, num_output_tokens)
+        if params.each_once:
+            runs = first_mentions(runs)
+        num_bytes = self._verify_size(runs, len(heads), params.dtype, width=num_encoder_positions)
+        positions = [position for run in runs for position in run]
+        rows, row_order = _each_once(positions)
+        layers = [layer for layer, _ in heads]
+        extraction = Extraction(rows, layers, params.dtype, params.deadline, cross_heads=[head for _, head in heads])
+        return Selection(positions, [*layers], extraction, row_order, [*range(len(heads))], num_bytes)
+
     def verify_longest(
         self, params: HiddenStatesParams, num_prompt_tokens: int, max_output_tokens: int, num_choices: int
     ) -> None:
@@ -106,6 +142,8 @@ class HiddenStatesSelector:
             raise RequestError("side", "an answer has no encoder states", "a request of its own for hidden states")
         if params.lens is not None:
             raise RequestError("lens", "does not come with an answer", "a request of its own for hidden states")
+        if params.cross_heads is not None:
+            raise RequestError("cross_heads", "do not come with an answer", "a request of its own for hidden states")
         runs = self._runs(params, num_prompt_tokens, max_output_tokens)
         if params.each_once:
             runs = first_mentions(runs)
@@ -137,8 +175,12 @@ class HiddenStatesSelector:
         pieces = parse_positions(params.positions)
         return place_in_scope(pieces, params.scope, num_prompt_tokens, num_output_tokens, name)
 
-    def _verify_size(self, runs: list[range], num_layers: int, dtype: str, lens: int | None = None) -> int:
-        """The bytes of the answer. Before positions are written out one by one: a short list can name very many."""
+    def _verify_size(
+        self, runs: list[range], num_layers: int, dtype: str, lens: int | None = None, width: int | None = None
+    ) -> int:
+        """The bytes of the answer. Before positions are written out one by one: a short list can name very many.
+        `width`: the numbers of a position in a layer, where these are no states."""
+        width = self._hidden_size if width is None else width
         num_positions = sum(map(len, runs))
         if lens is not None:
             num_entries = num_positions * num_layers * lens
@@ -146,11 +188,11 @@ class HiddenStatesSelector:
                 problem = f"{lens} tokens at {num_positions} positions of {num_layers} layers are {num_entries}"
                 raise TooLargeError("lens", problem, f"{MAX_LENS_ENTRIES} at most: fewer tokens, positions or layers")
             return num_positions * num_layers * lens_width(lens) * ITEM_BYTES[dtype]
-        num_bytes = num_positions * num_layers * self._hidden_size * ITEM_BYTES[dtype]
+        num_bytes = num_positions * num_layers * width * ITEM_BYTES[dtype]
         if num_bytes > self._max_bytes:
             raise TooLargeError(
                 "positions",
-                f"{num_positions} positions of {num_layers} layers, {self._hidden_size} numbers in {dtype} each, are "
+                f"{num_positions} positions of {num_layers} layers, {width} numbers in {dtype} each, are "
                 f"{format_size(num_bytes)} ({num_bytes} bytes), and at most {self._max_bytes} bytes may be asked for",
                 "fewer positions or layers, or an engine with a greater max_hidden_states_bytes",
             )

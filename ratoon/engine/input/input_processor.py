@@ -54,10 +54,11 @@ class InputProcessor:
         block_size: int = CacheConfig().block_size,
         max_lease_seconds: float = CacheConfig().max_lease_seconds,
         max_hidden_states_bytes: int = MAX_HIDDEN_STATES_BYTES,
+        num_stages: int = 1,  # of a pipeline
         pooling: str | None = None,  # the pooling that the model's files define, if any
         media: MediaSettings | None = None,
     ) -> None:
-        self.selector = HiddenStatesSelector(model_config, max_hidden_states_bytes)
+        self.selector = HiddenStatesSelector(model_config, max_hidden_states_bytes, num_stages)
         self._model_config = model_config
         self._max_model_len = model_config.max_position if max_model_len is None else max_model_len
         self._max_lease_seconds = max_lease_seconds

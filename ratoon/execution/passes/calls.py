@@ -10,6 +10,7 @@ import torch
 
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.step_inputs import InputPreparation, ReadRows
+from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.execution.passes.ends import MaskedTokens, RowColumns
 from ratoon.execution.passes.program import HOST_COLUMNS, ProgramEnds, ProgramStep, StepProgram
 
@@ -50,7 +51,7 @@ class Calls:
         rows: np.ndarray | None = None  # all
         if not step.reads_all:
             rows = np.concatenate([each.rows for each in wanted]) if wanted else NO_ROWS
-        if self._recorded is not None and step.num_layers is None:
+        if self._recorded is not None and step.num_layers is None and not step.only_by_calls:
             results = self._recorded.run(self._program, inputs, ends, rows, columns)
             if results is not None:
                 return results
@@ -58,7 +59,9 @@ class Calls:
         if rows is not None and inputs.cross is None and self._program.model.config.causal:
             read = ReadRows.of(rows[: ends.num_with_states].tolist(), inputs)
         on_device = None if rows is None else indices_on(self._device, rows.tolist())
-        results = self._program.run(inputs, ends, on_device, columns, step.num_layers, read)
+        model = self._program.model
+        weights = CrossWeightRows.of(wanted, inputs.cross, model.config.num_heads, model.shard, model.layer_range.start)
+        results = self._program.run(inputs, ends, on_device, columns, step.num_layers, read, weights)
         for index, end in enumerate(ends.ends):
             if isinstance(end, MaskedTokens):
                 results[index] = partial(self._choose, end, results[index], columns[index])

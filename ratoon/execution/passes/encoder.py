@@ -86,7 +86,7 @@ class EncoderRunner:
     @staticmethod
     def _receive(model: EncoderDecoderLM, num_states: int, readers: list[CaptureReader]) -> tuple[Tensor, list[Tensor]]:
         """The same, of the stage before."""
-        shapes = [(len(reader.end.layers), len(reader.wanted.rows)) for reader in readers]
+        shapes = [(reader.end.num_planes, len(reader.wanted.rows)) for reader in readers]
         sizes = [num_states, *(num_layers * num_rows for num_layers, num_rows in shapes)]
         states, *others = model.receive_rows(sum(sizes)).split(sizes)
         return states, [found.unflatten(0, shape) for found, shape in zip(others, shapes, strict=True)]

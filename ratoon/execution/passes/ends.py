@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ratoon.layers.sampling import Masks, Mode
 from ratoon.models.base import FinalStates, StreamObserver
 
 Tensor = torch.Tensor
+CrossHead: TypeAlias = tuple[int, int]  # layer and head, both counted from 0
 
 
 class RowColumns(Protocol):
@@ -40,6 +41,7 @@ class ProgramRows:
     logits: Tensor | None  # [N, V], if the end needs them. They may be changed in place.
     layers: Mapping[int, Tensor]  # by layer [N, H], for the layers that the end reads
     columns: RowColumns
+    cross_weights: Mapping[CrossHead, Tensor] = field(default_factory=dict)  # [N, encoder positions] of each head
 
 
 class End(ABC):
@@ -48,6 +50,8 @@ class End(ABC):
 
     rank: ClassVar[int]
     needs_logits: ClassVar[bool] = False
+    # Whether what it reads is there only while the layers are called, so that no graph or recorded pass has it
+    only_by_calls: ClassVar[bool] = False
 
     @property
     def inner_layers(self) -> Sequence[int]:
@@ -165,6 +169,11 @@ class Layers(End):
     rank: ClassVar[int] = 4
 
     @property
+    def num_planes(self) -> int:
+        """The first size of what comes out."""
+        return len(self.layers)
+
+    @property
     def inner_layers(self) -> Sequence[int]:
         return [layer for layer in self.layers if layer < self.num_layers]
 
@@ -186,6 +195,26 @@ class InnerLayers(Layers):
     def of(cls, layers: tuple[int, ...], num_layers: int) -> Layers:
         """The end that reads these layers."""
         return (Layers if max(layers) >= num_layers else cls)(layers, num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossWeights(End):
+    """Weights of cross-attention, [heads, N, encoder positions]: with which a row reads each of them. Where inputs of
+    encoders differ in length, the weights of a shorter one are followed by zeros."""
+
+    heads: tuple[CrossHead, ...]
+    rank: ClassVar[int] = 4
+    only_by_calls: ClassVar[bool] = True
+
+    @property
+    def num_planes(self) -> int:
+        return len(self.heads)
+
+    def run(self, rows: ProgramRows) -> Tensor:
+        return torch.stack([rows.cross_weights[head] for head in self.heads])
+
+    def cut(self, result: Tensor, count: int) -> Tensor:
+        return result[:, :count]
 
 
 class EndRows(NamedTuple):

@@ -424,6 +424,8 @@ class Graphs:
 
     def _key_of(self, step: ProgramStep) -> ProgramKey | None:
         """None: the step must run by calls."""
+        if step.only_by_calls:
+            return None
         num_tokens, count = step.num_tokens, len(step.batch.rows)
         is_decode = count == num_tokens
         longest = 1 if is_decode else int(step.batch.num_scheduled.max())

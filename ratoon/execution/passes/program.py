@@ -17,6 +17,7 @@ from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.embeddings import StepEmbeddings
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
+from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.execution.passes.ends import (
     FIRST_WITHOUT_STATES,
     End,
@@ -58,6 +59,11 @@ class ProgramStep:
         if len(rows) != num_tokens:
             return False
         return num_tokens == 1 or bool((rows == np.arange(num_tokens)).all())
+
+    @property
+    def only_by_calls(self) -> bool:
+        """Whether neither a graph nor a recorded pass can run it."""
+        return any(each.end.only_by_calls for each in self.wanted)
 
     @property
     def num_layers(self) -> int | None:
@@ -116,21 +122,25 @@ class StepProgram:
         columns: Sequence[RowColumns],
         num_layers: int | None = None,
         read: ReadRows | None = None,
+        weights: CrossWeightRows | None = None,
     ) -> list[Any]:
         """`rows`: those that are read, of all ends; None: all rows of the step, for one end. `columns`: of each end.
-        `num_layers`: the program ends after so many, if no row has a final state. Returns what each end computes;
-        nothing on a stage that hands its rows on: the last one has the ends."""
+        `num_layers`: the program ends after so many, if no row has a final state. `weights`: of cross-attention, for
+        ends that read them. Returns what each end computes; nothing on a stage that hands its rows on: the last one has
+        the ends."""
         kv = self.kv
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
-        step = PagedStep(kv, metadata, cross, read, adapters=inputs.adapters)
+        step = PagedStep(kv, metadata, cross, read, adapters=inputs.adapters, weights=weights)
         observer = self._observer(ends, rows, inputs)
         with_states = None if rows is None else rows[: ends.num_with_states]
         states = run_stage(self.model, inputs, step, with_states, observer, num_layers)
         if states is None:
             return []
+        if weights is not None:
+            weights.add_up()
         adapters = inputs.adapters if inputs.adapters is None or rows is None else inputs.adapters.select(rows)
-        return self.finish(states, ends, columns, observer, adapters)
+        return self.finish(states, ends, columns, observer, adapters, weights)
 
     def finish(
         self,
@@ -139,6 +149,7 @@ class StepProgram:
         columns: Sequence[RowColumns],
         observer: LayerRows | None = None,
         adapters: AdapterRows | None = None,
+        weights: CrossWeightRows | None = None,
     ) -> list[Any]:
         """The ends of a program whose final states are there. `adapters`: of the rows that are read."""
         count = ends.num_with_logits
@@ -156,6 +167,8 @@ class StepProgram:
                 {} if observer is None else observer.found[index],
                 columns[index],
             )
+            if weights is not None:
+                rows.cross_weights = weights.found[index]
             results.append(end.run(rows))
         return results
 

@@ -9,6 +9,7 @@ import torch
 from ratoon.attention.interface import AttentionBackend, LayerCache
 from ratoon.execution.inputs.step_inputs import ReadRows
 from ratoon.execution.kv.kv_tensors import KVTensors, LayerCaches
+from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
@@ -17,9 +18,10 @@ Tensor = torch.Tensor
 
 class PagedStep:
     """One forward pass of a decoder over the paged cache. `metadata`: of each KV group; `cross`: of its
-    cross-attention. `read`: the rows that are read, where the last layer attends with these only."""
+    cross-attention. `read`: the rows that are read, where the last layer attends with these only.
+    `weights`: gets queries of cross-attention, where ends read its weights."""
 
-    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows", "adapters")
+    __slots__ = ("_cross", "_kv", "_metadata", "_read", "_rows", "_weights", "adapters")
 
     def __init__(
         self,
@@ -29,11 +31,13 @@ class PagedStep:
         read: ReadRows | None = None,
         rows: Tensor | None = None,
         adapters: AdapterRows | None = None,
+        weights: CrossWeightRows | None = None,
     ) -> None:
         self.adapters = adapters
         self._kv = kv
         self._metadata = metadata
         self._cross = cross
+        self._weights = weights
         self._read = read
         self._rows = rows  # those of `read`, in the pass of the last layer
 
@@ -50,10 +54,13 @@ class PagedStep:
     def reading(self, rows: Tensor) -> PagedStep | None:
         if self._read is None:
             return None
-        return PagedStep(self._kv, self._metadata, self._cross, self._read, rows, self.adapters)
+        return PagedStep(self._kv, self._metadata, self._cross, self._read, rows, self.adapters, self._weights)
 
     def attend_across(self, layer: CrossAttentionLayer, q: Tensor) -> Tensor:
-        return self._kv.cross_backend.attend(layer, q, self._kv.of_cross_layer[layer.index], self._cross)
+        backend, cache = self._kv.cross_backend, self._kv.of_cross_layer[layer.index]
+        if self._weights is not None:
+            self._weights.observe(layer, q, backend, cache)
+        return backend.attend(layer, q, cache, self._cross)
 
     def store_across(self, layer: CrossAttentionLayer, k: Tensor, v: Tensor) -> None:
         raise RuntimeError("only an encoder's pass stores what cross-attention reads")

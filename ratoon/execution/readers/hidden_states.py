@@ -17,7 +17,7 @@ from ratoon.core.wire import WireTensor
 from ratoon.execution.inputs.batch_rows import SpanRows
 from ratoon.execution.inputs.buffers import HostCopy
 from ratoon.execution.inputs.input_batch import InputBatch
-from ratoon.execution.passes.ends import EndRows, InnerLayers, Layers
+from ratoon.execution.passes.ends import CrossWeights, EndRows, InnerLayers, Layers
 from ratoon.execution.readers.interface import Finish, StepLayout
 from ratoon.execution.readers.prompt_logprobs import ROWS_AT_ONCE
 from ratoon.layers.adapters import AdapterRows
@@ -97,12 +97,15 @@ def capture_readers(
     captured: list[CapturedRows], num_layers: int, model: LanguageModel | None = None
 ) -> list[CaptureReader]:
     """`model` is needed where a step asks for a lens."""
-    alike: dict[tuple[tuple[int, ...], str, int], list[CapturedRows]] = {}
+    alike: dict[tuple[tuple[int, ...], str, int, tuple[int, ...]], list[CapturedRows]] = {}
     for one in captured:
-        lens = one.step.lens if isinstance(one.step, CaptureStep) else 0
-        alike.setdefault((tuple(one.step.layers), one.step.dtype, lens), []).append(one)
+        lens, heads = (one.step.lens, tuple(one.step.cross_heads)) if isinstance(one.step, CaptureStep) else (0, ())
+        alike.setdefault((tuple(one.step.layers), one.step.dtype, lens, heads), []).append(one)
     readers = []
-    for (layers, dtype, lens), same in alike.items():
+    for (layers, dtype, lens, heads), same in alike.items():
+        if heads:
+            readers.append(CaptureReader(same, CrossWeights(tuple(zip(layers, heads, strict=True))), dtype))
+            continue
         look = None
         if lens:
             assert model is not None, "an encoder has no lens"
@@ -147,7 +150,9 @@ class Lens:
 class CaptureReader:
     """Reads extractions of the same layers in the same dtype: they travel to the host together."""
 
-    def __init__(self, captured: list[CapturedRows], end: Layers, dtype: str, lens: Lens | None = None) -> None:
+    def __init__(
+        self, captured: list[CapturedRows], end: Layers | CrossWeights, dtype: str, lens: Lens | None = None
+    ) -> None:
         self.end = end
         self._lens = lens
         self._captured = captured
@@ -155,7 +160,7 @@ class CaptureReader:
         self.wanted = EndRows(end, np.array([row for one in captured for row in one.rows], np.int64))
 
     def read(self, states: Tensor, output: ModelRunnerOutput) -> Finish | None:
-        """[layers, rows, H], for each extraction its part."""
+        """[layers, rows, H], for each extraction its part; or weights, [heads, rows, encoder positions]."""
         if self._lens is not None:
             states = self._lens.read(states)
         states = states.to(_DTYPES[self._dtype])
@@ -173,5 +178,9 @@ class CaptureReader:
         stop = 0
         for one in self._captured:
             start, stop = stop, stop + len(one.rows)
-            part = np.ascontiguousarray(array[:, start:stop])  # not a copy where it is the only one, or one layer's
+            # Of weights, inputs of encoders may differ in length.
+            width = None
+            if isinstance(one.step, CaptureStep) and one.step.cross_heads:
+                width = one.step.num_encoder_positions
+            part = np.ascontiguousarray(array[:, start:stop, :width])  # not a copy where it is the only one
             output.hidden_states[one.step.req_id] = WireTensor(self._dtype, part.shape, part.data)

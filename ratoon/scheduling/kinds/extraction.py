@@ -121,6 +121,10 @@ class ExtractionKind(RequestKind):
             raise RequestError("positions", last, "a prompt that ends with the last position")
         if not extraction.layers:
             raise RequestError("layers", "is empty", "at least one layer")
+        if extraction.cross_heads and (
+            request.encoder_input is None or len(extraction.cross_heads) != len(extraction.layers)
+        ):
+            raise RequestError("cross_heads", "do not fit the request", "an encoder input, and a layer for each head")
 
     def open(self, request: EngineCoreRequest, sequence_number: int) -> Request:
         assert isinstance(request.params, Extraction)

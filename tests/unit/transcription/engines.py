@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratoon.core.outputs import LogprobsLists
-from ratoon.core.params import BeamSearchParams, SamplingParams
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest
+from ratoon.core.params import SamplingParams
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, Extraction
 from tests.unit.engine.fakes import FakeClient
 from tests.unit.engine.fakes_async import FakeSource
 from tests.unit.transcription.speech import (
+    ALIGNMENT_HEADS,
     END,
     ENGLISH,
     NO_SPEECH,
@@ -37,6 +39,13 @@ def speech_source(**changes: object) -> FakeSource:
     return FakeSource(**(fields | changes))
 
 
+def aligned_source(folder: Path) -> FakeSource:
+    """A model whose files, which are written to the folder, say which heads follow the sound."""
+    (folder / "generation_config.json").write_text(json.dumps({"alignment_heads": ALIGNMENT_HEADS}))
+    (folder / "config.json").write_text("{}")
+    return speech_source(path=folder)
+
+
 def allowed_of(request: EngineCoreRequest) -> list[int] | None:
     return request.params.allowed_token_ids if isinstance(request.params, SamplingParams) else None
 
@@ -53,7 +62,9 @@ class SpeechClient(FakeClient):
 
     @property
     def windows(self) -> list[EngineCoreRequest]:
-        return [request for request in self.added if not allowed_of(request)]
+        return [
+            request for request in self.added if not allowed_of(request) and not isinstance(request.params, Extraction)
+        ]
 
     def answer(self, request: EngineCoreRequest, choice: int) -> list[int]:
         allowed = allowed_of(request)
@@ -67,7 +78,7 @@ class SpeechClient(FakeClient):
         outputs = super().get_output()
         for output in outputs.outputs:
             request = self._requests.get(output.request_id)
-            if request is None or isinstance(request.params, BeamSearchParams) or request.params.logprobs is None:
+            if request is None or not isinstance(request.params, SamplingParams) or request.params.logprobs is None:
                 continue
             tokens = output.new_token_ids
             logprobs = [math.log(self.no_speech_prob) if token == NO_SPEECH else self.logprob for token in tokens]

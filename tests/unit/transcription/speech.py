@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ratoon.core.config import EncoderConfig, ModelConfig
 from ratoon.core.outputs import CompletionOutput, Logprob, RequestOutput
-from ratoon.core.params import BeamSearchParams, GenerationParams
+from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams
 from ratoon.models.token_bound import byte_level_alphabet
 from ratoon.models.tokenizer import Tokenizer
 from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary
@@ -37,6 +37,7 @@ TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS = 262, 263, 265, 266, 
 FIRST_TIMESTAMP = 268
 VOCAB_SIZE = FIRST_TIMESTAMP + 1501
 MAX_LENGTH = 448
+ALIGNMENT_HEADS = [[0, 1], [1, 0]]
 TIMESTAMP = re.compile(r"<(\d+\.\d\d)>")
 
 
@@ -64,6 +65,11 @@ def speech_tokenizer(special: tuple[str, ...] = tuple(SPECIAL)) -> Tokenizer:
 
 def vocabulary(**changes: object) -> SpeechVocabulary:
     return find_vocabulary(speech_tokenizer(), speech_config(**changes), {})
+
+
+def aligned_vocabulary() -> SpeechVocabulary:
+    """Its model's files name two heads whose attention follows the sound."""
+    return find_vocabulary(speech_tokenizer(), speech_config(), {"alignment_heads": ALIGNMENT_HEADS})
 
 
 def english_vocabulary() -> SpeechVocabulary:
@@ -119,6 +125,7 @@ class FakeEngine:
     language: int = ENGLISH
     no_speech_prob: float = 0.01
     asked: list[Asked] = field(default_factory=list)
+    weighed: list[tuple[list[int], HiddenStatesParams]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     given_up: int = 0
@@ -149,6 +156,15 @@ class FakeEngine:
         said = self.script(asked) if callable(self.script) else next(self._texts)
         said = Say(said) if isinstance(said, str) else said
         return output([*tokens_of(said.text), *([END] if said.ended else [])], said.logprob, params)
+
+    async def cross_weights(self, features: np.ndarray, tokens: list[int], params: HiddenStatesParams) -> np.ndarray:
+        """Token after token, each attends to the next tenth of a second."""
+        self.weighed.append((tokens, params))
+        ((first, _),) = params.positions
+        weights = np.full((len(params.cross_heads), len(tokens) - first, 1500), 1e-5, np.float32)
+        for place in range(len(tokens) - first):
+            weights[:, place, 5 * place : 5 * place + 5] = 0.2
+        return weights
 
 
 def output(tokens: list[int], logprob: float, params: GenerationParams) -> RequestOutput:

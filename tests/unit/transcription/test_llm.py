@@ -17,7 +17,7 @@ from ratoon.core.errors import EngineError, RequestError
 from ratoon.core.params import SamplingParams
 from ratoon.transcription import transcriber
 from tests.unit.engine.fakes import model_config
-from tests.unit.transcription.engines import SpeechClient, speech_source
+from tests.unit.transcription.engines import SpeechClient, aligned_source, speech_source
 from tests.unit.transcription.speech import ENGLISH, PREVIOUS, RATE, START, TRANSCRIBE, needs_av, tone, wav
 
 TONE = wav(tone(1))
@@ -293,3 +293,40 @@ def test_a_bar_shows_seconds_on_a_terminal(client, recording, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     LLM("tiny").transcribe([recording, TONE])
     assert "1/1 s" in terminal.getvalue() or "2/2 s" in terminal.getvalue()
+
+
+# ---- words ----
+
+
+class TestWords:
+    @pytest.fixture
+    def source(self, tmp_path):
+        return aligned_source(tmp_path)
+
+    def test_words_are_read_by_a_request_of_their_own_over_the_finished_text(self, llm, client):
+        found = llm.transcribe(TONE, word_timestamps=True)
+        assert [word.word for word in found.words] == [" Hello."]
+        assert 0 <= found.words[0].start <= found.words[0].end <= 1
+        asked = client.added[-1]
+        assert (asked.params.layers, asked.params.cross_heads) == ([0, 1], [1, 0])
+        assert asked.prompt_token_ids[:3] == [START, ENGLISH, TRANSCRIBE]
+        assert asked.encoder_input.content_hash == client.windows[0].encoder_input.content_hash
+
+    def test_the_command_writes_words_into_verbose_json(self, llm, client, tmp_path, capsys):
+        path = tmp_path / "a.wav"
+        path.write_bytes(TONE)
+        assert main(["transcribe", "tiny", str(path), "--word-timestamps", "--format", "verbose_json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert [word["word"] for word in told["words"]] == ["Hello."]
+        assert set(told["words"][0]) == {"word", "start", "end"}
+        assert main(["transcribe", "tiny", str(path), "--format", "verbose_json"]) == 0
+        assert "words" not in json.loads(capsys.readouterr().out)
+
+    @pytest.mark.parametrize("format", ["text", "json", "srt", "vtt"])
+    def test_formats_without_words_are_refused(self, client, tmp_path, capsys, format):
+        path = tmp_path / "a.wav"
+        path.write_bytes(TONE)
+        assert main(["transcribe", "tiny", str(path), "--word-timestamps", "--format", format]) == 2
+        expected = f"error: --word-timestamps: {format} has no place for them; --format verbose_json"
+        assert expected in capsys.readouterr().err
+        assert not client.added

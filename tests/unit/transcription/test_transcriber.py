@@ -29,6 +29,7 @@ from tests.unit.transcription.speech import (
     TRANSLATE,
     FakeEngine,
     Say,
+    aligned_vocabulary,
     english_vocabulary,
     needs_av,
     tokens_of,
@@ -394,3 +395,54 @@ async def test_windows_that_are_read_together_know_nothing_of_each_other():
 
 def test_timestamps_of_the_script_are_those_of_the_vocabulary():
     assert tokens_of("a<0.02>") == [97, FIRST_TIMESTAMP + 1]
+
+
+# ---- words ----
+
+
+@on_event_loop
+async def test_words_of_two_windows_have_times_in_the_recording():
+    engine = FakeEngine(["<0.00> Hi you<1.00><1.00> yes<30.00><30.00>", "<0.00> End.<3.00>"])
+    found = await transcribe(engine, 40.0, aligned_vocabulary, language="en", word_timestamps=True)
+    words = [[(round(word.start, 2), round(word.end, 2), word.word) for word in one.words] for one in found.segments]
+    # A token is a byte here, and a tenth of a second.
+    assert words[0] == [(0.0, 0.3, " Hi"), (0.3, 0.7, " you")]
+    assert words[1] == [(1.0, 1.3, " yes")]
+    assert words[2] == [(30.0, 30.5, " End.")]
+    assert found.words == [word for one in found.segments for word in one.words]
+    (tokens, params), (later, _) = engine.weighed
+    assert tokens == [*PROMPT, *tokens_of("<0.00> Hi you<1.00><1.00> yes<30.00><30.00>")]
+    assert later == [*PROMPT, *tokens_of("<0.00> End.<3.00>")]
+    assert params.positions == [[len(PROMPT), None]] and params.cross_heads == [[0, 1], [1, 0]]
+
+
+@on_event_loop
+async def test_without_timestamps_the_first_word_may_end_later_than_at_once():
+    engine = FakeEngine(["Hi you"])
+    found = await transcribe(engine, 5.0, aligned_vocabulary, language="en", word_timestamps=True, timestamps=False)
+    words = [(round(word.start, 2), round(word.end, 2), word.word) for word in found.words]
+    assert words == [(0.0, 0.2, "Hi"), (0.2, 0.6, " you")]
+    ((tokens, params),) = engine.weighed
+    assert params.positions == [[len(PROMPT), None]] and tokens[len(PROMPT)] == NO_TIMESTAMPS
+
+
+@on_event_loop
+async def test_words_are_found_once_for_the_text_that_is_kept_and_not_for_silence():
+    engine = FakeEngine([Say("<0.00> bad<1.00>", logprob=-3), Say("<0.00> good<1.00>")])
+    found = await transcribe(engine, 2.0, aligned_vocabulary, language="en", word_timestamps=True)
+    assert [word.word for word in found.words] == [" good"]
+    assert len(engine.weighed) == 1
+    silent = FakeEngine([Say("<0.00> bad<1.00>", logprob=-3)], no_speech_prob=0.9)
+    found = await transcribe(silent, 2.0, aligned_vocabulary, language="en", word_timestamps=True)
+    assert found.words == [] and not silent.weighed
+    plain = FakeEngine(["<0.00> a<1.00>"])
+    found = await transcribe(plain, 2.0, aligned_vocabulary, language="en")
+    assert found.words is None and found.segments[0].words is None and not plain.weighed
+
+
+@on_event_loop
+async def test_words_of_a_model_without_alignment_heads_are_refused():
+    with pytest.raises(RequestError, match=r"word_timestamps: the model's generation_config\.json names no alignment"):
+        await transcribe(FakeEngine([]), 2.0, word_timestamps=True)
+    with pytest.raises(RequestError, match="word_timestamps: 'yes' is neither true nor false"):
+        await transcribe(FakeEngine([]), 2.0, word_timestamps="yes")

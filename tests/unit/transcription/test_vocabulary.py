@@ -83,3 +83,15 @@ def test_the_rules_for_timestamps_name_the_tokens_of_this_model():
 def test_a_model_with_other_tokens_is_refused():
     with pytest.raises(RequestError, match="model: reads audio, but has other tokens"):
         find_vocabulary(speech_tokenizer(("<|endoftext|>",)), speech_config(), {})
+
+
+@pytest.mark.parametrize("heads", [None, [], "all", [[0]], [[0, 9]], [[99, 0]], [[0, 1], [0, True]], [[-1, 0]]])
+def test_alignment_heads_that_the_model_does_not_have_are_none(heads):
+    assert find_vocabulary(speech_tokenizer(), speech_config(), {"alignment_heads": heads}).alignment_heads == ()
+
+
+def test_alignment_heads_and_the_width_of_the_filter_come_from_the_files():
+    told = {"alignment_heads": [[0, 1], [1, 0], [0, 1]], "median_filter_width": 5}
+    found = find_vocabulary(speech_tokenizer(), speech_config(), told)
+    assert (found.alignment_heads, found.median_width) == (((0, 1), (1, 0)), 5)
+    assert find_vocabulary(speech_tokenizer(), speech_config(), {"median_filter_width": 4}).median_width == 7

@@ -19,7 +19,16 @@ from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, form
 from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, ModelName, RequestId, RequestModel
 from ratoon.api.server.request_bodies import read_form
 from ratoon.api.server.responses import EventStream, event, json_response
-from ratoon.transcription.formats import MEDIA_TYPES, SUBTITLES, as_dict, as_timed_dict, as_verbose_dict, render
+from ratoon.core.errors import RequestError
+from ratoon.transcription.formats import (
+    MEDIA_TYPES,
+    SUBTITLES,
+    as_dict,
+    as_timed_dict,
+    as_verbose_dict,
+    render,
+    words_as_dict,
+)
 from ratoon.transcription.options import TEMPERATURES, Task, TranscriptionOptions
 
 if TYPE_CHECKING:
@@ -64,7 +73,7 @@ class TranscriptionRequest(TranslationRequest):
     }
 
     timestamp_granularities: Granularities | None = Field(
-        None, description="segment: always in verbose_json; word: not supported"
+        None, description="segment: always in verbose_json; word: there, and with stream in its events, on request"
     )
 
 
@@ -86,6 +95,12 @@ class SegmentAnswer(AnswerModel):
     no_speech_prob: float | None
 
 
+class WordAnswer(AnswerModel):
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptionAnswer(AnswerModel):
     """`json` has the first two."""
 
@@ -94,6 +109,7 @@ class TranscriptionAnswer(AnswerModel):
     task: Literal["transcribe", "translate"] | None = None
     language: str | None = Field(None, description="Its name, in English")
     duration: float | None = None
+    words: list[WordAnswer] | None = Field(None, description="If word timestamps were requested")
     segments: list[SegmentAnswer] | None = None
 
 
@@ -106,6 +122,7 @@ class TranscriptionEvent(AnswerModel):
     id: int | None = Field(None, description="Of a segment: its number")
     start: float | None = Field(None, description="Of a segment: seconds from the beginning of the recording")
     end: float | None = None
+    words: list[WordAnswer] | None = Field(None, description="Those of the delta, if word timestamps were requested")
     text: str | None = None
     usage: AudioUsage | None = None
     task: Literal["transcribe", "translate"] | None = None
@@ -132,9 +149,11 @@ ANSWERS = answers(
 )
 async def create_transcription(request: Request) -> Response:
     asked = await read_form(request, TranscriptionRequest)
-    if "word" in (asked.timestamp_granularities or ()):
-        raise refused("timestamp_granularities", "word timestamps are not supported", "only segment")
-    return await _answer(request, asked, "transcribe")
+    words = "word" in (asked.timestamp_granularities or ())
+    if words and not asked.stream and asked.response_format != "verbose_json":
+        problem = f"{asked.response_format} has no place for word timestamps"
+        raise refused("timestamp_granularities", problem, "the response_format verbose_json, or stream")
+    return await _answer(request, asked, "transcribe", words)
 
 
 @router.post(
@@ -147,13 +166,18 @@ async def create_translation(request: Request) -> Response:
     return await _answer(request, await read_form(request, TranslationRequest), "translate")
 
 
-async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Response:
+async def _answer(request: Request, asked: TranslationRequest, task: Task, words: bool = False) -> Response:
     context = context_of(request)
     context.check_model(asked.model)
-    options = _options(asked, task)
+    options = _options(asked, task, words)
     exchange = exchange_of(request.scope)
     tenant = exchange.tenant
     transcriber = _transcriber(context, asked, exchange)
+    if words:
+        try:
+            transcriber.vocabulary.verify_words()
+        except RequestError as error:  # under the name that the form has
+            raise refused("timestamp_granularities", error.problem, error.expected) from None
     if asked.stream:
         if asked.response_format in SUBTITLES:
             raise refused("response_format", f"{asked.response_format} is not streamed", "json, verbose_json or text")
@@ -166,10 +190,11 @@ async def _answer(request: Request, asked: TranslationRequest, task: Task) -> Re
     return _whole(request, transcription, asked.response_format)
 
 
-def _options(asked: TranslationRequest, task: Task) -> TranscriptionOptions:
+def _options(asked: TranslationRequest, task: Task, words: bool) -> TranscriptionOptions:
     options = TranscriptionOptions(
         language=asked.language,
         task=task,
+        word_timestamps=words,
         prompt=asked.prompt,
         temperature=asked.temperature or TEMPERATURES,
         beam_size=asked.beam_size,
@@ -219,7 +244,7 @@ async def _events(
             body = b""
             for number, segment in enumerate(progress.segments, len(transcription.segments) - len(progress.segments)):
                 text = segment.text if number else segment.text.lstrip()
-                body += event({"type": "transcript.text.delta", "delta": text})
+                body += event({"type": "transcript.text.delta", "delta": text, **words_as_dict(segment.words)})
                 if with_segments:
                     body += event({"type": "transcript.text.segment", **as_timed_dict(number, segment)})
             if body:

@@ -22,7 +22,7 @@ from ratoon.core.messages import EngineReady
 from ratoon.engine.async_llm import AsyncLLM
 from tests.unit.api.server.harness import MODEL, Answer, Client, scripted
 from tests.unit.engine.fakes_async import FakeAsyncClient, on_event_loop
-from tests.unit.transcription.engines import SpeechClient, Texts, speech_source
+from tests.unit.transcription.engines import SpeechClient, Texts, aligned_source, speech_source
 from tests.unit.transcription.speech import (
     ENGLISH,
     GERMAN,
@@ -67,13 +67,16 @@ async def transcribe(client: Client, file: bytes | None = TONE, **fields: Any) -
 
 
 @contextlib.asynccontextmanager
-async def speaking(texts: Texts | None = None, *, by_hand: bool = False, **settings: Any) -> AsyncIterator[Client]:
+async def speaking(
+    texts: Texts | None = None, *, by_hand: bool = False, folder: Path | None = None, **settings: Any
+) -> AsyncIterator[Client]:
     """A server with a speech model that plays a script."""
     engine = FakeAsyncClient(by_hand=by_hand)
     engine.core = SpeechClient((lambda request: "<0.00> Hello.<1.00>") if texts is None else texts)
     engine.ready = EngineReady({"device": "fake"}, MAX_LENGTH, 16)
     llm = AsyncLLM(MODEL, client=engine)
-    with mock.patch("ratoon.models.source.resolve_model", return_value=speech_source()):
+    source = speech_source() if folder is None else aligned_source(folder)
+    with mock.patch("ratoon.models.source.resolve_model", return_value=source):
         await llm.start()
     try:
         yield Client(ServerContext(llm, ServerSettings(**settings)), engine)
@@ -270,8 +273,6 @@ async def test_what_is_no_recording(file, problem):
         ("beam_size", "0"),
         ("language", "xx"),
         ("prompt", "<|endoftext|>"),
-        ("timestamp_granularities", ["word"]),
-        ("timestamp_granularities", "word"),
         ("timestamp_granularities", ["hour"]),
         ("priority", "3"),
         ("request_id", "a b"),
@@ -286,6 +287,42 @@ async def test_fields_without_meaning_are_named(field, value):
         answer = await transcribe(client, **{field: value})
         assert answer.status == 400
         assert answer.error["param"].startswith(field)
+        assert not client.engine.core.windows
+
+
+@pytest.mark.parametrize("granularities", [["word"], ["segment", "word"], "word"])
+@on_event_loop
+async def test_words_of_a_transcription(tmp_path, granularities):
+    async with speaking(folder=tmp_path) as client:
+        answer = await transcribe(client, response_format="verbose_json", timestamp_granularities=granularities)
+        assert answer.status == 200
+        found = answer.json()
+        assert [word["word"] for word in found["words"]] == ["Hello."]
+        assert 0 <= found["words"][0]["start"] <= found["words"][0]["end"] <= 1
+        assert found["segments"][0]["text"] == " Hello."
+        plain = await transcribe(client, response_format="verbose_json", timestamp_granularities=["segment"])
+        assert "words" not in plain.json()
+
+
+@on_event_loop
+async def test_words_are_in_the_events_of_a_stream(tmp_path):
+    async with speaking(folder=tmp_path) as client:
+        answer = await transcribe(client, stream="true", timestamp_granularities=["word"])
+        first, *_ = answer.events()
+        assert first["delta"] == "Hello." and [word["word"] for word in first["words"]] == ["Hello."]
+
+
+@pytest.mark.parametrize("form_of_answer", ["json", "text", "srt", "vtt"])
+@on_event_loop
+async def test_words_need_a_form_that_has_them_and_a_model_that_finds_them(tmp_path, form_of_answer):
+    async with speaking(folder=tmp_path) as client:
+        answer = await transcribe(client, response_format=form_of_answer, timestamp_granularities=["word"])
+        assert (answer.status, answer.error["param"]) == (400, "timestamp_granularities")
+        assert f"{form_of_answer} has no place for word timestamps" in answer.error["message"]
+    async with speaking() as client:
+        answer = await transcribe(client, response_format="verbose_json", timestamp_granularities=["word"])
+        assert (answer.status, answer.error["param"]) == (400, "timestamp_granularities")
+        assert "names no alignment_heads" in answer.error["message"]
         assert not client.engine.core.windows
 
 
