@@ -14,6 +14,7 @@ CONTRADICTIONS: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
+    "typical_p": (1,),
     "stop": ([],),
     "include_stop_str_in_output": (),
     "logprobs": (),

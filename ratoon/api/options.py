@@ -56,8 +56,8 @@ EVERYDAY_SETTINGS = {
     "speculate": "drafts of next tokens: ngram, roots, … or off",
 }
 SAMPLING_OPTIONS = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos",
-    *TOKEN_RULES,
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "n", "logprobs",
+    "ignore_eos", *TOKEN_RULES,
 )  # fmt: skip
 
 
@@ -153,6 +153,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--top-p", type=float, metavar="X", help="sample from the likeliest that sum up to X")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
     details += [
+        group.add_argument("--typical-p", type=float, metavar="X", help="of these, the most typical that sum up to X"),
         group.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the likeliest one"),
         group.add_argument(
             "--presence-penalty", type=float, metavar="X", help="less of tokens that the answer has, -2 to 2"

@@ -125,6 +125,7 @@ class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, t
     top_k: int = 0  # 0 or -1: all
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0  # of what the others leave, the tokens nearest to the expected surprise that sum up to this
     seed: int | None = None
     stop: list[str] | None = None
     include_stop_str_in_output: bool = False
@@ -158,6 +159,7 @@ class SamplingParams(CommonParams, kw_only=True, omit_defaults=True, gc=False, t
         _require_int("top_k", self.top_k, 0, None, hint="0 or -1 means all tokens")
         _require_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("typical_p", self.typical_p, 0.0, 1.0, above=True)
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):

@@ -16,7 +16,7 @@ from ratoon.core.settings import configure
 from ratoon.engine.adapters import AdapterRegistry
 from ratoon.engine.front_end import FrontEnd
 from ratoon.engine.input.chat_media import chat_media
-from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params, warn_of_ignored_keys
+from ratoon.engine.input.default_params import default_beam_search_params, default_sampling_params
 from ratoon.engine.input.input_processor import InputProcessor
 from ratoon.engine.input.prompts import Prompt
 from ratoon.engine.output.hidden_states_budget import HiddenStatesBudget
@@ -111,7 +111,6 @@ class BaseLLM:
         source = self.source
         self.config = self.config.with_(max_model_len=max_model_len or self.config.max_model_len)
         self._description = description
-        warn_of_ignored_keys(source.name, source.ignored_generation_keys)
         input_processor = InputProcessor(
             source.config,
             self._tokenizer,

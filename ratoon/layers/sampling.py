@@ -295,6 +295,22 @@ def filtered(probabilities: Tensor, filters: Filters) -> Tensor:
     return _cut(probabilities, threshold)
 
 
+def typical(logits: Tensor, filters: Filters, masses: Tensor) -> Tensor:
+    """Which tokens [R, V] locally typical sampling keeps: of those that pass the filters, the ones whose surprise
+    (-log p) is nearest to the expected surprise, until their probabilities sum up to `masses` [R]. At least one is
+    kept. Tokens that are as near as the last one are kept with it."""
+    passed = filtered(exact_probabilities(logits), filters).double()
+    probabilities = passed / passed.sum(dim=-1, keepdim=True)
+    surprise = -probabilities.log()
+    expected = torch.where(probabilities > 0, surprise * probabilities, 0.0).sum(dim=-1, keepdim=True)
+    distance = (surprise - expected).abs()  # infinite for tokens that are not possible
+    nearest, order = distance.sort(dim=-1)
+    mass_before = probabilities.gather(1, order).cumsum(dim=-1)
+    last = (mass_before < masses[:, None]).sum(dim=-1).clamp_max(logits.shape[1] - 1)
+    furthest = nearest.gather(1, last[:, None])
+    return (distance <= furthest) & (probabilities > 0)
+
+
 def _draw_small_top_k(logits: Tensor, temperature: Tensor, filters: Filters, uniforms: Tensor) -> Chosen:
     """Draws from the top candidates only: tokens beyond top_k need no exponential."""
     values, token_ids = top_candidates(logits, SMALL_TOP_K)

@@ -60,7 +60,6 @@ class ModelSource:
     pooling: str | None  # the pooling that the model was trained with, if a file says so
     open_tensors: Callable[[], TensorSource] = field(repr=False)
     open_tokenizer: Callable[[], Tokenizer] = field(repr=False)
-    ignored_generation_keys: tuple[str, ...] = ()  # set by its files, without effect here
     # Texts that stand before those that are embedded, by name, as sentence-transformers has them
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None  # the name of the one that stands there unless another is asked for
@@ -164,7 +163,7 @@ def _open_folder(folder: Path, overrides: Overrides, backend: str, name: str | N
     if not (raw_config.get("dtype") or raw_config.get("torch_dtype")):
         raw_config["dtype"] = open_files().most_common_dtype()
     generation_path = folder / "generation_config.json"
-    raw_generation = read_json(generation_path)
+    raw_generation = _with_changes(read_json(generation_path), overrides, folder)
     embedding = read_sentence_transformers(folder)
     config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder), backend))
     if embedding is not None:
@@ -174,7 +173,7 @@ def _open_folder(folder: Path, overrides: Overrides, backend: str, name: str | N
     generation = generation_fields(raw_generation, raw_config, config)
     generation_source = str(generation_path if raw_generation else folder / "config.json")
     config = with_generation_config(config, generation, generation_source, alone=bool(raw_generation))
-    generation_defaults, ignored = read_generation_defaults(generation, config, generation_source)
+    generation_defaults = read_generation_defaults(generation, config, generation_source)
     # A chat model's end-of-turn token is often in generation_config.json only.
     eos_token_ids = dict.fromkeys(config.eos_token_ids + generation_defaults.get("eos_token_ids", ()))
     return ModelSource(
@@ -188,7 +187,6 @@ def _open_folder(folder: Path, overrides: Overrides, backend: str, name: str | N
         pooling=read_pooling(folder),
         open_tensors=open_tensors,
         open_tokenizer=lambda: load_tokenizer_from_folder(folder),
-        ignored_generation_keys=ignored,
         prompts={} if embedding is None else embedding.prompts,
         default_prompt=None if embedding is None else embedding.default_prompt,
     )
@@ -201,6 +199,16 @@ def _as_built(source: TensorSource, config: ModelConfig) -> TensorSource:
     from ratoon.models.transformers_weights import with_module_names
 
     return with_module_names(source, config)
+
+
+def _with_changes(raw_generation: dict[str, Any], overrides: Overrides, folder: Path) -> dict[str, Any]:
+    """The keys of generation_config.json over which those of `hf_overrides` go; null leaves one out."""
+    changes = (overrides or {}).get("generation_config")
+    if changes is None:
+        return raw_generation
+    if not isinstance(changes, Mapping):
+        raise ModelError(str(folder), f"hf_overrides has {changes!r} for generation_config", "an object of its keys")
+    return {name: value for name, value in {**raw_generation, **changes}.items() if value is not None}
 
 
 def _with_processor_of(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -69,7 +69,7 @@ from ratoon.observe.logging import get_logger
 
 # Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
 SAMPLING_NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "speculate",
 )  # fmt: skip
 # The engine's names of fields that have another name in this body.

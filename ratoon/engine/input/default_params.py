@@ -6,7 +6,7 @@ Python and HTTP start from the same defaults; what a caller gives goes over them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from ratoon.observe.logging import get_logger
 
 # Generation default → field of params.
 LENGTHS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "min_length": "min_length"}
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 BEAM_DEFAULTS = ("length_penalty", "early_stopping", "repetition_penalty")
 
 logger = get_logger(__name__)
@@ -52,16 +52,6 @@ def default_beam_search_params(generation_defaults: Mapping[str, Any] | None) ->
         return None
     given = {name: defaults.get(name) for name in BEAM_DEFAULTS}
     return _over(params, {**_lengths(defaults), **given})
-
-
-def warn_of_ignored_keys(model: str, keys: Sequence[str]) -> None:
-    """Warns once, when a model is loaded, of settings in its files that have no effect here."""
-    if keys:
-        logger.warning(
-            "the generation config of %s sets %s, which has no effect here: answers may differ from transformers'",
-            model,
-            ", ".join(keys),
-        )
 
 
 def sets_length(generation_defaults: Mapping[str, Any]) -> bool:

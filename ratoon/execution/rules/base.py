@@ -25,7 +25,8 @@ class Stage(enum.IntEnum):
     """The fixed order in which rules change logits. Rules of one stage have one `apply`, and are applied together.
 
     Masks come first. Timestamps are the last of them, because they compare the probabilities of tokens still possible.
-    A forced token overrides rules that forbid it. Bias and penalties follow, in vLLM's order.
+    A forced token overrides rules that forbid it. Bias and penalties follow, in vLLM's order. What is typical is
+    looked for in what they leave.
     """
 
     GRAMMAR = 0
@@ -35,6 +36,7 @@ class Stage(enum.IntEnum):
     FORCE = 4
     BIAS = 5
     PENALTIES = 6
+    TYPICAL = 7
 
     @property
     def changes_values(self) -> bool:

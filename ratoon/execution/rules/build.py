@@ -20,6 +20,7 @@ from ratoon.execution.rules.ngrams import NoNGramsOf, NoRepeatedNGrams
 from ratoon.execution.rules.penalties import Penalties
 from ratoon.execution.rules.suppressed import SuppressedFirst, SuppressedTokens
 from ratoon.execution.rules.timestamps import Timestamps
+from ratoon.execution.rules.typical import Typical
 
 
 def rules_of(
@@ -65,6 +66,8 @@ def rules_of(
     weights = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     if weights != (1.0, 0.0, 0.0):
         rules.append(Penalties.behind(weights, prompt_token_ids))
+    if isinstance(params, SamplingParams) and params.typical_p < 1.0 and not params.is_greedy:
+        rules.append(Typical.of(params))
     return RowRules(rules) if rules else NO_RULES
 
 

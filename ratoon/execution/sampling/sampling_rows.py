@@ -17,7 +17,7 @@ import torch
 from ratoon.core.params import GenerationParams, SamplingParams
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
-from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, apply_rules
+from ratoon.execution.rules.base import NO_RULES, LogitsRule, RowRules, Stage, apply_rules
 from ratoon.execution.rules.build import rules_of
 from ratoon.execution.rules.grammar import (
     FEW,
@@ -147,7 +147,9 @@ class SamplingRows:
     def _keep_on_device(
         self, penalties: PenaltyRows, slot: int, rules: RowRules, prompt: Sequence[int], output: Sequence[int]
     ) -> RowRules:
-        """Hand penalties over. Returns the other rules."""
+        """Hand penalties over. Returns the other rules. Where a rule looks at what penalties leave, they stay rules."""
+        if any(rule.stage > Stage.PENALTIES for rule in rules):
+            return rules
         others = []
         for rule in rules:
             if isinstance(rule, Penalties):
@@ -205,9 +207,10 @@ class SamplingRows:
         self.needs[slot] = _needs_of(params)
         self.seeds[slot] = sampling.seed_to_uint64(seed)
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
+        is_typical = params.typical_p < 1.0  # then a rule does the work of the filters, too
+        self.top_k[slot] = 0 if is_typical else max(params.top_k, 0)
+        self.top_p[slot] = 1.0 if is_typical else params.top_p
+        self.min_p[slot] = 0.0 if is_typical else params.min_p
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
 
     def remove(self, slot: int) -> None:
@@ -542,6 +545,6 @@ def _needs_of(params: SamplingParams) -> int:
     needs = Needs.NOTHING if params.logprobs is None else Needs.LOGPROBS
     if not params.is_greedy:
         needs |= Needs.RANDOM
-        if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        if params.typical_p == 1.0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
             needs |= Needs.FILTER
     return needs

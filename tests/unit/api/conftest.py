@@ -12,7 +12,6 @@ from tests.unit.engine.fakes import FakeClient, byte_tokenizer, model_config
 
 
 class FakeSource(SimpleNamespace):
-    ignored_generation_keys: tuple[str, ...] = ()
     prompts: ClassVar[dict[str, str]] = {}
     default_prompt: str | None = None
 

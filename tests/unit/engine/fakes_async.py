@@ -115,7 +115,6 @@ class FakeAsyncClient:
 
 
 class FakeSource(SimpleNamespace):
-    ignored_generation_keys: tuple[str, ...] = ()
     prompts: ClassVar[dict[str, str]] = {}
     default_prompt: str | None = None
 

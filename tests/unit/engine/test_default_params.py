@@ -13,7 +13,6 @@ from ratoon.engine.input.default_params import (
     default_beam_search_params,
     default_params,
     default_sampling_params,
-    warn_of_ignored_keys,
     with_given,
 )
 from ratoon.engine.input.input_processor import InputProcessor
@@ -100,9 +99,6 @@ def test_a_rule_that_has_no_meaning_is_refused_by_name(kind: Any, fields: dict[s
         completed(kind(**fields))
 
 
-def test_keys_that_have_no_effect_are_named_when_a_model_is_loaded(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
-        warn_of_ignored_keys("tiny", [])
-        assert not caplog.text
-        warn_of_ignored_keys("tiny", ["penalty_alpha", "num_beam_groups"])
-    assert "the generation config of tiny sets penalty_alpha, num_beam_groups" in caplog.text
+def test_what_is_typical_for_a_model_is_the_default_of_its_requests():
+    assert default_sampling_params({"typical_p": 0.9}).typical_p == 0.9
+    assert default_sampling_params({}).typical_p == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,11 +21,17 @@ WHISPER = ModelConfig("WhisperForConditionalGeneration", **SIZES, encoder=Encode
 
 
 def read(config: ModelConfig = LLAMA, **raw: Any) -> dict[str, Any]:
-    return read_generation_defaults(raw, config, "file").values
+    return read_generation_defaults(raw, config, "file")
 
 
-def ignored(config: ModelConfig = LLAMA, **raw: Any) -> list[str]:
-    return list(read_generation_defaults(raw, config, "file").ignored)
+def refused(config: ModelConfig = LLAMA, **raw: Any) -> list[str]:
+    """The keys that an error names."""
+    try:
+        read(config, **raw)
+    except ModelError as error:
+        told, _, _ = str(error).partition(", which changes answers in transformers and is not supported here")
+        return re.findall(r"(\w+) \(", told)
+    return []
 
 
 def test_keys_that_are_obeyed_are_defaults_under_their_names():
@@ -32,7 +39,7 @@ def test_keys_that_are_obeyed_are_defaults_under_their_names():
         "num_beams": 4, "length_penalty": 2.0, "early_stopping": True, "no_repeat_ngram_size": 3, "min_length": 56,
         "max_length": 142, "min_new_tokens": 2, "encoder_no_repeat_ngram_size": 4,
     }  # fmt: skip
-    assert read(**raw) == raw and ignored(**raw) == []
+    assert read(**raw) == raw
     assert read(forced_eos_token_id=2, bad_words_ids=[[3], [4, 5], [4, 99]]) == {
         "forced_eos_token_id": [2],
         "bad_words_ids": [[4, 5]],  # of one token: a suppressed token; 99 is none of this vocabulary
@@ -56,36 +63,47 @@ def test_without_a_file_of_its_own_the_config_counts_with_the_defaults_of_its_fa
     assert generation_fields({"num_beams": 2}, config, BART) == {"num_beams": 2}
 
 
-def test_keys_without_effect_are_named_if_they_have_one_in_transformers():
-    assert ignored(penalty_alpha=0.6, num_beam_groups=2, diversity_penalty=0.5, sequence_bias=[[[1], -1.0]]) == [
+def test_keys_that_are_not_obeyed_are_refused_if_they_have_an_effect_in_transformers():
+    assert refused(penalty_alpha=0.6, num_beam_groups=2, diversity_penalty=0.5, sequence_bias=[[[1], -1.0]]) == [
         "penalty_alpha", "num_beam_groups", "diversity_penalty", "sequence_bias",
     ]  # fmt: skip
-    assert ignored(exponential_decay_length_penalty=[5, 1.1], guidance_scale=2) == [
+    assert refused(exponential_decay_length_penalty=[5, 1.1], guidance_scale=2) == [
         "exponential_decay_length_penalty", "guidance_scale",
     ]  # fmt: skip
-    neutral = {
-        "penalty_alpha": 0,
-        "num_beam_groups": 1,
-        "diversity_penalty": 0.0,
-        "guidance_scale": 1,
-        "typical_p": 1.0,
-    }
-    assert ignored(**neutral, epsilon_cutoff=0.0, num_return_sequences=1, token_healing=False, constraints=None) == []
-    assert ignored(typical_p=0.9) == [] and ignored(typical_p=0.9, do_sample=True) == ["typical_p"]
-    assert ignored(num_beams=4, do_sample=True) == ["num_beams"] and "num_beams" not in read(
-        num_beams=4, do_sample=True
+    neutral = {"penalty_alpha": 0, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1}
+    assert refused(**neutral, epsilon_cutoff=0.0, num_return_sequences=1, token_healing=False, constraints=None) == []
+    assert refused(num_beams=4, do_sample=True) == ["num_beams"]
+    assert refused(num_beams=4, repetition_penalty=1.2) == []
+    assert refused(epsilon_cutoff=0.1) == [] and refused(epsilon_cutoff=0.1, do_sample=True) == ["epsilon_cutoff"]
+    assert refused(forced_decoder_ids=[[1, 2]]) == ["forced_decoder_ids"]
+    assert refused(WHISPER, forced_decoder_ids=[[1, 2]]) == []
+    assert refused(forced_bos_token_id=3) == ["forced_bos_token_id"] and refused(BART, forced_bos_token_id=3) == []
+    with pytest.raises(ModelError, match="no_repeat_ngram_size is 1000; expected at most"):
+        read(no_repeat_ngram_size=1000)
+
+
+def test_a_refusal_says_what_a_key_asks_for_and_how_to_do_without_it():
+    with pytest.raises(ModelError) as raised:
+        read_generation_defaults({"num_beam_groups": 2}, LLAMA, "model/generation_config.json")
+    assert str(raised.value) == (
+        "model/generation_config.json: sets num_beam_groups (groups of beams that differ), which changes answers in "
+        "transformers and is not supported here; files without it, or leave it out: "
+        'hf_overrides={"generation_config": {"num_beam_groups": null}}'
     )
-    assert ignored(num_beams=4, repetition_penalty=1.2) == []
-    assert ignored(forced_decoder_ids=[[1, 2]]) == ["forced_decoder_ids"]
-    assert ignored(WHISPER, forced_decoder_ids=[[1, 2]]) == []
-    assert ignored(forced_bos_token_id=3) == ["forced_bos_token_id"] and ignored(BART, forced_bos_token_id=3) == []
-    assert ignored(no_repeat_ngram_size=1000) == ["no_repeat_ngram_size"]
+    with pytest.raises(ModelError, match=re.escape('leave it out: hf_overrides={"max_time": null}')):
+        read_generation_defaults({"max_time": 2}, LLAMA, "model/config.json")
+
+
+def test_what_is_typical_counts_where_a_model_is_sampled():
+    assert read(typical_p=0.9, do_sample=True) == {"typical_p": 0.9}
+    assert read(typical_p=0.9) == {} and read(typical_p=0.9, do_sample=False) == {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("num_beams", "4"), ("num_beams", -1), ("max_length", 1.5), ("early_stopping", "always"), ("top_p", "high"),
+        ("typical_p", 0), ("typical_p", 1.5),
         ("bad_words_ids", [1]), ("bad_words_ids", [[-1]]), ("forced_eos_token_id", "end"), ("min_length", True),
         ("no_repeat_ngram_size", -2),
     ],

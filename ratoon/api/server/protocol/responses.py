@@ -228,6 +228,7 @@ class ResponsesRequest(RequestModel):
     # Extensions: sampling
     top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
+    typical_p: float | None = Field(None, description="Sample from the most typical tokens that sum up to this")
     seed: Int | None = Field(None, description="The same seed gives the same answer")
     stop: Texts | None = Field(None, description="End the answer before one of these texts")
     presence_penalty: float | None = None

@@ -118,8 +118,9 @@ class BeamFields(StructuredFields):
 
 # Same name and same meaning in SamplingParams. If left out (or null), the model's default applies.
 SAMPLING_NAMES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "speculate", *RULES,
+    "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "min_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "speculate",
+    *RULES,
 )  # fmt: skip
 
 
@@ -152,6 +153,7 @@ class SamplingFields(BeamFields):
     # Extensions: sampling
     top_k: Int | None = Field(None, description="Sample from this many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="Drop tokens below this times the likeliest one")
+    typical_p: float | None = Field(None, description="Sample from the most typical tokens that sum up to this")
     repetition_penalty: float | None = None
     min_tokens: Size | None = Field(None, description="Minimum number of tokens")
     stop_token_ids: Entries[Int] | None = None

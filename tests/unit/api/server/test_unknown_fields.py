@@ -30,7 +30,7 @@ HELLO = {
 }
 # Of OpenRouter, LiteLLM, llama.cpp, SGLang, Ollama and vLLM, without a counterpart here.
 FOREIGN = (
-    "provider", "models", "route", "transforms", "plugins", "top_a", "typical_p", "mirostat", "cache_prompt", "id_slot",
+    "provider", "models", "route", "transforms", "plugins", "top_a", "mirostat", "cache_prompt", "id_slot",
     "samplers", "n_keep", "n_probs", "keep_alive", "options", "num_ctx", "repeat_last_n", "lora_path", "rid",
     "separate_reasoning", "stream_reasoning", "vllm_xargs", "chat_id",
     "litellm_metadata", "extra_body", "return_tokens_as_token_ids", "enable_thinking", "timings_per_token", "tfs_z",
