@@ -70,6 +70,9 @@ class EncoderConfig:
     max_position: int  # the most states it produces for one input
     num_mel_bins: int | None = None  # set: it reads audio instead of tokens, always 30 s as `max_position` states
     vocab_size: int | None = None  # of its own; None: the decoder's
+    # It reads samples as they are, up to 30 s, and `num_mel_bins`, which is 1, stands for their one channel
+    reads_waveform: bool = False
+    activation: str | None = None  # None: the decoder's
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,14 +152,18 @@ class SplitLinear(Linear):
     __slots__ = ()
 
     def __init__(
-        self, weights: Weights, in_features: int, out_sizes: Sequence[int], bias: bool = False
-    ) -> None:  # fmt: skip
+        self, weights: Weights, in_features: int, out_sizes: Sequence[int], bias: bool = False, reverse: bool = False
+    ) -> None:
+        """`reverse`: the checkpoint has them in the opposite order."""
         total, outputs, start = sum(out_sizes), [], 0
         for size in out_sizes:
             part = weights.shard.cut("outputs", size)
             outputs.append(range(start + part.start, start + part.stop))
             start += size
-        outputs = [range(total)] if weights.shard.world_size == 1 else outputs
+        if reverse:
+            outputs.reverse()
+        elif weights.shard.world_size == 1:
+            outputs = [range(total)]
         super().__init__([Piece(weights, total, bias, outputs)], in_features)
 
 

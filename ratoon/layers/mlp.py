@@ -46,14 +46,15 @@ class GatedMLP:
         activation: str = "silu",
         names: Sequence[str] = GATED_NAMES,
         reduces: bool = True,
+        gate_last: bool = False,
     ) -> None:
-        """`names`: of gate, up and down, or of gate and up as one layer, and down. Without `reduces`, a rank's result
-        is its part of the sum over ranks."""
+        """`names`: of gate, up and down, or of gate and up as one layer, and down; with `gate_last`, that layer has up
+        before gate. Without `reduces`, a rank's result is its part of the sum over ranks."""
         _check_activation(activation)
         sizes = (intermediate_size, intermediate_size)
         self.gate_up: Linear
         if len(names) == 2:
-            self.gate_up = SplitLinear(weights / names[0], hidden_size, sizes, bias)
+            self.gate_up = SplitLinear(weights / names[0], hidden_size, sizes, bias, reverse=gate_last)
         else:
             self.gate_up = MergedLinear(weights, names[:2], hidden_size, sizes, bias)
         self.down = RowParallelLinear(weights / names[-1], intermediate_size, hidden_size, bias)

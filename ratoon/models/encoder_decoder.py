@@ -30,6 +30,7 @@ class EncoderBatch:
     positions: Tensor  # [E] of each state within its own input
     input_ids: Tensor | None = None  # [E]
     features: Tensor | None = None  # [N, mel bins, frames]; E = N · max_position
+    waveforms: Sequence[Tensor] | None = None  # N times [1, samples]
 
 
 class Encoder:

@@ -80,6 +80,9 @@ FAMILIES = (
     ),
     FamilyNote(("WhisperForConditionalGeneration",), "", "all sizes"),
     FamilyNote(
+        ("MoonshineForConditionalGeneration",), "", "tiny and base; [speech](speech.md#moonshine) without timestamps"
+    ),
+    FamilyNote(
         ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
         "",
         "text, images and video; on several ranks each has the whole encoder",

@@ -1,5 +1,5 @@
 """Turns Hugging Face configs of models with an encoder and a decoder into a ModelConfig: BART and its relatives, T5,
-Whisper.
+Whisper, Moonshine.
 
 Pure, like hf_config.py, which calls this. Their decoding fields (first token, suppressed tokens) are in config.json or
 in generation_config.json; if the latter exists, only it applies.
@@ -14,6 +14,7 @@ from typing import Any
 from ratoon.core.config import EncoderConfig, ModelConfig, PositionKind, RelativePositions
 from ratoon.models.config_fields import ConfigFields
 from ratoon.models.generation_config import bad_words
+from ratoon.models.hf_rope import rope_fields, rope_kind, rope_theta
 
 MODEL_TYPES = {
     "bart": "BartForConditionalGeneration",
@@ -24,6 +25,7 @@ MODEL_TYPES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",
     "whisper": "WhisperForConditionalGeneration",
+    "moonshine": "MoonshineForConditionalGeneration",
 }
 # Other class names for the same tensors.
 ALIASES = {
@@ -32,6 +34,7 @@ ALIASES = {
 }
 ACTIVATION_NAMES = {"swish": "silu"}  # older name → ours
 LAYER_NORM_EPS = 1e-5  # where a family has no field for it
+MOONSHINE_STATES = 1248  # of the 30 s of sound that are read at a time
 T5_POSITIONS = 4096  # T5 has no limit; the least reach of its distance tables
 
 
@@ -64,6 +67,56 @@ def _parse_whisper(fields: ConfigFields, architecture: str) -> ModelConfig:
     assert config.encoder is not None
     encoder = replace(config.encoder, num_mel_bins=fields.count("num_mel_bins", 80))
     return replace(config, encoder=encoder, decoder_start_token_id=fields.token_id("decoder_start_token_id"))
+
+
+def _parse_moonshine(fields: ConfigFields, architecture: str) -> ModelConfig:
+    hidden_size, heads = fields.count("hidden_size", 288), fields.count("decoder_num_attention_heads", 8)
+    intermediate_size, rope = fields.count("intermediate_size", 1152), rope_fields(fields)
+    head_dim = fields.divisible("hidden_size", hidden_size, "decoder_num_attention_heads", heads)
+    for name in ("encoder_num_attention_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads"):
+        if fields.count(name, heads) != heads:  # transformers runs no others
+            raise fields.wrong(name, f"is {fields.raw[name]}", f"decoder_num_attention_heads ({heads})")
+    if rope_kind(rope) != "default":
+        raise rope.wrong("rope_type", f"is {rope_kind(rope)}", "default")
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.9))
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size", 32768),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=fields.layers("decoder_num_hidden_layers", 6),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        max_position=fields.count("max_position_embeddings", 512),
+        norm_eps=LAYER_NORM_EPS,
+        activation=_activation(fields, "decoder_hidden_act", "silu"),
+        rope_theta=rope_theta(fields, rope),
+        rotary_dim=int(head_dim * share),
+        interleaved_rotary=True,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        attention_bias=fields.flag("attention_bias", False),
+        mlp_bias=True,
+        norm_bias=False,
+        checkpoint_dtype=fields.dtype(),
+        bos_token_id=fields.token_id("bos_token_id"),
+        eos_token_ids=fields.token_ids("eos_token_id") or (2,),
+        encoder=EncoderConfig(
+            num_layers=fields.layers("encoder_num_hidden_layers", 6),
+            num_heads=heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate_size,
+            max_position=MOONSHINE_STATES,
+            num_mel_bins=1,
+            reads_waveform=True,
+            activation=_activation(fields, "encoder_hidden_act", "gelu"),
+        ),
+        decoder_start_token_id=1 if (start := fields.token_id("decoder_start_token_id")) is None else start,
+    )
+    if config.rotary_dim is None or not 2 <= config.rotary_dim <= head_dim or config.rotary_dim % 2:
+        expected = "a share of each head that is an even number"
+        raise rope.wrong("partial_rotary_factor", f"is {share:g} of heads of {head_dim}", expected)
+    return _with_decoding_fields(config, fields)
 
 
 def _encoder_decoder(
@@ -157,6 +210,7 @@ PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "T5ForConditionalGeneration": _parse_t5,
     "MT5ForConditionalGeneration": _parse_t5,
     "WhisperForConditionalGeneration": _parse_whisper,
+    "MoonshineForConditionalGeneration": _parse_moonshine,
 }
 
 

@@ -54,6 +54,10 @@ class Spectrogram:
         """The recording's length in seconds."""
         return self.num_samples / SAMPLE_RATE
 
+    def starts(self) -> list[int]:
+        """The frames at which windows begin that lie side by side."""
+        return [*range(0, max(self.num_frames, 1), WINDOW_FRAMES)]
+
     def window(self, start: int) -> np.ndarray:
         """The features from this frame on: float32 [mel bins, 3000]."""
         part = self.frames[start : start + WINDOW_FRAMES]

@@ -40,6 +40,7 @@ MODEL_CLASSES = {
     "PegasusForConditionalGeneration": "ratoon.models.marian:PegasusForConditionalGeneration",
     "T5ForConditionalGeneration": "ratoon.models.t5:T5ForConditionalGeneration",
     "MT5ForConditionalGeneration": "ratoon.models.t5:T5ForConditionalGeneration",
+    "MoonshineForConditionalGeneration": "ratoon.models.moonshine:MoonshineForConditionalGeneration",
     "WhisperForConditionalGeneration": "ratoon.models.whisper:WhisperForConditionalGeneration",
     "Qwen2VLForConditionalGeneration": "ratoon.models.qwen2_vl:Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration": "ratoon.models.qwen2_vl:Qwen2_5_VLForConditionalGeneration",

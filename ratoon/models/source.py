@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SPEECH_RATE = 16_000  # samples a second of what speech models read
 Overrides: TypeAlias = Mapping[str, Any]  # fields that override those of a config.json
 MAX_NAME = 4096  # characters: the longest path that Linux takes
 MAX_SHOWN_NAME = 300
@@ -166,6 +167,8 @@ def _open_folder(folder: Path, overrides: Overrides, backend: str, name: str | N
     raw_generation = _with_changes(read_json(generation_path), overrides, folder)
     embedding = read_sentence_transformers(folder)
     config = _with_processor_of(folder, parse_hf_config(raw_config, str(folder), backend))
+    if config.encoder is not None and config.encoder.reads_waveform:
+        _verify_samples(folder)
     if embedding is not None:
         config = embedding.applied_to(config)
     if config.classifier is not None and config.classifier.tokens is not None:
@@ -209,6 +212,15 @@ def _with_changes(raw_generation: dict[str, Any], overrides: Overrides, folder: 
     if not isinstance(changes, Mapping):
         raise ModelError(str(folder), f"hf_overrides has {changes!r} for generation_config", "an object of its keys")
     return {name: value for name, value in {**raw_generation, **changes}.items() if value is not None}
+
+
+def _verify_samples(folder: Path) -> None:
+    """ModelError: the model expects other samples than recordings have."""
+    together = read_json(folder / "processor_config.json").get("feature_extractor")
+    file = read_json(folder / "preprocessor_config.json") or (together if isinstance(together, Mapping) else {})
+    if file.get("do_normalize") is True or file.get("sampling_rate", SPEECH_RATE) != SPEECH_RATE:
+        problem = "asks for normalised samples (do_normalize), or for another rate than 16000 Hz (sampling_rate)"
+        raise ModelError(str(folder / "preprocessor_config.json"), problem, "samples at 16000 Hz as they are")
 
 
 def _with_processor_of(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -22,9 +22,11 @@ import numpy as np
 
 from ratoon.core.errors import RequestError
 from ratoon.models.log_mel import SAMPLE_RATE, LogMelStream, Spectrogram
+from ratoon.models.waveform import Waveform, WaveformStream
 from ratoon.transcription.options import verify_rate
 
 # A path, bytes, an open file, (samples, rate), or {"audio": samples, "sampling_rate": rate}
+Recording: TypeAlias = Spectrogram | Waveform
 Audio: TypeAlias = Any
 AUDIO_FORMS = "a path, the bytes of a file, an open file, or (samples, sampling rate)"
 HOW_TO_INSTALL = 'pip install "ratoon[audio]"'
@@ -160,21 +162,22 @@ def _mixed_down(samples: np.ndarray) -> np.ndarray:
 _threads = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="decode")
 
 
-async def read_recording(audio: Audio, num_mel_bins: int, limits: AudioLimits) -> Spectrogram:
+async def read_recording(audio: Audio, num_mel_bins: int | None, limits: AudioLimits) -> Recording:
     """RequestError: it can't be read. If cancelled, it ends soon."""
     given_up = threading.Event()
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            _threads, make_spectrogram, audio, num_mel_bins, limits, given_up
+            _threads, make_recording, audio, num_mel_bins, limits, given_up
         )
     finally:
         given_up.set()
 
 
-def make_spectrogram(
-    audio: Audio, num_mel_bins: int, limits: AudioLimits, given_up: threading.Event | None = None
-) -> Spectrogram:
-    stream = LogMelStream(num_mel_bins)
+def make_recording(
+    audio: Audio, num_mel_bins: int | None, limits: AudioLimits, given_up: threading.Event | None = None
+) -> Recording:
+    """`num_mel_bins`: None for a model that reads samples as they are."""
+    stream = WaveformStream() if num_mel_bins is None else LogMelStream(num_mel_bins)
     for piece in read_samples(audio, limits):
         if given_up is not None and given_up.is_set():
             raise InterruptedError("it was cancelled")

@@ -12,7 +12,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,12 @@ import numpy as np
 from ratoon.core.errors import QueueFullError, RequestError, UnknownParentError
 from ratoon.core.outputs import RequestOutput
 from ratoon.core.params import GenerationParams, HiddenStatesParams
-from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES, Spectrogram
+from ratoon.models.log_mel import FRAMES_PER_SECOND, WINDOW_FRAMES
 from ratoon.models.tokenizer import Tokenizer, read_json
-from ratoon.transcription.audio import Audio, AudioLimits, read_recording
+from ratoon.transcription.audio import Audio, AudioLimits, Recording, read_recording
 from ratoon.transcription.options import TranscriptionOptions
 from ratoon.transcription.results import Progress, Segment, Transcription
-from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary
+from ratoon.transcription.vocabulary import SpeechVocabulary, find_vocabulary, plain_vocabulary
 from ratoon.transcription.windows import (
     Generate,
     Span,
@@ -54,7 +54,7 @@ HIGHEST_TEMPERATURE_TO_TRUST = 0.5  # a text that took more of it says nothing t
 class Transcriber:
     generate: Generate
     vocabulary: SpeechVocabulary
-    num_mel_bins: int
+    num_mel_bins: int | None  # None: the model reads samples as they are
     limits: AudioLimits = field(default_factory=AudioLimits)
 
     async def transcribe(self, audio: Audio, options: TranscriptionOptions) -> Transcription:
@@ -70,6 +70,8 @@ class Transcriber:
         """Transcribes a recording and yields news: at first that it was decoded, then after each window. The last has
         all of it."""
         language, prompt = self.check(options)
+        if not self.vocabulary.has_timestamps:
+            options = replace(options, timestamps=False)
         recording = await read_recording(audio, self.num_mel_bins, self.limits)
         transcription = Transcription(
             options.task, duration=recording.duration, word_timestamps=options.word_timestamps
@@ -79,7 +81,7 @@ class Transcriber:
         reader = WindowReader(self.generate, self.vocabulary, options)
         if language is None:
             language, transcription.language_probability = await self._language(reader, recording)
-        transcription.language = language
+        transcription.language = language or None
         read = _one_by_one if options.timestamps else _all_at_once
         async with aclosing(read(reader, recording, language, prompt)) as windows:
             async for segments, num_frames_done in windows:
@@ -93,19 +95,23 @@ class Transcriber:
         self.vocabulary.verify_task(options.task)
         if options.word_timestamps:
             self.vocabulary.verify_words()
+        if options.condition_on_previous_text:
+            self.vocabulary.verify_context("condition_on_previous_text")
+        if options.prompt:
+            self.vocabulary.verify_context("prompt")
         language = None if options.language is None else self.vocabulary.language_code(options.language)
         return language, self.vocabulary.encode_text(options.prompt or "")
 
-    async def _language(self, reader: WindowReader, recording: Spectrogram) -> tuple[str, float | None]:
+    async def _language(self, reader: WindowReader, recording: Recording) -> tuple[str, float | None]:
         if not self.vocabulary.is_multilingual:
-            return "en", None
+            return self.vocabulary.only_language, None
         return await reader.detect_language(recording.window(0))
 
 
 Windows = AsyncGenerator[tuple[list[Segment], int], None]  # of each window its segments, and the frames done so far
 
 
-async def _one_by_one(reader: WindowReader, recording: Spectrogram, language: str, prompt: list[int]) -> Windows:
+async def _one_by_one(reader: WindowReader, recording: Recording, language: str, prompt: list[int]) -> Windows:
     said: list[int] = []  # the context of the next window
     seek = 0
     while seek < _num_frames(recording):
@@ -124,20 +130,20 @@ async def _one_by_one(reader: WindowReader, recording: Spectrogram, language: st
         yield segments, seek
 
 
-async def _all_at_once(reader: WindowReader, recording: Spectrogram, language: str, prompt: list[int]) -> Windows:
+async def _all_at_once(reader: WindowReader, recording: Recording, language: str, prompt: list[int]) -> Windows:
     room = asyncio.Semaphore(MAX_WINDOWS)
 
-    async def read(seek: int) -> WindowText:
+    async def read(seek: int, num_frames: int) -> WindowText:
         async with room:
-            num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
             return await reader.read(recording.window(seek), language, prompt, num_frames)
 
-    starts = range(0, _num_frames(recording), WINDOW_FRAMES)
-    tasks = [asyncio.create_task(read(seek)) for seek in starts]
+    starts = recording.starts()
+    stops = [*starts[1:], _num_frames(recording)]
+    tasks = [asyncio.create_task(read(seek, stop - seek)) for seek, stop in zip(starts, stops)]
     try:
-        for seek, task in zip(starts, tasks):
+        for seek, stop, task in zip(starts, stops, tasks):
             text = await task
-            num_frames = min(WINDOW_FRAMES, _num_frames(recording) - seek)
+            num_frames = stop - seek
             spans = [] if text.is_silence(reader.options) else [Span(0.0, num_frames / FRAMES_PER_SECOND, text.tokens)]
             yield _segments(spans, seek, text, reader.vocabulary, recording, language), seek + num_frames
     finally:
@@ -146,7 +152,7 @@ async def _all_at_once(reader: WindowReader, recording: Spectrogram, language: s
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _num_frames(recording: Spectrogram) -> int:
+def _num_frames(recording: Recording) -> int:
     """A recording shorter than a frame is one, too."""
     return max(recording.num_frames, 1)
 
@@ -156,7 +162,7 @@ def _segments(
     seek: int,
     text: WindowText,
     vocabulary: SpeechVocabulary,
-    recording: Spectrogram,
+    recording: Recording,
     language: str,
 ) -> list[Segment]:
     """Returns the segments of a window, without those that say nothing, or that lie after the recording's end."""
@@ -214,6 +220,9 @@ def make_transcriber(
     encoder = source.config.encoder
     if encoder is None or encoder.num_mel_bins is None:
         raise RequestError("model", "does not read audio", "a speech model, such as one of the Whisper family")
+    if encoder.reads_waveform:
+        plain = plain_vocabulary(tokenizer, source.config, max_model_len)
+        return Transcriber(generate, plain, None, limits or AudioLimits())
     folder = Path(source.path)
     decoding = {**_config(folder), **_generation_config(folder)}  # the width of a filter is in the former
     vocabulary = find_vocabulary(tokenizer, source.config, decoding, max_model_len)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
@@ -82,6 +82,9 @@ class SpeechVocabulary:
     alignment_heads: tuple[tuple[int, int], ...] = ()
     median_width: int = MEDIAN_WIDTH
 
+    has_timestamps: ClassVar[bool] = True
+    only_language: ClassVar[str] = "en"  # of a model that is not multilingual
+
     @property
     def first_timestamp(self) -> int:
         return self.no_timestamps + 1
@@ -95,6 +98,10 @@ class SpeechVocabulary:
         """The most tokens of a window's text: half of what the decoder can hold, as in openai-whisper: more is never
         speech."""
         return self.max_length // 2
+
+    def most_tokens_of(self, seconds: float) -> int:
+        """The most tokens of the text of a window of so many seconds."""
+        return self.max_text_tokens
 
     @cached_property
     def timestamp_rules(self) -> TimestampRules:
@@ -123,6 +130,9 @@ class SpeechVocabulary:
         if not self.alignment_heads:
             problem = "the model's generation_config.json names no alignment_heads, from which words get their times"
             raise RequestError("word_timestamps", problem, "another model, or leave it out")
+
+    def verify_context(self, option: str) -> None:
+        """RequestError, under the option's name, if the model reads no text that came before."""
 
     def prompt(self, language: str, task: str, timestamps: bool, previous: Sequence[int] = ()) -> list[int]:
         """What the decoder begins with. Of the text that came before, the end is what fits."""
@@ -207,3 +217,55 @@ def _find_languages(tokenizer: Tokenizer, start: int, no_timestamps: int) -> dic
         if match:
             found[match[1]] = token_id
     return found
+
+
+TOKENS_PER_SECOND = 13  # more is never speech: Moonshine's limit for the languages with the most tokens
+
+
+class PlainVocabulary(SpeechVocabulary):
+    """That of Moonshine: a start token, and then text alone. Which language it is, the files do not say."""
+
+    has_timestamps = False
+    only_language = ""
+
+    def most_tokens_of(self, seconds: float) -> int:
+        return max(1, min(self.max_length - 1, int(TOKENS_PER_SECOND * seconds)))
+
+    def language_code(self, language: str) -> str:
+        return language_code(language)
+
+    def verify_task(self, task: str) -> None:
+        if task != "transcribe":
+            raise RequestError("task", f"the model does not {task}", "transcribe")
+
+    def verify_words(self) -> None:
+        raise RequestError("word_timestamps", "the model has no timestamps", "a model of the Whisper family")
+
+    def verify_context(self, option: str) -> None:
+        raise RequestError(option, "the model reads no text before the recording", "leave it out")
+
+    def prompt(self, language: str, task: str, timestamps: bool, previous: Sequence[int] = ()) -> list[int]:
+        return [self.start]
+
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        """As Whisper's texts have it, a space is before the first word: what is joined is text, too."""
+        text = self.tokenizer.decode([token_id for token_id in token_ids if token_id != self.end]).strip()
+        return f" {text}" if text else ""
+
+
+def plain_vocabulary(tokenizer: Tokenizer, config: ModelConfig, max_model_len: int | None = None) -> PlainVocabulary:
+    """The vocabulary of a model whose decoder has a start token and an end token, and no other of Whisper's."""
+    start, ends = config.decoder_start_token_id, config.eos_token_ids
+    if start is None or not ends:
+        raise RequestError("model", "has no start token, or no end token", "one of the Moonshine family")
+    return PlainVocabulary(
+        tokenizer=tokenizer,
+        max_length=config.max_position if max_model_len is None else max_model_len,
+        start=start,
+        end=ends[0],
+        no_timestamps=config.vocab_size,
+        previous=None,
+        no_speech=None,
+        tasks={},
+        languages={},
+    )

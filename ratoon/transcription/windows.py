@@ -103,7 +103,7 @@ class WindowReader:
         try:
             prompt = self.vocabulary.prompt(language, self.options.task, self.options.timestamps, previous)
             for temperature in self.options.temperatures:
-                choice = _choice(await self.generate(features, prompt, self._params(temperature)))
+                choice = _choice(await self.generate(features, prompt, self._params(temperature, num_frames)))
                 text = self._judge(choice, temperature, await reading)
                 if text.is_good(self.options):
                     break
@@ -137,10 +137,10 @@ class WindowReader:
         times = await asyncio.to_thread(token_times, weights[..., :num_positions], self.vocabulary.median_width)
         return [0.0] * (1 - num_before) + times.tolist()
 
-    def _params(self, temperature: float) -> GenerationParams:
+    def _params(self, temperature: float, num_frames: int) -> GenerationParams:
         """Rules of the model's files are applied by the engine."""
         rules = self.vocabulary.timestamp_rules if self.options.timestamps else None
-        max_tokens = self.vocabulary.max_text_tokens
+        max_tokens = self.vocabulary.most_tokens_of(num_frames / FRAMES_PER_SECOND)
         if temperature == 0 and self.options.beam_size is not None:
             return BeamSearchParams(
                 beam_width=self.options.beam_size, max_tokens=max_tokens, timestamps=rules, detokenize=False

@@ -18,7 +18,7 @@ from ratoon.transcription.vocabulary import TASKS
 if TYPE_CHECKING:
     from ratoon.transcription.results import Transcription
 
-DESCRIPTION = """Transcribe recordings with a speech model (Whisper).
+DESCRIPTION = """Transcribe recordings with a speech model (Whisper, Moonshine).
 
 Recordings may be of any length, and are processed together. The text is printed, or written to files in --output-dir,
 each named after its recording. The recording "-" is read from standard input. Containers and codecs other than plain

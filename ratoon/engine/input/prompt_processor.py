@@ -136,7 +136,8 @@ class PromptProcessor:
         if encoder.num_mel_bins is not None:
             if part.audio is None:
                 raise RequestError(part.field, "is text, and the model's encoder reads audio", AUDIO_FORMS)
-            return features_for_encoder(read_audio(part.name, part.audio, encoder), encoder.max_position)
+            features = read_audio(part.name, part.audio, encoder)
+            return features_for_encoder(features, _num_states(features, encoder))
         if part.audio is not None:
             raise RequestError(part.name, "is audio, and the model's encoder reads text", TEXT_FORMS)
         longest = encoder.max_position
@@ -283,6 +284,8 @@ FRAMES_PER_STATE = 2  # the encoder's convolutions make one state of two frames
 def read_audio(name: str, audio: Mapping[str, Any], encoder: EncoderConfig) -> WireTensor:
     """Features of what an AudioPrompt or a FeaturesPrompt holds. `name` is what errors call that."""
     assert encoder.num_mel_bins is not None
+    if encoder.reads_waveform:
+        return _read_samples(name, audio)
     if "features" in audio:
         features = _numbers(f"{name}.features", audio["features"])
     else:
@@ -294,6 +297,29 @@ def read_audio(name: str, audio: Mapping[str, Any], encoder: EncoderConfig) -> W
         problem = f"has the shape {list(features.shape)}"
         raise RequestError(f"{name}.features", problem, f"{list(expected)}: mel bins, then frames")
     return WireTensor("float32", features.shape, features.data)
+
+
+def _read_samples(name: str, audio: Mapping[str, Any]) -> WireTensor:
+    """What an encoder of samples reads: [1, samples]."""
+    from ratoon.models.waveform import FEWEST_SAMPLES, WINDOW_SAMPLES, waveform_features
+
+    if "features" not in audio:
+        samples = waveform_features(_waveform(name, audio["audio"], audio["sampling_rate"]))
+        return WireTensor("float32", samples.shape, samples.data)
+    features = _numbers(f"{name}.features", audio["features"])
+    if features.ndim != 2 or features.shape[0] != 1 or not FEWEST_SAMPLES <= features.shape[1] <= WINDOW_SAMPLES:
+        problem = f"has the shape {list(features.shape)}"
+        expected = f"[1, samples], from {FEWEST_SAMPLES} to {WINDOW_SAMPLES} of them at 16 kHz"
+        raise RequestError(f"{name}.features", problem, expected)
+    return WireTensor("float32", features.shape, features.data)
+
+
+def _num_states(features: WireTensor, encoder: EncoderConfig) -> int:
+    if not encoder.reads_waveform:
+        return encoder.max_position
+    from ratoon.models.waveform import num_states
+
+    return num_states(features.shape[1])
 
 
 def _waveform(name: str, audio: Any, sampling_rate: Any) -> numpy.ndarray:

@@ -60,7 +60,7 @@ class EncoderRunner:
             metadata = self._backend.build_metadata(self._own_inputs(lengths))
             scratch = self._scratch_for(model, lengths)
             context = EncoderPass(self._backend, self._kv, scratch, metadata, stored, adapters)
-            states, results = self._encode(model, self._batch(steps, lengths), context, readers)
+            states, results = self._encode(model, self._batch(model, steps, lengths), context, readers)
         else:
             context = EncoderPass(self._backend, self._kv, (), None, stored, adapters)
             states, results = self._receive(model, int(lengths.sum()), readers)
@@ -94,11 +94,13 @@ class EncoderRunner:
     def release(self) -> None:
         self._scratch = None
 
-    def _batch(self, steps: list[EncoderStep], lengths: np.ndarray) -> EncoderBatch:
+    def _batch(self, model: EncoderDecoderLM, steps: list[EncoderStep], lengths: np.ndarray) -> EncoderBatch:
         positions = torch.from_numpy(_counted(lengths)).to(self._device)
         if steps[0].encoder_input.features is None:
             tokens = [token for step in steps for token in step.encoder_input.token_ids or ()]
             return EncoderBatch(positions, torch.tensor(tokens, dtype=torch.int64, device=self._device), None)
+        if model.encoder_config.reads_waveform:  # of any length each
+            return EncoderBatch(positions, waveforms=[_features(step).to(self._device) for step in steps])
         stacked = torch.stack([_features(step) for step in steps])  # [N, mel bins, frames]
         return EncoderBatch(positions, None, stacked.to(device=self._device, dtype=self._dtype))
 
