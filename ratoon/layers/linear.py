@@ -162,9 +162,11 @@ class SplitLinear(Linear):
             start += size
         if reverse:
             outputs.reverse()
-        elif weights.shard.world_size == 1:
-            outputs = [range(total)]
-        super().__init__([Piece(weights, total, bias, outputs)], in_features)
+        piece = Piece(weights, total, bias, outputs)
+        if weights.shard.world_size == 1:  # the weight is read once
+            order = [row for part in outputs for row in part] if reverse else None
+            piece = piece._replace(outputs=[range(total)], order=order)
+        super().__init__([piece], in_features)
 
 
 class QKVLinear:

@@ -25,8 +25,6 @@ from ratoon.models.waveform import CONVOLUTIONS
 
 Tensor = torch.Tensor
 
-GROUP_NORM_EPS = 1e-5
-
 
 class WaveformInput:
     """Samples of several inputs, [1, samples] each, → [E, H]: the states of all of them, one input behind the other."""
@@ -49,15 +47,11 @@ class WaveformInput:
     def of_input(self, samples: Tensor) -> Tensor:
         """[1, samples] → [states, H]. Each input by itself: the norm is over all of it."""
         first, *rest = self.convolutions
-        x = torch.tanh(self.convolve(samples[None], *first))  # [1, H, samples / 64]
-        x = functional.group_norm(x, 1, *self.norm, eps=GROUP_NORM_EPS)
+        x = torch.tanh(functional.conv1d(samples[None], *first))  # [1, H, samples / 64]
+        x = functional.group_norm(x, 1, *self.norm)
         for weight, bias, stride in rest:
-            x = functional.gelu(self.convolve(x, weight, bias, stride))
+            x = functional.gelu(functional.conv1d(x, weight, bias, stride))
         return x[0].transpose(0, 1).contiguous()
-
-    @staticmethod
-    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-        return functional.conv1d(x, weight, bias, stride)
 
 
 class MoonshineForConditionalGeneration(EncoderDecoderLM):
@@ -71,8 +65,7 @@ class MoonshineForConditionalGeneration(EncoderDecoderLM):
         layers = decoder / "layers"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = self.build_norm(decoder.on_stages(last=True) / "norm")
-        head = weights.on_stages(last=True) / "proj_out"
-        self.lm_head = LMHead(head, self.embed, config.tie_word_embeddings)
+        self.lm_head = LMHead(weights.on_stages(last=True) / "proj_out", self.embed, config.tie_word_embeddings)
 
     def build_encoder(self, weights: Weights) -> Encoder:
         encoder = self.encoder_config
@@ -88,7 +81,7 @@ class MoonshineForConditionalGeneration(EncoderDecoderLM):
         down = RowParallelLinear(mlp / "fc2", encoder.intermediate_size, hidden, bias=True)
         return PreNormLayer(
             self.build_norm(weights / "input_layernorm"),
-            self.build_attention(weights / "self_attn", layer, encoder.num_heads, rotary),
+            self.build_attention(weights / "self_attn", layer, rotary),
             self.build_norm(weights / "post_attention_layernorm"),
             MLP(up, down, weights.ops, encoder.activation or self.config.activation),
         )
@@ -98,25 +91,25 @@ class MoonshineForConditionalGeneration(EncoderDecoderLM):
         sizes = config.hidden_size, config.intermediate_size
         return PreNormCrossLayer(
             self.build_norm(weights / "input_layernorm"),
-            self.build_attention(weights / "self_attn", self.attention_layers[index], config.num_heads, self.rotary),
+            self.build_attention(weights / "self_attn", self.attention_layers[index], self.rotary),
             self.build_norm(weights / "post_attention_layernorm"),
             self.build_cross_attention(weights / "encoder_attn", index),
             self.build_norm(weights / "final_layernorm"),
             GatedMLP(weights / "mlp", *sizes, True, config.activation, names=("fc1", "fc2"), gate_last=True),
         )
 
-    def build_attention(self, weights: Weights, layer: AttentionLayer, num_heads: int, rotary: Rotary) -> SelfAttention:
+    def build_attention(self, weights: Weights, layer: AttentionLayer, rotary: Rotary) -> SelfAttention:
         config, names = self.config, ("q_proj", "k_proj", "v_proj")
-        sizes = config.hidden_size, num_heads, num_heads, layer.head_dim
+        sizes = config.hidden_size, config.num_heads, config.num_heads, layer.head_dim
         qkv = QKVLinear(weights, names, *sizes, config.attention_bias, interleaved_dim=rotary_dim_of(config))
-        return SelfAttention(layer, qkv, self.build_output(weights, num_heads * layer.head_dim), rotary)
+        return SelfAttention(layer, qkv, self.build_output(weights, config.num_heads * layer.head_dim), rotary)
 
     def build_cross_attention(self, weights: Weights, index: int) -> CrossAttention:
-        config, layer = self.config, self.cross_layers[index]
+        config = self.config
         width, hidden, bias = config.num_heads * config.head_dim, config.hidden_size, config.attention_bias
         query = ColumnParallelLinear(weights / "q_proj", hidden, width, bias=bias)
         key_value = MergedLinear(weights, ("k_proj", "v_proj"), hidden, (width, width), bias)
-        return CrossAttention(layer, query, key_value, self.build_output(weights, width))
+        return CrossAttention(self.cross_layers[index], query, key_value, self.build_output(weights, width))
 
     def build_output(self, weights: Weights, width: int) -> RowParallelLinear:
         return RowParallelLinear(weights / "o_proj", width, self.config.hidden_size, bias=False)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ratoon.transcription.vocabulary import MEDIAN_WIDTH
+
 SECONDS_OF_POSITION = 0.02  # of the encoder
-MEDIAN_WIDTH = 7  # positions, unless the model's files say else
 
 
 def token_times(weights: np.ndarray, median_width: int = MEDIAN_WIDTH) -> np.ndarray:

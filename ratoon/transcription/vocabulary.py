@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ratoon.core.config import ModelConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.params import TimestampRules
-from ratoon.transcription.alignment import MEDIAN_WIDTH
 
 if TYPE_CHECKING:
     from ratoon.models.tokenizer import Tokenizer
@@ -60,6 +59,7 @@ TASKS = ("transcribe", "translate")
 ENGLISH_ONLY_VOCAB_SIZE = 51864
 MAX_INITIAL_INDEX = 50  # a window's first timestamp is at one second at the latest, unless the model's files say else
 SECONDS_OF_TIMESTAMP = 0.02
+MEDIAN_WIDTH = 7  # positions over which weights are smoothed, unless the model's files say else
 LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 NO_SPEECH_NAMES = ("<|nospeech|>", "<|nocaptions|>")
 

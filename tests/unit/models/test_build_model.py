@@ -58,6 +58,11 @@ BASES = {
     "WhisperForConditionalGeneration": replace(
         ENCODER_DECODER, encoder=EncoderConfig(1, 2, 4, 10, max_position=16, num_mel_bins=5)
     ),
+    "MoonshineForConditionalGeneration": replace(
+        ENCODER_DECODER,
+        encoder=EncoderConfig(1, 2, 4, 10, max_position=16, num_mel_bins=1, reads_waveform=True),
+        interleaved_rotary=True,
+    ),
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(
         QWEN2_VL, media=replace(WITH_IMAGES.media, vision=replace(WITH_IMAGES.media.vision, activation="silu"))
