@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ratoon.core.kv import AttentionSpec, KVCacheSpec
+from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
 
 # Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
@@ -43,6 +43,17 @@ class AttentionNeeds:
     # Of an encoder's attention to its own input: what is multiplied may be rounded to bf16.
     may_round: bool = False
     sees_ahead: bool = False  # some queries see keys behind their own position (`visible_ends`)
+    value_dim: int | None = None  # of a head, where it is not `head_dim`
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether latent vectors are kept, in the place of keys and values."""
+        return self.content == LatentSpec.content
+
+    @property
+    def is_known_content(self) -> bool:
+        """Whether keys and values are kept, or latent vectors: what the backends here read."""
+        return self.content in (AttentionSpec.content, LatentSpec.content)
 
     @classmethod
     def of(
@@ -74,6 +85,7 @@ class AttentionNeeds:
             batch_invariant,
             may_round,
             sees_ahead,
+            None if first.value_dim == first.head_dim else first.value_dim,
         )
 
 
@@ -165,14 +177,15 @@ class AttentionBackend(ABC):
         kv_cache: LayerCache,
         metadata: Any,
     ) -> None:
-        """Write k and v [T, kv_heads, head_dim] at the step's slots."""
+        """Write k [T, kv_heads, head_dim] and v [T, kv_heads, value_dim] at the step's slots. For latent attention v is
+        a part of k."""
 
     @abstractmethod
     def attend(
         self, layer: AttentionLayer | CrossAttentionLayer, q: torch.Tensor, kv_cache: LayerCache, metadata: Any
     ) -> torch.Tensor:
-        """q [T, heads, head_dim] → [T, heads · head_dim], over the keys and values of each row's own request: up to its
-        own position, or all of them where the layer is not causal."""
+        """q [T, heads, head_dim] → [T, heads · value_dim], over the keys and values of each row's own request: up to
+        its own position, or all of them where the layer is not causal."""
 
     def read_keys(
         self, layer: AttentionLayer | CrossAttentionLayer, kv_cache: LayerCache, blocks: torch.Tensor
@@ -210,13 +223,13 @@ class AttentionBackend(ABC):
         rows: torch.Tensor,
         metadata_of_rows: Any,
     ) -> torch.Tensor:
-        """Attends as `forward` of a causal layer does, but with these `rows` [R] only: → [R, heads · head_dim].
+        """Attends as `forward` of a causal layer does, but with these `rows` [R] only: → [R, heads · value_dim].
         `metadata_of_rows`: that of a step in which each of them is a request of one token."""
         if transform is not None:
             transform.apply(q, k)
         self.store(layer, k, v, kv_cache, metadata)
         if not rows.shape[0]:
-            return q.new_empty(0, layer.num_heads * layer.head_dim)
+            return q.new_empty(0, layer.num_heads * layer.value_dim)
         return self.attend(layer, q[rows], kv_cache, metadata_of_rows)
 
 

@@ -44,14 +44,17 @@ class TorchReferenceBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        content = AttentionSpec.content
-        reasons = [] if needs.content == content else [f"reads {content}, not {needs.content}"]
+        reasons = [] if needs.is_known_content else [f"reads {AttentionSpec.content}, not {needs.content}"]
         if needs.kv_dtype not in (None, FP8, *(_KEPT_ON_CPU if needs.device_type == "cpu" else ())):
             kept = f"{needs.dtype} or {FP8}, or on a CPU in float16 or int8"
             reasons.append(f"keeps keys and values in {kept}, not in {needs.kv_dtype}")
         if needs.batch_invariant:
             reasons.append("the order of its sums depends on the batch")
         return reasons
+
+    @classmethod
+    def create(cls, needs: AttentionNeeds) -> AttentionBackend:
+        return LatentReferenceBackend() if needs.is_latent else cls()
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> ReferenceMetadata:
         return ReferenceMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist())
@@ -79,23 +82,68 @@ class TorchReferenceBackend(AttentionBackend):
         kv_cache: LayerCache,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        cache, *scales = kv_cache
         inputs = metadata.inputs
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape[0], layer.num_heads, layer.value_dim)
         for row, seq_len in enumerate(metadata.seq_lens):
             start, end = metadata.starts[row], metadata.starts[row + 1]
             num_blocks = -(-seq_len // inputs.block_size)
             table = inputs.block_table_device[row, :num_blocks].long()
-            cached = cache[table].to(q.dtype)  # [blocks, 2, block_size, kv_heads, head_dim]
-            if scales:
-                cached *= scales[0][table][..., None]
+            keys, values = self._read(layer, kv_cache, table, q.dtype)
             # Blocks before the window may be another sequence's by now: a NaN in them times a weight of zero is NaN.
             first = 0 if layer.window is None else max(0, seq_len - (end - start) - layer.window + 1)
-            keys, values = (cached[:, part].flatten(0, 1)[first:seq_len] for part in (0, 1))  # [S, kv_heads, head_dim]
             ends = inputs.visible_ends_device
             last_keys = None if ends is None else ends[start:end] - first
-            out[start:end] = _attend(layer, q[start:end], keys, values, last_keys)
+            out[start:end] = _attend(layer, q[start:end], keys[first:seq_len], values[first:seq_len], last_keys)
         return out.flatten(1)
+
+    def _read(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        kv_cache: LayerCache,
+        table: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys [S, kv_heads, head_dim] and values [S, kv_heads, value_dim] of these blocks."""
+        cache, *scales = kv_cache
+        cached = cache[table].to(dtype)  # [blocks, 2, block_size, kv_heads, head_dim]
+        if scales:
+            cached *= scales[0][table][..., None]
+        return cached[:, 0].flatten(0, 1), cached[:, 1].flatten(0, 1)
+
+
+class LatentReferenceBackend(TorchReferenceBackend):
+    """The same over latent vectors: pages are [block_size, width]."""
+
+    def store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: ReferenceMetadata,
+    ) -> None:
+        cache, *scales = kv_cache
+        inputs, numbers = metadata.inputs, k
+        blocks, offsets = inputs.slot_mapping // inputs.block_size, inputs.slot_mapping % inputs.block_size
+        if cache.dtype == torch.int8:
+            numbers, of_rows = to_int8(k)
+            scales[0][blocks, offsets] = of_rows[:, 0]
+        numbers = numbers[:, 0]  # [T, width]
+        cache[blocks, offsets] = to_fp8(numbers) if cache.dtype == FP8 else numbers.to(cache.dtype)
+
+    def _read(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        kv_cache: LayerCache,
+        table: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, *scales = kv_cache
+        cached = cache[table].to(dtype)  # [blocks, block_size, width]
+        if scales:
+            cached *= scales[0][table][..., None]
+        keys = cached.flatten(0, 1)[:, None]
+        return keys, keys[..., -layer.value_dim :]
 
 
 def _attend(

@@ -122,6 +122,18 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention (MLA): keys and values of all heads are products of one vector of a token, which alone is kept.
+    The model's `head_dim` is the size of what is kept, and its `num_kv_heads` is 1."""
+
+    kv_rank: int  # the size of the vector
+    rope_dim: int  # numbers beside it that are rotated, and are a part of every head's key
+    nope_dim: int  # the other part of a head's key, which is a product of the vector
+    value_dim: int  # of a head
+    q_rank: int | None = None  # queries are products of a vector of this size; None: of the hidden state
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model's hyperparameters under one set of names for all families and file formats. Unprefixed fields are the
     decoder's; in an encoder-only model, the encoder's."""
@@ -171,6 +183,7 @@ class ModelConfig:
     classifier: ClassifierConfig | None = None  # set: it has a head that gives labels or scores
     matryoshka: tuple[int, ...] | None = None  # lengths to which its vectors may be cut; empty: any; None: unknown
     experts: ExpertConfig | None = None  # set: a mixture of experts
+    latent: LatentConfig | None = None  # set: its attention is latent
     head_norms: bool = False  # query and key heads are normed, in a family that has both forms (GLM-4.5)
     attention_sinks: bool = False  # each head has a score that takes its share of the softmax, and no value
     gated_mlp: bool = False  # for a family that has both forms (T5)

@@ -91,6 +91,24 @@ class CrossAttentionSpec(AttentionSpec, frozen=True):
     growth: ClassVar[str] = "cross"
 
 
+class LatentSpec(KVCacheSpec, frozen=True):
+    """The memory of latent attention: one vector of every token, which all heads read as their key and, without its
+    first numbers, as their value. Grows with the sequence."""
+
+    content: ClassVar[str] = "latent vectors"
+    growth: ClassVar[str] = "full"
+
+    width: int
+    dtype: str
+
+    @property
+    def tensors(self) -> tuple[PageTensor, ...]:
+        numbers = PageTensor((self.block_size, self.width), self.dtype)
+        if self.dtype != "int8":
+            return (numbers,)
+        return numbers, PageTensor((self.block_size,), "float32")
+
+
 class KVCacheGroup(msgspec.Struct, frozen=True):
     spec: KVCacheSpec
     layers: tuple[int, ...]  # attention-layer indices

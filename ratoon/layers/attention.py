@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
@@ -57,12 +57,12 @@ class StepContext(Protocol):
         transform: HeadTransform | None,
     ) -> torch.Tensor:
         """Transform q [T, heads, head_dim] and k [T, kv_heads, head_dim], which may change in place; store k and v;
-        attend with q; returns [T, heads · head_dim]."""
+        attend with q; returns [T, heads · value_dim]."""
         ...
 
     def reading(self, rows: torch.Tensor) -> StepContext | None:
         """Returns the pass for a last layer of which only these `rows` [R] are read: its `attend` stores k and v of all
-        rows, attends with those of `rows`, and returns [R, heads · head_dim]. None: it attends with all."""
+        rows, attends with those of `rows`, and returns [R, heads · value_dim]. None: it attends with all."""
         ...
 
     def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:
@@ -93,6 +93,11 @@ class AttentionLayer:
     soft_cap: float | None = None  # scores become soft_cap · tanh(score / soft_cap), before bias and mask
     sinks: torch.Tensor | None = None  # [heads] float32: a score of each head that is in its softmax and has no value
 
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's value and of its result."""
+        return self.head_dim
+
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         if self.window is None or not self.causal:  # a sequence that runs in one step has all its blocks
             return FullAttentionSpec(block_size, self.num_kv_heads, self.head_dim, dtype)
@@ -107,6 +112,22 @@ class AttentionLayer:
         transform: HeadTransform | None = None,
     ) -> torch.Tensor:
         return step.attend(self, q, k, v, transform)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttentionLayer(AttentionLayer):
+    """Self-attention whose heads read one vector of each token: all of it is their key, and what is behind its first
+    `rope_dim` numbers is their value. `num_kv_heads` is 1, and `head_dim` the size of the vector."""
+
+    rope_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's value and of its result."""
+        return self.head_dim - self.rope_dim
+
+    def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+        return LatentSpec(block_size, self.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +149,10 @@ class CrossAttentionLayer:
     @property
     def num_kv_heads(self) -> int:
         return self.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
         return CrossAttentionSpec(block_size, self.num_heads, self.head_dim, dtype)

@@ -34,6 +34,7 @@ class ExpertNames:
     router: str = "gate"
     projections: Sequence[str] = GATED_NAMES  # gate, up, down
     router_bias: bool = False
+    exact_router: bool = False  # its logits are computed in float32; those of sigmoids always are
     choice_bias: str | None = None  # of the numbers that are added to scores for the choice
     shared: str | None = None  # of experts that every row goes to, as one gated MLP
     shared_gate: str | None = None  # of the layer with one output that the latter's result is gated with
@@ -126,9 +127,9 @@ def _make_router_product(
     weights: Weights, hidden_size: int, rule: RoutingRule, names: ExpertNames
 ) -> Callable[[Tensor], Tensor]:
     """[T, H] → the logits of experts, and behind them the gate of shared experts, if there is one. Every rank has all.
-    Sigmoids are trained with logits in float32."""
+    Sigmoids, and some families' softmax, are trained with logits in float32."""
     parts = [(names.router, rule.num_experts), *([(names.shared_gate, 1)] if names.shared_gate else [])]
-    is_exact = rule.scoring == "sigmoid" and weights.dtype != torch.float32
+    is_exact = (rule.scoring == "sigmoid" or names.exact_router) and weights.dtype != torch.float32
     dtype = torch.float32 if is_exact else weights.dtype
     weight = join_rows([weights.take(f"{name}.weight", size, hidden_size, dtype=dtype) for name, size in parts])
     bias = None

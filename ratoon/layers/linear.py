@@ -213,7 +213,7 @@ class QKVLinear:
             parts = zip(names, sizes, biased, outputs, strict=True)
             pieces = [Piece(weights / name, size, has_bias, [own]) for name, size, has_bias, own in parts]
             if interleaved_dim:
-                orders = [_halves_of_heads(len(part), head_dim, interleaved_dim) for part in (heads, kv_heads)]
+                orders = [halves_of_heads(len(part), head_dim, interleaved_dim) for part in (heads, kv_heads)]
                 pieces[:2] = [piece._replace(order=order) for piece, order in zip(pieces, orders)]
         self.linear = Linear(pieces, hidden_size, transposed)
 
@@ -237,7 +237,7 @@ def _ranges_by_kv_head(heads: range, kv_heads: range, group: int, head_dim: int)
     return ranges
 
 
-def _halves_of_heads(num_heads: int, head_dim: int, rotary_dim: int) -> list[int]:
+def halves_of_heads(num_heads: int, head_dim: int, rotary_dim: int) -> list[int]:
     """The order of rows that puts the even ones of the first `rotary_dim` of each head before the odd ones."""
     within = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
     return [head * head_dim + row for head in range(num_heads) for row in within]

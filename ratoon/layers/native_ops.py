@@ -31,6 +31,7 @@ from ratoon.layers.ops import (
     ExpertProducts,
     ExpertWeights,
     FusedProduct,
+    HeadProduct,
     JoinedProducts,
     Lookup,
     LowRankProducts,
@@ -43,7 +44,7 @@ from ratoon.layers.ops import (
 )
 from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import TorchExperts, mask_lookup
+from ratoon.layers.torch_ops import TorchExperts, mask_lookup, multiply_heads
 
 Tensor = torch.Tensor
 
@@ -255,6 +256,9 @@ class NativeOps:
         if len(packed) < len(own) or len({len(first.parts) for first, _ in packed}) > 1:
             return TorchExperts(self, products, own, gate)
         return NativeExperts(packed, own, gate, _ACTIVATIONS)
+
+    def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
+        return partial(multiply_heads, weight.transpose(1, 2).contiguous(), kept)
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
         self._kernels.ratoon_add_gated(y.data_ptr(), x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape)

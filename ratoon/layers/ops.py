@@ -158,6 +158,9 @@ class ExpertProducts(Protocol):
         ...
 
 
+HeadProduct = Callable[[Tensor], Tensor]  # [T, heads, kept + in] → [T, heads, kept + out]
+
+
 class Ops(Protocol):
     """T tokens, H hidden size. Nothing here synchronises with the device."""
 
@@ -228,6 +231,11 @@ class Ops(Protocol):
     def make_experts(self, experts: Iterable[ExpertWeights], own: range, gate: ExpertGate) -> ExpertProducts:
         """Takes over the weights of the experts `own` of all; other ranks have the others. They are read one after the
         other."""
+        ...
+
+    def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
+        """Takes over a weight [heads, out, in] of floats: each head is multiplied with its own. The first `kept`
+        numbers of a head are put in front of its product. Rows of the input may be a view of wider ones."""
         ...
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:

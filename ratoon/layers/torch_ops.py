@@ -17,6 +17,7 @@ from ratoon.layers.ops import (
     ExpertProducts,
     ExpertWeights,
     FusedProduct,
+    HeadProduct,
     JoinedProducts,
     Lookup,
     LowRankProducts,
@@ -103,6 +104,9 @@ class TorchOps:
             for one in experts
         ]
         return TorchExperts(self, products, own, gate)
+
+    def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
+        return partial(multiply_heads, weight.transpose(1, 2).contiguous(), kept)
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
         return y.addcmul_(x, gates.sigmoid())
@@ -224,6 +228,15 @@ class TorchExperts:
         by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, -1)
         weights = routes.weights.masked_fill(elsewhere.view(num_rows, top_k), 0.0).to(x.dtype)
         return (by_pair * weights[..., None]).sum(1)
+
+
+def multiply_heads(weight: Tensor, kept: int, x: Tensor) -> Tensor:
+    """The product of `Ops.make_head_product`, by operations of torch; weight [heads, in, out]."""
+    num_heads, _, out = weight.shape
+    y = torch.empty((x.shape[0], num_heads, kept + out), dtype=x.dtype, device=x.device)
+    y[..., :kept] = x[..., :kept]
+    y[..., kept:] = torch.bmm(x[..., kept:].transpose(0, 1), weight).transpose(0, 1)
+    return y
 
 
 def mask_lookup(lookup: Lookup, rows: range) -> Lookup:

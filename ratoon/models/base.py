@@ -16,7 +16,7 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.adapters import AdapterRows, AdapterTarget, TableTarget
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StepContext
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, LatentAttentionLayer, StepContext
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.shard import Shard, Stage
@@ -128,6 +128,11 @@ class LanguageModel:
             )
             for place, index in enumerate(self.layer_range)
         ]  # fmt: skip
+        if config.latent is not None:
+            self.attention_layers = [
+                LatentAttentionLayer(place, heads, 1, head_dim, scale, rope_dim=config.latent.rope_dim)
+                for place in range(len(self.layer_range))
+            ]
         self.scale_rows = weights.ops.scale
 
     @property

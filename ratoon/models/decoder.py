@@ -35,6 +35,16 @@ class BeforeProduct(Protocol):
         ...
 
 
+class AttentionBlock(Protocol):
+    """The attention of a layer, up to the product that follows."""
+
+    output: Linear
+
+    def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
+        """[T, H] → the input of `output`, of all rows or of those that the step reads."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class SelfAttention:
     """Query, key and value; the norms of their heads and the rotation, where a family has them; attention.
@@ -67,7 +77,7 @@ class PreNormLayer(StreamLayer):
     """Attention and feed-forward, each after a norm, each added to the residual stream."""
 
     attention_norm: BeforeProduct
-    attention: SelfAttention
+    attention: AttentionBlock
     mlp_norm: RMSNorm | LayerNorm
     mlp: FeedForward
 

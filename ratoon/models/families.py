@@ -58,6 +58,12 @@ FAMILIES = (
         "GLM-4.5 and GLM-4.5-Air, [mixtures](experts.md); layers that predict further tokens are left out",
     ),
     FamilyNote(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        "",
+        "DeepSeek-V2, V2-Lite, V3 and R1, Moonlight: [mixtures](experts.md) with "
+        "[latent attention](experts.md#latent-attention); layers that predict further tokens are left out",
+    ),
+    FamilyNote(
         ("GptOssForCausalLM",),
         "`gpt-oss`",
         "gpt-oss, a [mixture](experts.md) with attention sinks; experts in MXFP4 or floats",

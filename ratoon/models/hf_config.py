@@ -1,10 +1,10 @@
 """Turns a Hugging Face config (the dict of a config.json) into a ModelConfig. Pure: reads no files, loads nothing.
 
 The first decoder-only families are read here, others in hf_decoder_config.py, mixtures of experts in
-hf_mixture_config.py, those with an encoder and a decoder in hf_encoder_config.py, encoders alone and heads that
-classify in hf_bert_config.py, and what some add to read images in
-hf_media_config.py. Where a field may be absent, the default
-is the one that transformers has for the same family. A field that is wrong is named in the error.
+hf_mixture_config.py, those with latent attention in hf_latent_config.py, those with an encoder and a decoder in
+hf_encoder_config.py, encoders alone and heads that classify in hf_bert_config.py, and what some add to read images in
+hf_media_config.py. Where a field may be absent, the default is the one that transformers has for the same family. A
+field that is wrong is named in the error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ratoon.models import (
     hf_bert_config,
     hf_decoder_config,
     hf_encoder_config,
+    hf_latent_config,
     hf_media_config,
     hf_mixture_config,
     transformers_config,
@@ -49,7 +50,7 @@ MOST = {
 ROTARY = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
     *hf_decoder_config.PARSERS, *hf_mixture_config.PARSERS, *hf_media_config.TEXT_MODELS, "ModernBertModel",
-    "ModernBertForSequenceClassification",
+    "ModernBertForSequenceClassification", *hf_latent_config.PARSERS,
 )  # fmt: skip
 # Decoders that have another head, or none: the family with one whose layers they have.
 WITHOUT_LM_HEAD = {
@@ -66,6 +67,7 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     **hf_decoder_config.MODEL_TYPES,
     **hf_mixture_config.MODEL_TYPES,
+    **hf_latent_config.MODEL_TYPES,
     **hf_encoder_config.MODEL_TYPES,
     **hf_bert_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
@@ -319,6 +321,7 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "Gemma3ForCausalLM": _parse_gemma3,
     **hf_decoder_config.PARSERS,
     **hf_mixture_config.PARSERS,
+    **hf_latent_config.PARSERS,
     **hf_encoder_config.PARSERS,
     **hf_bert_config.PARSERS,
     **dict.fromkeys(WITHOUT_LM_HEAD, _parse_without_lm_head),

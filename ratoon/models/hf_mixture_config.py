@@ -41,7 +41,7 @@ def _parse_qwen2_moe(fields: ConfigFields, architecture: str) -> ModelConfig:
     if not fields.flag("use_sliding_window", False):
         return config
     window = fields.optional_count("sliding_window") if "sliding_window" in fields.raw else 4096
-    first = _count_or_0(fields, "max_window_layers", 28)
+    first = count_or_0(fields, "max_window_layers", 28)
     sliding = tuple(layer >= first for layer in range(config.num_layers))
     if fields.raw.get("layer_types") is not None:
         sliding = sliding_layers(fields, config.num_layers)
@@ -72,7 +72,7 @@ def _parse_olmoe(fields: ConfigFields, architecture: str) -> ModelConfig:
 
 
 def _parse_glm4_moe(fields: ConfigFields, architecture: str) -> ModelConfig:
-    num_layers, first = fields.layers("num_hidden_layers"), _count_or_0(fields, "first_k_dense_replace", 1)
+    num_layers, first = fields.layers("num_hidden_layers"), count_or_0(fields, "first_k_dense_replace", 1)
     inner = fields.count("moe_intermediate_size", 1408)
     experts = ExpertConfig(
         _num_experts(fields, 128), _top_k(fields, 8), inner,
@@ -130,13 +130,18 @@ def _num_experts(fields: ConfigFields, default: int) -> int:
 
 
 def _top_k(fields: ConfigFields, default: int) -> int:
-    count, most = fields.count("num_experts_per_tok", default), _num_experts(fields, default)
+    return top_k_of(fields, default, _num_experts(fields, default))
+
+
+def top_k_of(fields: ConfigFields, default: int | None, most: int) -> int:
+    """How many of so many experts a row goes to."""
+    count = fields.count("num_experts_per_tok", default)
     if count > most:
         raise fields.wrong("num_experts_per_tok", f"is {count}", f"at most {most}, as many as there are experts")
     return count
 
 
-def _count_or_0(fields: ConfigFields, name: str, default: int) -> int:
+def count_or_0(fields: ConfigFields, name: str, default: int) -> int:
     return 0 if fields.raw.get(name, default) == 0 else fields.count(name, default)
 
 

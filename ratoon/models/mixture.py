@@ -3,6 +3,8 @@ and GLM-4.5. Some layers may be dense, by the config. What an expert is made of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ratoon.layers.experts import ExpertMLP, ExpertNames
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.ops import ExpertGate, RoutingRule
@@ -38,11 +40,12 @@ class MixtureForCausalLM(LlamaForCausalLM):
             experts.num_experts, experts.top_k, experts.scoring, experts.renormalise, experts.scale,
             experts.num_groups, experts.top_groups,
         )  # fmt: skip
+        names = self.names if experts.shared_size else replace(self.names, shared=None)
         gate = ExpertGate(config.activation)
         if experts.gate_limit is not None:
             gate = ExpertGate("clamped_swiglu", experts.gate_limit)
         return ExpertMLP(
-            weights / self.part, config.hidden_size, experts.inner_size, rule, self.names, experts.shared_size,
+            weights / self.part, config.hidden_size, experts.inner_size, rule, names, experts.shared_size,
             config.mlp_bias, gate,
         )  # fmt: skip
 

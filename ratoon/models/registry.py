@@ -31,6 +31,8 @@ MODEL_CLASSES = {
     "Qwen3MoeForCausalLM": "ratoon.models.mixture:Qwen3MoeForCausalLM",
     "OlmoeForCausalLM": "ratoon.models.mixture:OlmoeForCausalLM",
     "Glm4MoeForCausalLM": "ratoon.models.mixture:Glm4MoeForCausalLM",
+    "DeepseekV2ForCausalLM": "ratoon.models.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "ratoon.models.deepseek:DeepseekV3ForCausalLM",
     "GptOssForCausalLM": "ratoon.models.gpt_oss:GptOssForCausalLM",
     "GPT2LMHeadModel": "ratoon.models.gpt2:GPT2LMHeadModel",
     "BartForConditionalGeneration": "ratoon.models.bart:BartForConditionalGeneration",

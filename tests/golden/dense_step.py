@@ -23,7 +23,8 @@ class DenseStep:
         if transform is not None:
             transform.apply(q, k)
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
-        assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+        assert k.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+        assert v.shape[1:] == (layer.num_kv_heads, layer.value_dim)
         keys = self.keys[layer.index] = _grown(self.keys.get(layer.index), k)
         values = self.values[layer.index] = _grown(self.values.get(layer.index), v)
         num_queries, num_keys = len(q), len(keys)

@@ -22,6 +22,7 @@ from ratoon.core.params import SamplingParams
 from ratoon.scheduling.scheduler import Scheduler
 from tests.depths import depth_settings
 from tests.golden.test_model_logits import FAMILIES
+from tests.golden.tiny_latent_models import LATENT_MODELS
 from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_gemma3, tiny_mistral, tiny_qwen3
 
@@ -38,7 +39,7 @@ ENGINE_FAMILIES: dict[str, Callable[[], TinyModel]] = {
 
 @functools.cache
 def tiny_model(family: str) -> TinyModel:
-    tiny = (MIXTURES if family in MIXTURES else ENGINE_FAMILIES)[family]()
+    tiny = (ENGINE_FAMILIES | MIXTURES | LATENT_MODELS)[family]()
     tiny.oracle.generation_config.eos_token_id = None  # the engine gets ignore_eos
     return tiny
 

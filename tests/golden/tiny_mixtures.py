@@ -24,7 +24,7 @@ def tiny_mixtral(window: int | None = None, inner: int | None = None, seed: int 
     config = replace(config, experts=experts, sliding_window=window)
     arguments = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "sliding_window": window}
     oracle_config = transformers.MixtralConfig(**shared_arguments(config), **arguments)
-    return _apart(make_tiny(transformers.MixtralForCausalLM, oracle_config, config, seed))
+    return experts_apart(make_tiny(transformers.MixtralForCausalLM, oracle_config, config, seed))
 
 
 def tiny_qwen2_moe(renormalise: bool = False, dense: bool = True, seed: int = 0) -> TinyModel:
@@ -36,7 +36,7 @@ def tiny_qwen2_moe(renormalise: bool = False, dense: bool = True, seed: int = 0)
         **shared_arguments(config), **_qwen_arguments(experts), mlp_only_layers=[0] if dense else [],
         shared_expert_intermediate_size=24,
     )  # fmt: skip
-    return _apart(make_tiny(transformers.Qwen2MoeForCausalLM, oracle_config, config, seed))
+    return experts_apart(make_tiny(transformers.Qwen2MoeForCausalLM, oracle_config, config, seed))
 
 
 def tiny_qwen3_moe(renormalise: bool = True, step: int = 1, head_dim: int = 24, seed: int = 0) -> TinyModel:
@@ -47,7 +47,7 @@ def tiny_qwen3_moe(renormalise: bool = True, step: int = 1, head_dim: int = 24, 
     oracle_config = transformers.Qwen3MoeConfig(
         **shared_arguments(config), **_qwen_arguments(experts), decoder_sparse_step=step, head_dim=head_dim
     )
-    return _apart(make_tiny(transformers.Qwen3MoeForCausalLM, oracle_config, config, seed))
+    return experts_apart(make_tiny(transformers.Qwen3MoeForCausalLM, oracle_config, config, seed))
 
 
 def tiny_olmoe(renormalise: bool = False, seed: int = 0) -> TinyModel:
@@ -57,7 +57,7 @@ def tiny_olmoe(renormalise: bool = False, seed: int = 0) -> TinyModel:
     oracle_config = transformers.OlmoeConfig(
         **shared_arguments(config), num_experts=EXPERTS, num_experts_per_tok=TOP_K, norm_topk_prob=renormalise,
     )  # fmt: skip
-    return _apart(make_tiny(transformers.OlmoeForCausalLM, oracle_config, config, seed))
+    return experts_apart(make_tiny(transformers.OlmoeForCausalLM, oracle_config, config, seed))
 
 
 def tiny_glm4_moe(groups: int = 1, head_norms: bool = False, seed: int = 0) -> TinyModel:
@@ -78,11 +78,9 @@ def tiny_glm4_moe(groups: int = 1, head_norms: bool = False, seed: int = 0) -> T
         routed_scaling_factor=1.5, n_group=groups, topk_group=top_groups, norm_topk_prob=True,
         first_k_dense_replace=1,
     )  # fmt: skip
-    tiny = make_tiny(transformers.Glm4MoeForCausalLM, oracle_config, config, seed)
-    for name, tensor in tiny.oracle.state_dict().items():
-        if name.endswith("e_score_correction_bias"):  # which is zero at first, and not a parameter
-            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
-    return _apart(tiny)
+    return experts_apart(
+        with_choice_bias(make_tiny(transformers.Glm4MoeForCausalLM, oracle_config, config, seed), seed)
+    )
 
 
 def tiny_gpt_oss(
@@ -113,7 +111,7 @@ def tiny_gpt_oss(
         for name, tensor in tiny.oracle.state_dict().items():
             if name.endswith("_bias"):  # of experts, in which a fresh model has nothing
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
-    return _apart(tiny, interleaved=True)
+    return experts_apart(tiny, interleaved=True)
 
 
 def _qwen_arguments(experts: ExpertConfig) -> dict[str, Any]:
@@ -125,7 +123,15 @@ def _qwen_arguments(experts: ExpertConfig) -> dict[str, Any]:
     }
 
 
-def _apart(tiny: TinyModel, interleaved: bool = False) -> TinyModel:
+def with_choice_bias(tiny: TinyModel, seed: int) -> TinyModel:
+    """The biases of routers are zero at first, and no parameters."""
+    for name, tensor in tiny.oracle.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
+    return tiny
+
+
+def experts_apart(tiny: TinyModel, interleaved: bool = False) -> TinyModel:
     return tiny._replace(source=ExpertSource(tiny.source, interleaved))  # type: ignore[arg-type]
 
 
