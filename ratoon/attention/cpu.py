@@ -7,6 +7,8 @@ multiplied without packing. Requests whose tables share a prefix are found once 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,8 @@ _KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # of keys and valu
 _TILE = 16  # columns that the kernel computes together
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 32  # query heads for one KV head
+_MAX_LATENT = 640  # numbers of a vector (kv_cache.h)
+_MOST_LATENT_ROWS = 64  # heads that are computed together (kernels.h)
 
 
 @dataclass(slots=True)
@@ -72,11 +76,13 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append(f"keeps keys and values in float32, float16 or int8, not in {needs.kv_dtype}")
         if needs.block_size % _TILE:
             reasons.append(f"block_size must be a multiple of {_TILE}, not {needs.block_size}")
-        if needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
+        if needs.is_latent:
+            reasons += LatentCpuBackend.reasons_against_latent(needs)
+        elif needs.head_dim % _TILE or needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be a multiple of {_TILE} up to {_MAX_HEAD_DIM}, not {needs.head_dim}")
-        if needs.num_heads // needs.num_kv_heads > _MAX_GROUP:
+        if not needs.is_latent and needs.num_heads // needs.num_kv_heads > _MAX_GROUP:
             reasons.append(f"at most {_MAX_GROUP} query heads may share a KV head")
-        if needs.content != AttentionSpec.content:
+        if not needs.is_known_content:
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         if library() is None:
             reasons.append(reason_for_none())
@@ -84,6 +90,8 @@ class CpuAttentionBackend(AttentionBackend):
 
     @classmethod
     def create(cls, needs: AttentionNeeds) -> AttentionBackend:
+        if needs.is_latent:
+            return LatentCpuBackend()
         return RoundedCpuBackend() if RoundedCpuBackend.can_serve(needs) else cls()
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
@@ -163,6 +171,65 @@ class CpuAttentionBackend(AttentionBackend):
         if failed:
             raise MemoryError("the attention kernel ran out of memory")
         return out
+
+
+class LatentCpuBackend(CpuAttentionBackend):
+    """The same over latent vectors (layers/native/latent.c), which a block has in panels of 16 numbers."""
+
+    @staticmethod
+    def reasons_against_latent(needs: AttentionNeeds) -> list[str]:
+        reasons, value_dim = [], needs.value_dim or needs.head_dim
+        if needs.head_dim % _TILE or value_dim % _TILE or needs.head_dim > _MAX_LATENT:
+            found = f"not {needs.head_dim} and {value_dim}"
+            reasons.append(
+                f"latent vectors and their values must be multiples of {_TILE} up to {_MAX_LATENT} long, {found}"
+            )
+        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap or needs.has_sinks:
+            reasons.append("latent attention can't have a window, a bias, a soft cap or sinks")
+        return reasons
+
+    def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
+        return [(math.prod(tensor.shape),) for tensor in spec.tensors]
+
+    def store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: CpuMetadata,
+    ) -> None:
+        self._kernels.ratoon_store_latent(
+            k.data_ptr(), k.stride(0), *_memory(kv_cache), metadata.slots, metadata.num_tokens, layer.head_dim,
+            metadata.block_size,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: CpuMetadata,
+    ) -> torch.Tensor:
+        width = layer.num_heads * layer.value_dim
+        out = new_floats(q.shape[0], width)
+        failed = self._kernels.ratoon_latent_attention(
+            q.data_ptr(), q.stride(0), out.data_ptr(), width, *_memory(kv_cache),
+            metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
+            metadata.num_requests, layer.num_heads, _groups_of_heads(layer.num_heads), layer.head_dim,
+            layer.value_dim, metadata.block_size, metadata.visible_ends, layer.scale,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the attention kernel ran out of memory")
+        return out
+
+
+@functools.cache
+def _groups_of_heads(num_heads: int) -> int:
+    """The fewest equal groups that are computed together."""
+    return next(
+        count for count in range(1, num_heads + 1) if num_heads % count == 0 and num_heads <= count * _MOST_LATENT_ROWS
+    )
 
 
 class RoundedCpuBackend(CpuAttentionBackend):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ratoon.layers.native import ExpertWeight, kernel_set_name, library, reason_for_none
+from ratoon.layers.native.pages import new_weight
 from ratoon.layers.native.recording import new_floats
 from ratoon.layers.native_adapters import NativeLowRank, NativeTables
 from ratoon.layers.native_choices import KernelChoices
@@ -44,7 +45,7 @@ from ratoon.layers.ops import (
 )
 from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
-from ratoon.layers.torch_ops import TorchExperts, mask_lookup, multiply_heads
+from ratoon.layers.torch_ops import TorchExperts, mask_lookup
 
 Tensor = torch.Tensor
 
@@ -87,6 +88,32 @@ class NativeLinear:
             x.data_ptr(), x.stride(0), x.shape[0], self.packed_pointer, self.in_features, self.out_features,
             self.bias_pointer, y.data_ptr(), y.stride(0),
         )  # fmt: skip
+
+
+class NativeHeadProduct:
+    """[T, heads, kept + in] → [T, heads, kept + out]: see Ops.make_head_product."""
+
+    def __init__(self, weight: Tensor, kept: int) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
+        self._heads, self._out, self._in = weight.shape
+        self._kept = kept
+        size = kernels.ratoon_packed_size(self._out, self._in)
+        self._packed = new_weight(self._heads, size, dtype=torch.float32)
+        for own, packed in zip(weight, self._packed):
+            own = own.float().contiguous()
+            kernels.ratoon_pack_weight(own.data_ptr(), self._out, self._in, packed.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = new_floats(x.shape[0], self._heads * (self._kept + self._out))
+        failed = self._kernels.ratoon_head_products(
+            x.data_ptr(), x.stride(0), x.shape[0], self._heads, self._kept, self._in, self._out,
+            self._packed.data_ptr(), self._packed.shape[1], y.data_ptr(), y.stride(0),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the product of heads ran out of memory")
+        return y.view(-1, self._heads, self._kept + self._out)
 
 
 class NativeGatedMLP:
@@ -258,7 +285,7 @@ class NativeOps:
         return NativeExperts(packed, own, gate, _ACTIVATIONS)
 
     def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
-        return partial(multiply_heads, weight.transpose(1, 2).contiguous(), kept)
+        return NativeHeadProduct(weight, kept)
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
         self._kernels.ratoon_add_gated(y.data_ptr(), x.data_ptr(), gates.data_ptr(), gates.stride(0), *x.shape)

@@ -31,7 +31,7 @@ OPS: dict[str, Ops] = {"torch": TorchOps()}
 if not native_ops_reasons(CPU, torch.float32):
     OPS["native"] = NativeOps()
 PROMPTS = [random_token_ids(length, seed=length) for length in (33, 1, 18)]
-BACKENDS = ["torch"]
+BACKENDS = ["torch", *(["cpu"] if "native" in OPS else [])]
 
 
 @pytest.mark.parametrize("kind", OPS)
@@ -116,6 +116,16 @@ def test_prefixes_continuations_and_beams(backend: str) -> None:
         )  # fmt: skip
     found = [list(choice.token_ids) for choice in searched.outputs]
     assert found == wanted[:, len(PROMPTS[0]) :].tolist()
+
+
+@pytest.mark.skipif("native" not in OPS, reason="no kernels for this processor")
+def test_steps_of_an_engine_are_recorded_passes() -> None:
+    """Products of heads and latent attention are kernels, too."""
+    with engine("deepseek_v3") as llm:
+        run(llm, PROMPTS, greedy(16))
+        runner = llm._client.core.executor._worker.runner
+        assert runner.recorded is not None and len(runner.recorded) > 0
+        assert {choice["backend"] for choice in llm.describe()["attention"]} == {"cpu"}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -188,6 +188,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_attention_bf16_scratch": (_INT, [_INT] * 4),
     "ratoon_attention_bf16": (None, [*[_POINTER, _INT] * 4, _POINTER, _INT, _INT, _FLOAT, _POINTER]),
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
+    "ratoon_latent_attention": (
+        ctypes.c_int,
+        [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 6, _POINTER, _FLOAT],
+    ),
+    "ratoon_store_latent": (None, [_POINTER, _INT, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 3]),
+    "ratoon_head_products": (ctypes.c_int, [_POINTER, *[_INT] * 6, _POINTER, _INT, _POINTER, _INT]),
     "ratoon_group_bytes": (_INT, [_INT]),
     "ratoon_open_group": (_POINTER, [_POINTER, _INT, _INT, _INT]),
     "ratoon_close_group": (None, [_POINTER]),

@@ -59,11 +59,11 @@ typedef struct {
 static _Thread_local scratch *own_scratch;
 
 // Sums of `rows` rows, one array behind another.
-INLINE sums place_sums(float *memory, int64_t rows, int64_t head_dim) {
-    return (sums){memory, memory + rows * head_dim, memory + rows * (head_dim + W)};
+INLINE sums place_sums(float *memory, int64_t rows, int64_t value_dim) {
+    return (sums){memory, memory + rows * value_dim, memory + rows * (value_dim + W)};
 }
 
-INLINE int64_t floats_of_sums(int64_t rows, int64_t head_dim) { return rows * (head_dim + W) + (rows + W - 1) / W * W; }
+INLINE int64_t floats_of_sums(int64_t rows, int64_t value_dim) { return rows * (value_dim + W) + (rows + W - 1) / W * W; }
 
 static scratch *get_scratch(void) {
     if (!own_scratch) {
@@ -76,7 +76,7 @@ static scratch *get_scratch(void) {
 }
 
 static void clear_sums(const attention_call *c, sums *to, int64_t rows) {
-    memset(to->sum, 0, (size_t)(rows * c->head_dim) * sizeof(float));
+    memset(to->sum, 0, (size_t)(rows * c->value_dim) * sizeof(float));
     memset(to->total, 0, (size_t)(rows * W) * sizeof(float));
     for (int64_t i = 0; i < UNIT_ROWS + W; i++) to->highest[i] = NOTHING;
 }
@@ -89,10 +89,10 @@ static void merge_sums(const attention_call *c, sums *to, const sums *from, int6
         store(to->highest + row, load(w.highest));
         for (int64_t i = 0; i < W && row + i < rows; i++) {
             if (from->highest[row + i] == NOTHING) continue;
-            float *total = to->total + (row + i) * W, *sum = to->sum + (row + i) * c->head_dim;
-            const float *added = from->sum + (row + i) * c->head_dim;
+            float *total = to->total + (row + i) * W, *sum = to->sum + (row + i) * c->value_dim;
+            const float *added = from->sum + (row + i) * c->value_dim;
             store(total, merged(load(total), load(from->total + (row + i) * W), w.keep[i], w.take[i]));
-            for (int64_t k = 0; k < c->head_dim; k += W)
+            for (int64_t k = 0; k < c->value_dim; k += W)
                 store(sum + k, merged(load(sum + k), load(added + k), w.keep[i], w.take[i]));
         }
     }
@@ -109,6 +109,9 @@ static void close_group(const attention_call *c, scratch *s, int64_t rows, int i
     s->closed = open;
 }
 
+#ifdef LATENT
+#include "latent_stretch.h"  // what differs where keys and values are one vector
+#else
 INLINE const char *block_of(const attention_call *c, const row_run *run, int64_t key) {
     const int64_t head_bytes = c->head_dim * c->block_size * size_of(c->kind);
     return c->cache + run->table[key / c->block_size] * c->block_bytes + run->kv_head * head_bytes;
@@ -214,6 +217,8 @@ static void attend_bytes(const attention_call *c, scratch *s, const row_run *run
     attend_widened(c, s, run, t);
 }
 
+#endif
+
 static void (*const attend[])(const attention_call *, scratch *, const row_run *, stretch *) = {attend_floats, attend_halves,
                                                                                                attend_bytes};
 
@@ -270,14 +275,14 @@ static void load_queries(const attention_call *c, scratch *s, const part *part, 
 static void write_rows(const attention_call *c, const part *part, int64_t kv_head, const sums *from, int64_t rows) {
     const int64_t group = c->heads / c->kv_heads;
     for (int64_t row = 0; row < rows; row++) {
-        float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->head_dim;
+        float *out = c->out + (part->first_token + row / group) * c->ldo + (kv_head * group + row % group) * c->value_dim;
         float total = sum_of_lanes(load(from->total + row * W));
         if (c->sinks) {
             const float sink = c->sinks[kv_head * group + row % group] * (float)LOG2_E;
             total += exp_scalar((sink - from->highest[row]) * (float)(1 / LOG2_E));
         }
         vec scale = splat(1.0f / total);
-        for (int64_t i = 0; i < c->head_dim; i += W) store(out + i, load(from->sum + row * c->head_dim + i) * scale);
+        for (int64_t i = 0; i < c->value_dim; i += W) store(out + i, load(from->sum + row * c->value_dim + i) * scale);
     }
 }
 
@@ -287,9 +292,9 @@ INLINE int64_t next_piece(int64_t key, int64_t piece, int64_t keys_end) {
 }
 
 static sums piece_at(const plan *plan, const part *part, int64_t kv_head, int64_t key, int64_t rows) {
-    const int64_t head_dim = plan->call.head_dim, first = part->first_key / part->piece;
+    const int64_t value_dim = plan->call.value_dim, first = part->first_key / part->piece;
     const int64_t count = (part->keys_end - 1) / part->piece + 1 - first, index = kv_head * count + key / part->piece - first;
-    return place_sums(plan->pieces + part->room + index * floats_of_sums(rows, head_dim), rows, head_dim);
+    return place_sums(plan->pieces + part->room + index * floats_of_sums(rows, value_dim), rows, value_dim);
 }
 
 // Puts the pieces of a part together: what one unit with all keys does while it computes them.
@@ -336,7 +341,7 @@ static void attention_unit(void *context, int64_t index) {
         attend_requests(c, s, part, kv_head, 0, part->requests, key, next);
         if (part->piece) {
             const sums piece = piece_at(plan, part, kv_head, key, rows);
-            memcpy(piece.sum, s->open.sum, (size_t)(rows * c->head_dim) * sizeof(float));
+            memcpy(piece.sum, s->open.sum, (size_t)(rows * c->value_dim) * sizeof(float));
             memcpy(piece.total, s->open.total, (size_t)(rows * W) * sizeof(float));
             memcpy(piece.highest, s->open.highest, (size_t)((rows + W - 1) / W * W) * sizeof(float));
         } else {
@@ -426,7 +431,7 @@ static int64_t divide_parts(plan *plan) {
             part->units = (int32_t)((part->keys_end - 1) / keys + 1 - part->first_key / keys);
             part->room = room;
             const int64_t pieces = (part->keys_end - 1) / part->piece + 1 - part->first_key / part->piece;
-            room += pieces * c->kv_heads * floats_of_sums(part->tokens * group, c->head_dim);
+            room += pieces * c->kv_heads * floats_of_sums(part->tokens * group, c->value_dim);
         }
         plan->num_units += part->units;
     }
@@ -463,6 +468,25 @@ static int make_plan(plan *plan) {
     return 0;
 }
 
+static int run_plan(plan *plan) {
+    if (plan->call.query_start[plan->call.requests] == 0) return 0;
+    if (make_plan(plan)) return -1;
+    parallel_units(attention_unit, plan, plan->num_units * plan->call.kv_heads);
+    return 0;
+}
+
+#ifdef LATENT
+int ratoon_latent_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache,
+                            int64_t block_bytes, const void *scales, int64_t scale_block_bytes, const int32_t *block_table,
+                            int64_t table_width, const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared,
+                            int64_t requests, int64_t heads, int64_t groups, int64_t width, int64_t value_dim,
+                            int64_t block_size, const int32_t *ends, float scale) {
+    plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
+                          shared, ldq, ldo, table_width, requests, heads, groups, width, block_size, 0, 1, ends, NULL, 0,
+                          (float)(scale * LOG2_E), 0, NULL, value_dim}};
+    return run_plan(&plan);
+}
+#else
 // `kind`: 0 floats, 1 halves, 2 bytes, which have `scales`. `shared` [requests]: how many keys a request's table has in
 // common with that of the request before it, all of them visible to both. `ends` [tokens]: the last key that a token sees,
 // never falling within a request, where that is behind its own position; or NULL. `cap`: of scores, before the bias;
@@ -474,9 +498,7 @@ int ratoon_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64
                      const int32_t *ends, const float *bias, int64_t reach, float scale, float cap, const float *sinks) {
     plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
                           shared, ldq, ldo, table_width, requests, heads, kv_heads, head_dim, block_size, window, causal, ends,
-                          bias, reach, (float)(scale * LOG2_E), (float)(cap * LOG2_E), sinks}};
-    if (query_start[requests] == 0) return 0;
-    if (make_plan(&plan)) return -1;
-    parallel_units(attention_unit, &plan, plan.num_units * kv_heads);
-    return 0;
+                          bias, reach, (float)(scale * LOG2_E), (float)(cap * LOG2_E), sinks, head_dim}};
+    return run_plan(&plan);
 }
+#endif

@@ -8,7 +8,9 @@
 
 #define STRETCH 64
 #define RUNS (STRETCH / TILE)  // of keys in a stretch: a block of the cache has one or more of them
+#ifndef UNIT_ROWS
 #define UNIT_ROWS 96
+#endif
 #define Q_STRIDE (MAX_HEAD_DIM + TILE)
 #define LOG2_E 1.4426950408889634
 #define NOTHING -1e30f  // the highest score of no keys. A finite number, so that differences of two are numbers too
@@ -38,10 +40,11 @@ typedef struct {
     float scale;  // of scores, whose weights are powers of two
     float cap;    // that scores approach, in both directions, in the same unit; 0: they have none
     const float *sinks;  // [heads]: a score that takes its share of the weights, and has no value; or NULL
+    int64_t value_dim;   // of a head, and of what it gives
 } attention_call;
 
 typedef struct {
-    float *sum;      // [rows][head_dim] of weight · value
+    float *sum;      // [rows][value_dim] of weight · value
     float *total;    // [rows][W] of weights, those of a lane's keys in a lane
     float *highest;  // [rows] score
 } sums;
@@ -243,14 +246,14 @@ INLINE void sum_panels(int rows, int panels, int kind, const attention_call *c, 
     }
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) {
-            float *sum = s->open.sum + (row + i) * c->head_dim + panel * TILE + j * W;
+            float *sum = s->open.sum + (row + i) * c->value_dim + panel * TILE + j * W;
             store(sum, merged(load(sum), acc[i][j], from->w.keep[i], from->w.take[i]));
         }
 }
 
 INLINE void sum_tile(int rows, int kind, const attention_call *c, scratch *s, const stretch *t, int64_t row, int64_t keys,
                      int fetches, const tile *from) {
-    const int64_t panels = c->head_dim / TILE;
+    const int64_t panels = c->value_dim / TILE;
     int64_t panel = 0;
     for (; panel + WIDEST <= panels; panel += WIDEST) sum_panels(rows, WIDEST, kind, c, s, t, row, keys, fetches, panel, from);
 #if WIDEST > 1

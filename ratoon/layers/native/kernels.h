@@ -125,6 +125,21 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
                      void *scales, int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size);
 
+// Latent attention (latent.c): heads read one vector [width] of each token as key, and its last `value_dim` numbers as value. They
+// are computed in `groups` of equally many heads, at most MOST_LATENT_ROWS. Returns 0, or -1 when memory ran out.
+#define MOST_LATENT_ROWS 64
+int ratoon_latent_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache,
+                            int64_t block_bytes, const void *scales, int64_t scale_block_bytes, const int32_t *block_table,
+                            int64_t table_width, const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared,
+                            int64_t requests, int64_t heads, int64_t groups, int64_t width, int64_t value_dim,
+                            int64_t block_size, const int32_t *ends, float scale);
+void ratoon_store_latent(const float *k, int64_t ldk, int64_t kind, void *cache, int64_t block_bytes, void *scales,
+                         int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t width, int64_t block_size);
+// x [rows][heads][kept + in] → y [rows][heads][kept + out]: each head times a weight of its own, `packed_size` floats apart as
+// ratoon_pack_weight makes them, behind numbers that are copied. Returns 0, or -1 when there is no memory.
+int ratoon_head_products(const float *x, int64_t ldx, int64_t rows, int64_t heads, int64_t kept, int64_t in, int64_t out,
+                         const float *packed, int64_t packed_size, float *y, int64_t ldy);
+
 // Ranks that are processes of one host, and have mapped the same memory (ranks.c). It has so many bytes, all of them zero at
 // first. Every rank makes the same calls in the same order. limit: nanoseconds that a call waits for another rank; then it and
 // all calls that follow, of any rank, return -1, else 0.

@@ -1,4 +1,4 @@
-// Writing keys and values to the paged cache (kv_cache.h).
+// Writing keys and values, or latent vectors, to the paged cache (kv_cache.h).
 #include <math.h>
 #include <string.h>
 
@@ -93,4 +93,42 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
     store_call c = {k,    v,    cache,         scales,      slots,             kind,     ldk,      ldv,
                     rows, rows_per_unit, block_bytes, scale_block_bytes, kv_heads, head_dim, block_size};
     if (rows > 0) parallel_units(store_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
+}
+
+typedef struct {
+    const float *k;
+    char *cache, *scales;
+    const int64_t *slots;
+    int64_t kind, ldk, rows, rows_per_unit, block_bytes, scale_block_bytes, width, block_size;
+} latent_call;
+
+static void store_latent_unit(void *context, int64_t unit) {
+    const latent_call *c = context;
+    const int64_t panel = c->block_size * TILE;  // numbers
+    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
+    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
+        const int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
+        const float *k = c->k + row * c->ldk;
+        char *at = c->cache + block * c->block_bytes + offset * TILE * size_of(c->kind);
+        int8_t codes[MAX_LATENT];
+        if (c->kind == BYTES) {
+            float *scales = (float *)(c->scales + block * c->scale_block_bytes);
+            scales[offset] = round_to_bytes(k, c->width, codes);
+        }
+        for (int64_t i = 0; i < c->width; i += TILE) {
+            char *to = at + i / TILE * panel * size_of(c->kind);
+            if (c->kind == FLOATS) memcpy(to, k + i, TILE * sizeof(float));
+            else if (c->kind == BYTES) memcpy(to, codes + i, TILE);
+            else
+                for (int64_t j = 0; j < TILE; j++) ((uint16_t *)to)[j] = half_of(k[i + j]);
+        }
+    }
+}
+
+void ratoon_store_latent(const float *k, int64_t ldk, int64_t kind, void *cache, int64_t block_bytes, void *scales,
+                         int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t width, int64_t block_size) {
+    int64_t rows_per_unit = rows / (2 * thread_count());
+    rows_per_unit = rows_per_unit < 2 ? 2 : rows_per_unit > MOST_ROWS ? MOST_ROWS : rows_per_unit;
+    latent_call c = {k, cache, scales, slots, kind, ldk, rows, rows_per_unit, block_bytes, scale_block_bytes, width, block_size};
+    if (rows > 0) parallel_units(store_latent_unit, &c, (rows + c.rows_per_unit - 1) / c.rows_per_unit);
 }

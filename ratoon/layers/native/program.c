@@ -172,3 +172,17 @@ int ratoon_store_kv_words(const int64_t *w) {
     ratoon_store_kv(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], w[11], w[12], w[13]);
     return 0;
 }
+
+int ratoon_latent_attention_words(const int64_t *w) {
+    return ratoon_latent_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14],
+                                   w[15], w[16], w[17], w[18], w[19], P(20), F(21));
+}
+
+int ratoon_store_latent_words(const int64_t *w) {
+    ratoon_store_latent(P(0), w[1], w[2], P(3), w[4], P(5), w[6], P(7), w[8], w[9], w[10]);
+    return 0;
+}
+
+int ratoon_head_products_words(const int64_t *w) {
+    return ratoon_head_products(P(0), w[1], w[2], w[3], w[4], w[5], w[6], P(7), w[8], P(9), w[10]);
+}

@@ -96,15 +96,22 @@ class Batch:
         self.step(backend, cache, [0] * len(self.computed), self.computed)
         inputs = self.inputs(self.computed, self.scheduled)
         parts = [sequence[start:] for sequence, start in zip(self.sequences, self.computed, strict=True)]
-        q, k, v = torch.cat(parts).to(self.device).split([layer.num_heads, *[layer.num_kv_heads] * 2], dim=1)
+        q, k, v = self.split(torch.cat(parts).to(self.device))
         places = torch.tensor(rows, dtype=torch.int64, device=self.device)
         alone = backend.build_metadata(ReadRows(rows, [inputs]).as_requests(0, places)) if rows else None
         step = backend.build_metadata(inputs)
         out = backend.forward_rows(layer, q, k, v, cache, step, transform, places, alone)
         return out.cpu(), cache
 
+    def split(self, rows):
+        """Queries, keys and values [T, heads, head_dim] of rows of a sequence."""
+        return rows.split([self.layer.num_heads, *[self.layer.num_kv_heads] * 2], dim=1)
+
+    def spec(self):
+        return FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, self.kept)
+
     def cache_of(self, backend, apart=False):
-        spec = FullAttentionSpec(self.block_size, self.layer.num_kv_heads, self.layer.head_dim, self.kept)
+        spec = self.spec()
         # What was never written must not be read, and what lies between the pages is of other layers
         caches = []
         for tensor, shape in zip(spec.tensors, backend.page_shapes(spec), strict=True):
@@ -129,9 +136,9 @@ class Batch:
         self.tables = whole
         layer = self.layer
         rows = torch.cat([self.sequences[i][starts[i] : starts[i] + counts[i]] for i in taking_part]).to(self.device)
-        q, k, v = rows.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+        q, k, v = self.split(rows)
         out = backend.forward(layer, q, k, v, cache, metadata).cpu().split([counts[i] for i in taking_part])
-        results = [torch.empty(0, layer.num_heads * layer.head_dim)] * len(counts)
+        results = [torch.empty(0, layer.num_heads * layer.value_dim)] * len(counts)
         for place, index in enumerate(taking_part):
             results[index] = out[place]
         return results
@@ -141,7 +148,7 @@ class Batch:
         results = []
         layer = self.layer
         for sequence, computed in zip(self.sequences, self.computed, strict=True):
-            q, k, v = sequence.double().split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
+            q, k, v = self.split(sequence.double())
             rows = []
             for position in range(computed, len(sequence)):
                 first = 0 if layer.window is None else max(0, position - layer.window + 1)
