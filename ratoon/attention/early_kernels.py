@@ -51,7 +51,7 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
         dtype = "bfloat16"
     is_other = config.attention_backend not in ("auto", "triton") or config.batch_invariant
     # That kernel has neither.
-    is_other = is_other or model.attention_soft_cap is not None or model.attention_sinks
+    is_other = is_other or model.attention_soft_cap is not None or model.attention_sinks or model.latent is not None
     if is_other or dtype not in _DTYPES or not model.causal or model.encoder:
         return []
     windows = dict.fromkeys(model.window_of_layer(index) is not None for index in range(model.num_layers))

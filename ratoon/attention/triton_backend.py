@@ -24,6 +24,7 @@ from ratoon.attention.interface import (
     LayerCache,
 )
 from ratoon.attention.triton_balanced import Balance, BalancedDecode
+from ratoon.attention.triton_latent import TritonLatentBackend
 from ratoon.attention.triton_plan import (
     LONGEST,
     MAX_FEW_ROWS,
@@ -118,16 +119,20 @@ class TritonAttentionBackend(AttentionBackend):
             reasons.append(f"keeps keys and values in {needs.dtype} or float8_e4m3fn, not in {needs.kv_dtype}")
         elif needs.kv_dtype is not None and needs.dtype != torch.float32 and needs.head_dim <= _FP8_HEAD_DIM_ABOVE:
             reasons.append(f"fp8 needs heads of more than {_FP8_HEAD_DIM_ABOVE}, not of {needs.head_dim}")
-        if needs.head_dim > _MAX_HEAD_DIM:
+        if needs.is_latent:
+            reasons += TritonLatentBackend.reasons_against(needs)
+        elif needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {_MAX_HEAD_DIM}, not {needs.head_dim}")
         if needs.has_sinks and needs.batch_invariant:
             reasons.append("with sinks, the order of its sums depends on the batch")
-        if needs.content != AttentionSpec.content:
+        if not needs.is_known_content:
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         return reasons
 
     @classmethod
-    def create(cls, needs: AttentionNeeds) -> TritonAttentionBackend:
+    def create(cls, needs: AttentionNeeds) -> AttentionBackend:
+        if needs.is_latent:
+            return TritonLatentBackend(needs.batch_invariant)
         return cls(
             batch_invariant=needs.batch_invariant,
             cascade=needs.window is None and not needs.has_bias and not needs.has_sinks,

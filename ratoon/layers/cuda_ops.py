@@ -21,6 +21,7 @@ from ratoon.layers.ops import (
     ExpertProducts,
     ExpertWeights,
     FusedProduct,
+    HeadProduct,
     JoinedProducts,
     LowRankProducts,
     Product,
@@ -287,6 +288,17 @@ class CudaOps(TorchOps):
             beyond = invariant_choice(*weight.shape)
             return CudaLinear(weight, bias, few, beyond, self.dependent_launch, segments=segments)
         return CudaLinear(weight, bias, self.choices.of("linear", weight), dependent=self.dependent_launch)
+
+    def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
+        if not self.batch_invariant:
+            return super().make_head_product(weight, kept)
+        products = [self.make_linear(own.contiguous(), None) for own in weight]  # whose bits depend on no other row
+
+        def multiply(x: Tensor) -> Tensor:
+            heads = [product(x[:, head, kept:].contiguous()) for head, product in enumerate(products)]
+            return torch.cat((x[..., :kept], torch.stack(heads, 1)), -1)
+
+        return multiply
 
     def make_low_rank(
         self,

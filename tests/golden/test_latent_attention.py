@@ -119,6 +119,22 @@ def test_prefixes_continuations_and_beams(backend: str) -> None:
 
 
 @pytest.mark.skipif("native" not in OPS, reason="no kernels for this processor")
+@pytest.mark.parametrize(("bits", "allowed"), [("int8", 0.1), ("int4", 1.0)])
+def test_weights_in_few_bits(bits: str, allowed: float) -> None:
+    """Products of heads stay in floats; vectors are kept in float16. `allowed`: of log-probabilities, with weights that
+    are off by up to 1/254 and 1/14 of the largest beside them."""
+    family = "deepseek_v3"
+    with engine(family, quantization=bits, kv_cache_dtype="float16") as llm:
+        (output,) = run(llm, [PROMPTS[0]], greedy(1, prompt_logprobs=0))
+        assert any(kept["format"] != "float32" for kept in llm.describe()["weight_formats"])
+    wanted = tiny_model(family).oracle_logits(PROMPTS[0]).log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    found = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], PROMPTS[0][1:]) if row]
+    expected = [float(wanted[place, token]) for place, token in enumerate(PROMPTS[0][1:])]
+    assert 0 < np.abs(np.array(found) - np.array(expected)).mean() < allowed
+
+
+@pytest.mark.skipif("native" not in OPS, reason="no kernels for this processor")
 def test_steps_of_an_engine_are_recorded_passes() -> None:
     """Products of heads and latent attention are kernels, too."""
     with engine("deepseek_v3") as llm:

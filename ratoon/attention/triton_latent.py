@@ -1,0 +1,211 @@
+"""Latent attention by the "triton" backend: what it supports, and the launches of a step (triton_latent_kernels.py).
+
+Any mixture of prefill, decode and continuations is one launch, in which a program finds its request by itself, and with
+few rows a second one, which puts splits of keys together. Grids depend on numbers of tokens and requests alone, so that
+a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.triton_plan import choose_store_tile, power_of_two
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.gpu import num_multiprocessors
+
+Tensor = torch.Tensor
+
+LOG2_E = 1.4426950408889634
+MAX_VALUE_DIM = 512  # with 64 rows, sums take half of the registers of a program
+MAX_ROPE_DIM = 128
+MERGED_ROWS = 2  # of a program
+_PROGRAMS_PER_SM = 2
+_MAX_SPLITS = 64
+_MAX_PARTS = 2**18  # rows × splits; half a GiB of scratch with values of 512
+
+
+class LatentTiles(NamedTuple):
+    """How latent_kernel is compiled: rows of a tile are `tokens` · `heads`."""
+
+    tokens: int
+    heads: int
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+
+def choose_latent_tiles(num_heads: int, max_query_len: int, dtype: torch.dtype, batch_invariant: bool) -> LatentTiles:
+    """Many rows read vectors fewer times; requests with few tokens would leave most of them empty. Results with the
+    same bits in any batch need the same tiles for all requests."""
+    heads = 1 << (num_heads - 1).bit_length()
+    wanted = heads * (1 if batch_invariant else max_query_len)
+    if dtype == torch.float32:
+        rows, block_n, num_warps, num_stages = 16, 16, 8, 1
+    elif wanted <= 16 or batch_invariant:
+        rows, block_n, num_warps, num_stages = 16, 64, 4, 2
+    elif wanted <= 32:
+        rows, block_n, num_warps, num_stages = 32, 32, 4, 2
+    else:
+        rows, block_n, num_warps, num_stages = 64, 32, 8, 2
+    heads = min(heads, rows)
+    return LatentTiles(rows // heads, heads, block_n, num_warps, num_stages)
+
+
+def choose_latent_splits(num_programs: int, num_rows: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
+    """So many that there is work for every multiprocessor."""
+    wanted = min(_PROGRAMS_PER_SM * num_sms // num_programs, -(-max_seq_len // (2 * block_n)), _MAX_SPLITS)
+    return max(1, min(wanted, _MAX_PARTS // max(num_rows, 1)))
+
+
+@dataclass(slots=True)
+class LatentMetadata:
+    inputs: CommonAttentionMetadata
+    num_requests: int
+
+
+class TritonLatentBackend(AttentionBackend):
+    """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. `num_splits` is for tests,
+    instead of what is chosen here."""
+
+    name = "triton"
+    supports_graphs = True
+
+    def __init__(self, batch_invariant: bool = False, num_splits: int | None = None) -> None:
+        from ratoon.attention.triton_launch import Scratch  # triton may be absent, see `reasons_against`
+
+        self._batch_invariant = batch_invariant
+        self._num_splits = 1 if batch_invariant else num_splits
+        self._scratch = Scratch()
+
+    @classmethod
+    def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
+        """Those of latent attention alone; what holds for all layers is with the other backend of this name."""
+        reasons, value_dim = [], needs.value_dim or needs.head_dim
+        if value_dim > MAX_VALUE_DIM:
+            reasons.append(f"values of latent vectors must have at most {MAX_VALUE_DIM} numbers, not {value_dim}")
+        if not 0 < needs.head_dim - value_dim <= MAX_ROPE_DIM:
+            found = f"not {needs.head_dim - value_dim}"
+            reasons.append(f"latent vectors must have 1 to {MAX_ROPE_DIM} numbers in front of values, {found}")
+        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap or needs.has_sinks:
+            reasons.append("latent attention can't have a window, a bias, a soft cap or sinks")
+        if needs.sees_ahead:
+            reasons.append("rows of latent attention can't see those behind them")
+        return reasons
+
+    def build_metadata(self, inputs: CommonAttentionMetadata) -> LatentMetadata:
+        return LatentMetadata(inputs, inputs.seq_lens_device.shape[0])
+
+    def store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: LayerCache,
+        metadata: LatentMetadata,
+    ) -> None:
+        self._store(layer, k, k, kv_cache, metadata, None)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: LayerCache,
+        metadata: LatentMetadata,
+        transform: HeadTransform | None = None,
+    ) -> Tensor:
+        self._store(layer, q, k, kv_cache, metadata, transform)
+        return self.attend(layer, q, kv_cache, metadata)
+
+    def forward_rows(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: LayerCache,
+        metadata: LatentMetadata,
+        transform: HeadTransform | None,
+        rows: Tensor,
+        metadata_of_rows: LatentMetadata,
+    ) -> Tensor:
+        self._store(layer, q, k, kv_cache, metadata, transform)
+        if not rows.shape[0]:
+            return q.new_empty(0, layer.num_heads * layer.value_dim)
+        return self.attend(layer, q[rows], kv_cache, metadata_of_rows)
+
+    def attend(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        kv_cache: LayerCache,
+        metadata: LatentMetadata,
+    ) -> Tensor:
+        from ratoon.attention.triton_latent_kernels import latent_kernel, merge_kernel
+        from ratoon.layers.triton.launch import launch
+
+        (pages,), inputs, num_tokens = kv_cache, metadata.inputs, q.shape[0]
+        value, table = layer.value_dim, inputs.block_table_device
+        out = torch.empty(num_tokens, layer.num_heads * value, dtype=q.dtype, device=q.device)
+        tiles = choose_latent_tiles(layer.num_heads, inputs.max_query_len, q.dtype, self._batch_invariant)
+        grid = num_tokens // tiles.tokens + metadata.num_requests, -(-layer.num_heads // tiles.heads)
+        num_rows, num_splits = num_tokens * layer.num_heads, self._num_splits
+        if num_splits is None:
+            num_sms = num_multiprocessors(q.device)
+            num_splits = choose_latent_splits(grid[0] * grid[1], num_rows, inputs.max_seq_len, tiles.block_n, num_sms)
+        acc, peaks, totals = out, out, out  # not used
+        if num_splits > 1:
+            acc, peaks, totals, _ = self._scratch.take(num_rows * num_splits, value, q.device)
+        launch(
+            latent_kernel, (*grid, num_splits),
+            q, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out, acc, peaks, totals,
+            layer.scale * LOG2_E, metadata.num_requests, num_splits, q.stride(0), q.stride(1), pages.stride(0),
+            table.stride(0), HEADS=layer.num_heads, ROPE=layer.head_dim - value, VALUE=value,
+            ROPE_PAD=power_of_two(layer.head_dim - value), VALUE_PAD=power_of_two(value),
+            BLOCK_SIZE=inputs.block_size, TILE_HEADS=tiles.heads, TOKENS=tiles.tokens, BLOCK_N=tiles.block_n,
+            SPLIT=num_splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        if num_splits > 1:
+            launch(
+                merge_kernel, (-(-num_rows // MERGED_ROWS),), acc, peaks, totals, out, num_rows, num_splits,
+                VALUE=value, VALUE_PAD=power_of_two(value), SPLITS_PAD=power_of_two(num_splits), ROWS=MERGED_ROWS,
+                num_warps=4,
+            )  # fmt: skip
+        return out
+
+    def _store(
+        self,
+        layer: AttentionLayer | CrossAttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        kv_cache: LayerCache,
+        metadata: LatentMetadata,
+        transform: HeadTransform | None,
+    ) -> None:
+        """Transforms the heads of q in place, and vectors on their way to the pages."""
+        from ratoon.attention.triton_launch import HeadArguments
+        from ratoon.attention.triton_store import store_kernel
+        from ratoon.layers.triton.launch import launch
+
+        (pages,), inputs, num_tokens = kv_cache, metadata.inputs, k.shape[0]
+        if not num_tokens:
+            return
+        head = HeadArguments.of(transform, layer.head_dim, q, inputs.slot_mapping)
+        half = head.constants["HALF"]
+        q_heads = layer.num_heads if head.constants["HAS_ROTARY"] else 0
+        tokens, heads = choose_store_tile(num_tokens)
+        num_blocks = -(-q_heads // heads) + 1  # vectors, and no values behind them
+        launch(
+            store_kernel, (-(-num_tokens // tokens), num_blocks),
+            q, k, k, pages, inputs.slot_mapping, *head.tensors, *head.numbers, num_tokens, q.stride(0), k.stride(0),
+            k.stride(0), q.stride(1), k.stride(1), k.stride(1), pages.stride(0), Q_HEADS=q_heads, KV_HEADS=1,
+            HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size, HALF_PAD=power_of_two(half),
+            REST_PAD=power_of_two(max(1, layer.head_dim - 2 * half)), TOKENS=tokens, HEADS=heads, EXACT=False,
+            num_warps=4, DEPENDENT=False, **head.constants,
+        )  # fmt: skip
