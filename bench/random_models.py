@@ -45,6 +45,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     },
+    # Three of the 27 layers of DeepSeek-V2-Lite, the first dense, and a smaller vocabulary: 1.3 billion weights
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 32768,
+        "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False, "topk_method": "greedy", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    },
+    "tiny-latent": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 512,
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64, "q_lora_rank": None,
+        "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False, "topk_method": "greedy", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    },
     "tiny-experts": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64,
         "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
@@ -77,6 +96,9 @@ class Tensor(NamedTuple):
     gguf_name: str
     data: torch.Tensor
     num_rotated_heads: int = 0  # rows of queries and keys, which llama.cpp keeps in another order
+    split: tuple[int, int] | None = (
+        None  # heads, rows of a key: llama.cpp has those transposed, values apart
+    )
 
 
 def make_random_model(shape: str, formats: tuple[str, ...] = FORMATS) -> RandomModel:
@@ -114,10 +136,11 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    is_latent = config["model_type"] == "deepseek_v2"
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config.get("head_dim", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     has_head_norms = config["model_type"] in ("qwen3", "qwen3_moe")
-    num_experts = config.get("num_experts", 0)
+    num_experts = config.get("num_experts", config.get("n_routed_experts", 0))
 
     def matrix(name: str, gguf_name: str, rows: int, inputs: int, num_rotated_heads: int = 0) -> Tensor:
         codes = torch.randint(-8, 8, (rows, inputs), generator=generator, dtype=torch.int8)
@@ -133,15 +156,25 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
         layer, block = f"model.layers.{index}", f"blk.{index}"
         permuted = config["model_type"] == "llama"
         yield norm(f"{layer}.input_layernorm", f"{block}.attn_norm")
-        for part, count in (("q", heads), ("k", kv_heads)):
+        if is_latent:
+            attention, rank = f"{layer}.self_attn", config["kv_lora_rank"]
+            rope, nope, value = (config[f"{name}_head_dim"] for name in ("qk_rope", "qk_nope", "v"))
+            yield matrix(f"{attention}.q_proj", f"{block}.attn_q", heads * (nope + rope), hidden)
+            yield matrix(f"{attention}.kv_a_proj_with_mqa", f"{block}.attn_kv_a_mqa", rank + rope, hidden)
+            yield norm(f"{attention}.kv_a_layernorm", f"{block}.attn_kv_a_norm", rank)
+            joined = matrix(f"{attention}.kv_b_proj", f"{block}.attn_kv_b", heads * (nope + value), rank)
+            yield joined._replace(split=(heads, nope))
+            yield matrix(f"{attention}.o_proj", f"{block}.attn_output", hidden, heads * value)
+        for part, count in () if is_latent else (("q", heads), ("k", kv_heads)):
             rotated = count if permuted else 0
             yield matrix(f"{layer}.self_attn.{part}_proj", f"{block}.attn_{part}", count * head_dim, hidden, rotated)
             if has_head_norms:
                 yield norm(f"{layer}.self_attn.{part}_norm", f"{block}.attn_{part}_norm", head_dim)
-        yield matrix(f"{layer}.self_attn.v_proj", f"{block}.attn_v", kv_heads * head_dim, hidden)
-        yield matrix(f"{layer}.self_attn.o_proj", f"{block}.attn_output", hidden, heads * head_dim)
+        if not is_latent:
+            yield matrix(f"{layer}.self_attn.v_proj", f"{block}.attn_v", kv_heads * head_dim, hidden)
+            yield matrix(f"{layer}.self_attn.o_proj", f"{block}.attn_output", hidden, heads * head_dim)
         yield norm(f"{layer}.post_attention_layernorm", f"{block}.ffn_norm")
-        if num_experts:
+        if num_experts and index >= config.get("first_k_dense_replace", 0):
             router = torch.randn(num_experts, hidden, generator=generator).mul_(0.02)
             yield Tensor(f"{layer}.mlp.gate.weight", f"{block}.ffn_gate_inp.weight", router)
             own = config["moe_intermediate_size"]
@@ -149,6 +182,10 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
                 codes = torch.randint(-8, 8, (num_experts, rows, inputs), generator=generator, dtype=torch.int8)
                 names = f"{layer}.mlp.experts.{{}}.{part}_proj.weight", f"{block}.ffn_{part}_exps.weight"
                 yield Tensor(*names, codes)
+            shared = own * config.get("n_shared_experts", 0)
+            for part, rows, inputs in (("gate", shared, hidden), ("up", shared, hidden), ("down", hidden, shared)):
+                if shared:
+                    yield matrix(f"{layer}.mlp.shared_experts.{part}_proj", f"{block}.ffn_{part}_shexp", rows, inputs)
             continue
         for part in ("gate", "up"):
             yield matrix(f"{layer}.mlp.{part}_proj", f"{block}.ffn_{part}", inner, hidden)
@@ -186,9 +223,12 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     import gguf
 
     partial = path.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, config["model_type"].replace("_", ""))
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
+    is_latent = config["model_type"] == "deepseek_v2"
+    writer = gguf.GGUFWriter(partial, "deepseek2" if is_latent else config["model_type"].replace("_", ""))
+    if is_latent:
+        _describe_latent(writer, config)
+    if "num_experts" in config or is_latent:
+        writer.add_expert_count(config["n_routed_experts" if is_latent else "num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -196,10 +236,11 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    if not is_latent:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -218,12 +259,38 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
             continue
         kind = "Q8_0" if _is_table(tensor) else name
         codes = _reorder_heads(tensor.data, tensor.num_rotated_heads)
-        writer.add_tensor(tensor.gguf_name, _encode(codes, kind).numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+        parts = {tensor.gguf_name: codes}
+        if tensor.split is not None:
+            num_heads, rows = tensor.split
+            keys, values = codes.unflatten(0, (num_heads, -1)).tensor_split([rows], 1)
+            parts = {tensor.gguf_name.replace("attn_kv_b", "attn_k_b"): keys.transpose(1, 2).contiguous()}
+            parts[tensor.gguf_name.replace("attn_kv_b", "attn_v_b")] = values.contiguous()
+        for part, numbers in parts.items():
+            writer.add_tensor(part, _encode(numbers, kind).numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     partial.rename(path)
+
+
+def _describe_latent(writer: Any, config: dict[str, Any]) -> None:
+    """Sizes of latent attention, as newer converters write them."""
+    import gguf
+
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
 
 
 def _reorder_heads(codes: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ FAMILIES = (
     ),
     FamilyNote(
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-        "",
+        "`deepseek2`",
         "DeepSeek-V2, V2-Lite, V3 and R1, Moonlight: [mixtures](experts.md) with "
         "[latent attention](experts.md#latent-attention); layers that predict further tokens are left out",
     ),

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",  # or V3's, by the gates of its experts
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -116,7 +117,11 @@ GPT_OSS_NAMES = {
     "attn_sinks": "model.layers.{}.self_attn.sinks",
 }
 # Parameters of checkpoints that have no suffix of their own
-PLAIN_ENDS = {".e_score_correction.bias": ".e_score_correction_bias", ".sinks.weight": ".sinks"}
+PLAIN_ENDS = {
+    ".e_score_correction.bias": ".e_score_correction_bias",
+    ".e_score_correction.weight": ".e_score_correction_bias",
+    ".sinks.weight": ".sinks",
+}
 GPT_NEOX_NAMES = {
     "token_embd": "gpt_neox.embed_in",
     "output_norm": "gpt_neox.final_layer_norm",
@@ -140,6 +145,20 @@ FALCON_NAMES = {
 }
 # Of models with two norms side by side
 FALCON_TWO_NORMS = {"attn_norm": "transformer.h.{}.ln_mlp", "attn_norm_2": "transformer.h.{}.ln_attn"}
+DEEPSEEK_NAMES = {
+    **LLAMA_NAMES,
+    "attn_q_a": "model.layers.{}.self_attn.q_a_proj",
+    "attn_q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
+    "attn_q_b": "model.layers.{}.self_attn.q_b_proj",
+    "attn_kv_a_mqa": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+    "attn_kv_b": "model.layers.{}.self_attn.kv_b_proj",
+    "attn_k_b": "model.layers.{}.self_attn.kv_b_proj",  # together with attn_v_b
+    "exp_probs_b": "model.layers.{}.mlp.gate.e_score_correction",
+    "ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
+}
 GPT2_NAMES = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -164,8 +183,10 @@ NAMES = {
     "falcon": FALCON_NAMES,
     "glm4moe": GLM4_MOE_NAMES,
     "gpt-oss": GPT_OSS_NAMES,
+    "deepseek2": DEEPSEEK_NAMES,
 }  # of other architectures: LLAMA_NAMES
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2")
+KEYS_OF_LATENT, VALUES_OF_LATENT = ".attn_k_b.weight", ".attn_v_b.weight"  # the two halves of kv_b_proj
 SIGMOID = 2  # llama.cpp's number of that way to score experts
 PERMUTED = ("llama", "granite", "smollm3")  # whose query and key rows the converter reordered
 BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
@@ -205,7 +226,11 @@ class GGUFSource:
             problem = f"has the unknown architecture {show(self.architecture)}"
             raise ModelError(self.name, problem, f"known in GGUF: {known}")
         own = {ROPE_FACTORS, *LONGROPE_FACTORS.values()}  # of the rotation: no layer takes them
-        self._gguf_names = {self._hugging_face_name(name): name for name in self.file.tensors if name not in own}
+        self._gguf_names = {
+            self._hugging_face_name(name): name
+            for name in self.file.tensors
+            if name not in own and not self._is_second_half(name)
+        }
         self._shapes = {name: self._shape(name) for name in self._gguf_names}
         self.raw_config = self._build_config()
 
@@ -220,6 +245,8 @@ class GGUFSource:
             return self._read_by_kv_head(name, gguf_name, part)
         if gguf_name.endswith(ONE_OUTPUT):
             return StoredTensor.of_floats(self.file.read(gguf_name).floats().view(self._shapes[name]), part)
+        if gguf_name.endswith(KEYS_OF_LATENT):
+            return StoredTensor.of_floats(self._join_latent(gguf_name), part)
         stored = self.file.read(gguf_name, part)
         if self.architecture in ("gemma2", "gemma3") and gguf_name.endswith("norm.weight"):
             return StoredTensor.of_floats(stored.floats() - 1.0)  # the converter added what Gemma adds to its weights
@@ -249,6 +276,20 @@ class GGUFSource:
             return self.file.read(gguf_name, TensorSlice.of_range(0, range(order[0], order[-1] + 1), rows))
         return self.file.read(gguf_name, part if part is not None and part.dim else None).with_rows(order)
 
+    def _is_second_half(self, gguf_name: str) -> bool:
+        """Whether a tensor is read together with another one."""
+        keys = gguf_name.replace(VALUES_OF_LATENT, KEYS_OF_LATENT)
+        return self.architecture == "deepseek2" and keys != gguf_name and keys in self.file.tensors
+
+    def _join_latent(self, gguf_name: str) -> torch.Tensor:
+        """The rows of kv_b_proj: for each head those of its key, which newer files have transposed and apart, and those
+        of its value."""
+        import torch
+
+        keys = self.file.read(gguf_name).floats()  # [heads, kv_rank, nope]
+        values = self.file.read(gguf_name.replace(KEYS_OF_LATENT, VALUES_OF_LATENT)).floats()  # [heads, value, kv_rank]
+        return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+
     def _hugging_face_name(self, gguf_name: str) -> str:
         """An unknown tensor keeps its name, so that strict loading can report it."""
         names = NAMES.get(self.architecture, LLAMA_NAMES)
@@ -268,6 +309,11 @@ class GGUFSource:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self.file.tensors[self._gguf_names[name]].shape
+        if self._gguf_names[name].endswith(KEYS_OF_LATENT):
+            values = self.file.tensors.get(self._gguf_names[name].replace(KEYS_OF_LATENT, VALUES_OF_LATENT))
+            if values is None or len(shape) != 3 or len(values.shape) != 3:
+                raise ModelError(self.name, f"lacks the other half of {self._gguf_names[name]}", "convert it again")
+            return (shape[0] * (shape[2] + values.shape[1]), shape[1])
         if self._gguf_names[name].endswith(ONE_OUTPUT) and len(shape) == 1:
             return (1, *shape)
         return shape[::-1] if self._is_transposed(name) else shape
@@ -334,6 +380,7 @@ class GGUFSource:
             "falcon": self._falcon_config,
             "glm4moe": self._glm4_moe_config,
             "gpt-oss": self._gpt_oss_config,
+            "deepseek2": self._deepseek_config,
         }
         config.update(builders.get(self.architecture, self._llama_config)())
         if self.architecture in ("glm4moe", "gpt-oss"):
@@ -345,6 +392,8 @@ class GGUFSource:
         if self.architecture not in MIXTURES:
             known = ", ".join(MIXTURES)
             raise ModelError(self.name, f"is a mixture of experts of {self.architecture}", f"known mixtures: {known}")
+        if self.architecture == "deepseek2":
+            return self._deepseek_experts()
         num_layers = self._whole("block_count")
         layers = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in self.file.tensors]
         inner = self._whole("expert_feed_forward_length", self._whole("feed_forward_length"))
@@ -498,6 +547,45 @@ class GGUFSource:
             "num_kv_heads": config["num_key_value_heads"],
             "new_decoder_architecture": True,  # which has any number of KV heads
             "bias": "blk.0.attn_qkv.bias" in self.file.tensors,
+        }
+
+    def _deepseek_config(self) -> dict[str, Any]:
+        """Newer files have the sizes of what is kept as those of a key and a value, and those of heads beside them. The
+        scale of scores is in the multiplier of yarn, as llama.cpp has it."""
+        config, rank = self._llama_config(), self._whole("attention.kv_lora_rank")
+        rope_dim = self._whole("rope.dimension_count")
+        key_dim = self._whole("attention.key_length_mla", 0) or self._whole("attention.key_length")
+        value_dim = self._whole("attention.value_length_mla", 0) or self._whole("attention.value_length")
+        rope = {name: value for name, value in config["rope_parameters"].items() if name != "rotary_dim"}
+        if rope["rope_type"] == "yarn" and (multiplier := self._real("rope.scaling.yarn_log_multiplier", 0.0)):
+            rope |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
+        return config | {
+            "kv_lora_rank": rank,
+            "q_lora_rank": self._whole("attention.q_lora_rank", 0) or None,
+            "qk_rope_head_dim": rope_dim,
+            "qk_nope_head_dim": key_dim - rope_dim,
+            "v_head_dim": value_dim,
+            "attention_bias": "blk.0.attn_kv_a_mqa.bias" in self.file.tensors,
+            "rope_parameters": rope,
+            "n_routed_experts": None,
+        }
+
+    def _deepseek_experts(self) -> dict[str, Any]:
+        is_v3 = self._whole("expert_gating_func", 1) == SIGMOID
+        groups = self._whole("expert_group_count", 1)
+        return {
+            "architectures": [f"DeepseekV{3 if is_v3 else 2}ForCausalLM"],
+            "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+            "n_routed_experts": self._whole("expert_count"),
+            "num_experts_per_tok": self._whole("expert_used_count"),
+            "moe_intermediate_size": self._whole("expert_feed_forward_length"),
+            "n_shared_experts": self._whole("expert_shared_count", 0),
+            "first_k_dense_replace": self._whole("leading_dense_block_count", 0),
+            "routed_scaling_factor": self._real("expert_weights_scale", 0.0) or 1.0,
+            "norm_topk_prob": bool(self._get("expert_weights_norm")),
+            "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if groups > 1 else "greedy",
+            "n_group": groups,
+            "topk_group": self._whole("expert_group_used_count", 1),
         }
 
     def _gemma3_config(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-latent"])
 def test_random_models_hold_the_same_numbers_in_every_form(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +88,17 @@ def test_a_mixture_of_experts_is_compared(tmp_path: Path) -> None:
     shown = run_program(
         "experts.py", *options, "--engines", "ratoon,transformers", "--json", str(tmp_path / "out.json")
     )
+    assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
+    _, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
+    found = floats["identical_answers"]["transformers"]
+    assert found["identical"] == found["requests"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_latent_attention_is_compared(tmp_path: Path) -> None:
+    options = ("--tiny", "--random", "tiny-latent", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
+    shown = run_program("latent.py", *options, "--engines", "ratoon,transformers", "--json", str(tmp_path / "out.json"))
     assert "## Q4_0 file, 1 threads" in shown and "## float32, 1 threads" in shown
     _, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
     found = floats["identical_answers"]["transformers"]

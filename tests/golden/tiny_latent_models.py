@@ -18,7 +18,12 @@ KV_RANK, ROPE, NOPE, VALUE = 48, 16, 24, 32
 
 
 def tiny_deepseek_v2(
-    q_rank: int | None = None, groups: int = 1, yarn: bool = False, bias: bool = False, seed: int = 0
+    q_rank: int | None = None,
+    groups: int = 1,
+    yarn: bool = False,
+    bias: bool = False,
+    mscale: float = 0.707,
+    seed: int = 0,
 ) -> TinyModel:
     """Its first layer is dense. `groups`: of experts, of which half are chosen from."""
     experts = ExpertConfig(EXPERTS, TOP_K, INNER, (False, True, True), scale=SCALE, shared_size=2 * INNER)
@@ -26,7 +31,7 @@ def tiny_deepseek_v2(
     if groups > 1:
         experts = replace(experts, num_groups=groups, top_groups=groups // 2)
         arguments = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": groups // 2}
-    config, shared = _latent_config("DeepseekV2ForCausalLM", experts, q_rank, yarn, bias)
+    config, shared = _latent_config("DeepseekV2ForCausalLM", experts, q_rank, yarn, bias, mscale)
     oracle_config = transformers.DeepseekV2Config(**shared, **arguments)
     return experts_apart(make_tiny(transformers.DeepseekV2ForCausalLM, oracle_config, config, seed))
 
@@ -49,13 +54,13 @@ def tiny_deepseek_v3(
 
 
 def _latent_config(
-    architecture: str, experts: ExpertConfig, q_rank: int | None, yarn: bool, bias: bool
+    architecture: str, experts: ExpertConfig, q_rank: int | None, yarn: bool, bias: bool, mscale: float = 0.707
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """The config, and the arguments of the one of transformers."""
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling, scale = RopeScaling(), (NOPE + ROPE) ** -0.5
     if yarn:
-        numbers = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 1.2}
+        numbers = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": 1.2}
         rope = {"rope_type": "yarn", "original_max_position_embeddings": 32, **numbers}
         scaling = RopeScaling(kind="yarn", original_max_position=32, **numbers)
         scale *= (0.1 * 1.2 * math.log(4.0) + 1.0) ** 2

@@ -64,7 +64,14 @@ def check(batch: LatentBatch, backend: TritonLatentBackend, tolerance: float = 1
 
 @pytest.mark.parametrize(
     ("layer", "steps", "num_splits"),
-    [(SMALL, MIXED, 1), (SMALL, MIXED, 3), (ODD, MIXED, 2), (ODD, DECODES, 1), (MANY, ([40, 7], [1, 1]), 3), (MANY, MIXED, 1)],
+    [
+        (SMALL, MIXED, 1),
+        (SMALL, MIXED, 3),
+        (ODD, MIXED, 2),
+        (ODD, DECODES, 1),
+        (MANY, ([40, 7], [1, 1]), 3),
+        (MANY, MIXED, 1),
+    ],
     ids=["small", "small, split", "odd", "odd decodes", "many heads, split", "many heads"],
 )
 def test_any_mixture_of_requests_equals_the_definition(
