@@ -96,9 +96,7 @@ class Tensor(NamedTuple):
     gguf_name: str
     data: torch.Tensor
     num_rotated_heads: int = 0  # rows of queries and keys, which llama.cpp keeps in another order
-    split: tuple[int, int] | None = (
-        None  # heads, rows of a key: llama.cpp has those transposed, values apart
-    )
+    split: tuple[int, int] | None = None  # heads, rows of a key: llama.cpp has those transposed, values apart
 
 
 def make_random_model(shape: str, formats: tuple[str, ...] = FORMATS) -> RandomModel:

@@ -28,7 +28,7 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ratoon.attention import triton_backend, triton_plan
+from ratoon.attention import triton_backend, triton_latent, triton_plan
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
@@ -38,7 +38,7 @@ from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
-from ratoon.layers.attention import AttentionLayer, HeadTransform
+from ratoon.layers.attention import AttentionLayer, HeadTransform, LatentAttentionLayer
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import ExpertGate, FusedProduct, RMSWeights, Routes, RoutingRule
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
@@ -127,11 +127,36 @@ def attend(
 ) -> None:
     """Store and attend, for requests of one length in all."""
     backend = triton_backend.TritonAttentionBackend(**options)
+    inputs, num_tokens = step_inputs(query_lens, seq_len, is_padded), sum(query_lens)
+    q, k, v = torch.zeros(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype or dtype)
+    norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
+    positions = torch.zeros(rope_axes, num_tokens, dtype=torch.int64)
+    table_of_angles: Any = _Table(head_dim, rope_axes)
+    transform = HeadTransform(positions[0] if rope_axes == 1 else positions, table_of_angles, norm, norm)
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True)
+    backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
+
+
+def attend_to_vectors(
+    heads: int, query_lens: list[int], seq_len: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
+) -> None:
+    """The same of latent attention, in the sizes of DeepSeek's models."""
+    backend, layer = triton_latent.TritonLatentBackend(), LatentAttentionLayer(0, heads, 1, 576, 0.07, rope_dim=64)
+    inputs, num_tokens = step_inputs(query_lens, seq_len), sum(query_lens)
+    q, k = torch.zeros(num_tokens, heads + 1, 576, dtype=dtype).split([heads, 1], 1)
+    pages = torch.zeros(2, BLOCK_SIZE, 576, dtype=kv_dtype or dtype)
+    angles: Any = _Table(64, 1)
+    transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), angles, None, None)
+    backend.forward(layer, q, k, k[..., 64:], (pages,), backend.build_metadata(inputs), transform)
+
+
+def step_inputs(query_lens: list[int], seq_len: int, is_padded: bool = False) -> CommonAttentionMetadata:
     starts = np.cumsum([0, *query_lens]).astype(np.int32)
     num_tokens, num_requests = int(starts[-1]), len(query_lens)
     seq_lens = np.full(num_requests, seq_len, np.int32)
     table = np.zeros((num_requests, -(-seq_len // BLOCK_SIZE)), np.int32)
-    inputs = CommonAttentionMetadata(
+    return CommonAttentionMetadata(
         query_start_loc=starts,
         seq_lens=seq_lens,
         block_table=table,
@@ -144,14 +169,6 @@ def attend(
         max_seq_len=seq_len,
         is_padded=is_padded,
     )
-    q, k, v = torch.zeros(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
-    pages = torch.zeros(2, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype or dtype)
-    norm: Any = RMSWeights(torch.ones(head_dim, dtype=dtype), 1e-6) if has_norm else None
-    positions = torch.zeros(rope_axes, num_tokens, dtype=torch.int64)
-    table_of_angles: Any = _Table(head_dim, rope_axes)
-    transform = HeadTransform(positions[0] if rope_axes == 1 else positions, table_of_angles, norm, norm)
-    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True)
-    backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
 
 
 class _Table:
@@ -384,9 +401,26 @@ def inputs(compilation: Compilation) -> None:
     copy_blocks(pages, pages, [(1, 2)] * 3)
 
 
+def latent(compilation: Compilation) -> None:
+    triton_latent.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[attr-defined]
+    for heads in (16, 128):
+        compilation.part = f"latent: {heads} heads, decode of 1"
+        attend_to_vectors(heads, [1], 2000)
+        compilation.part = f"latent: {heads} heads, two tokens"
+        attend_to_vectors(heads, [2], 2000)
+        compilation.part = f"latent: {heads} heads, prefill"
+        attend_to_vectors(heads, [512] * 4, 512)
+    compilation.part = "latent: 16 heads, decode of 300"
+    attend_to_vectors(16, [1] * 300, 2000)
+    compilation.part = "latent: 16 heads, decode of 1, vectors in fp8"
+    attend_to_vectors(16, [1], 2000, kv_dtype=torch.float8_e4m3fn)
+    compilation.part = "latent: float32"
+    attend_to_vectors(16, [1], 2000, torch.float32)
+
+
 PARTS = {
-    "attention": attention, "products": products, "experts": mixtures, "adapters": adapters, "choices": choices,
-    "inputs": inputs,
+    "attention": attention, "latent": latent, "products": products, "experts": mixtures, "adapters": adapters,
+    "choices": choices, "inputs": inputs,
 }  # fmt: skip
 
 

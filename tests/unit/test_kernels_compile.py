@@ -37,7 +37,10 @@ def test_every_kernel_in_gluon_is_one_that_is_compiled_here():
     "part",
     [
         "inputs",
-        *(pytest.param(part, marks=pytest.mark.full) for part in ("attention", "products", "experts", "choices")),
+        *(
+            pytest.param(part, marks=pytest.mark.full)
+            for part in ("attention", "latent", "products", "experts", "choices")
+        ),
     ],
 )
 @pytest.mark.slow
