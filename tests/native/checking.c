@@ -103,7 +103,7 @@ int main(int argc, char **argv) {
         {"attention", check_attention}, {"encode", check_encode}, {"quantised", check_quantised}, {"program", check_program},
         {"sampling", check_sampling},   {"repack", check_repack}, {"attention in bf16", check_attention_bf16},
         {"embed", check_embed},         {"inputs", check_inputs}, {"ranks", check_ranks},           {"low rank", check_low_rank},
-        {"experts", check_experts},
+        {"experts", check_experts},     {"latent", check_latent},
         {"resize", check_resize},
     };
     if (!ratoon_kernels_usable()) {

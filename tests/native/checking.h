@@ -33,6 +33,7 @@ void check_threads(void);
 void check_linear(void);
 void check_mlp(void);
 void check_experts(void);
+void check_latent(void);
 void check_low_rank(void);
 void check_rows(void);
 void check_attention(void);

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratoon.core.config import ClassifierConfig, EncoderConfig, ModelConfig, RelativePositions, RopeScaling
+from ratoon.core.config import (
+    ClassifierConfig,
+    EncoderConfig,
+    LatentConfig,
+    ModelConfig,
+    RelativePositions,
+    RopeScaling,
+)
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
 from ratoon.core.media import MediaConfig, VisionConfig
@@ -71,6 +78,10 @@ BASES = {
     "SmolVLMForConditionalGeneration": WITH_IMAGES,
     "Gemma3ForConditionalGeneration": replace(WITH_IMAGES, media=replace(WITH_IMAGES.media, num_rows=4)),
     "BertModel": replace(GPT2, causal=False, num_token_types=2),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        replace(LLAMA, num_kv_heads=1, head_dim=10, rotary_dim=4, latent=LatentConfig(6, 4, 4, 4)),
+    ),
 }
 for base in ("Bert", "Roberta", "XLMRoberta", "DistilBert", "ModernBert", "Llama", "Mistral", "Qwen2", "Qwen3"):
     is_encoder = base.lower().endswith(("bert", "berta"))
