@@ -46,7 +46,7 @@ def choose_latent_tiles(num_heads: int, max_query_len: int, dtype: torch.dtype, 
     if dtype == torch.float32:
         rows, block_n, num_warps, num_stages = 16, 16, 8, 1
     elif wanted <= 16 or batch_invariant:
-        rows, block_n, num_warps, num_stages = 16, 64, 4, 2
+        rows, block_n, num_warps, num_stages = 16, 64, 8, 2
     elif wanted <= 32:
         rows, block_n, num_warps, num_stages = 32, 32, 8, 2
     else:
