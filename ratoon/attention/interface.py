@@ -15,6 +15,7 @@ import torch
 
 from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.state_space import StateSpaceLayer
 
 # Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
 # a kernel of their own for such steps.
@@ -58,7 +59,7 @@ class AttentionNeeds:
     @classmethod
     def of(
         cls,
-        layers: Sequence[AttentionLayer | CrossAttentionLayer],
+        layers: Sequence[AttentionLayer | CrossAttentionLayer | StateSpaceLayer],
         spec: KVCacheSpec,
         device: torch.device,
         dtype: torch.dtype,
@@ -210,6 +211,12 @@ class AttentionBackend(ABC):
             transform.apply(q, k)
         self.store(layer, k, v, kv_cache, metadata)
         return self.attend(layer, q, kv_cache, metadata)
+
+    def scan(
+        self, layer: StateSpaceLayer, projected: torch.Tensor, kv_cache: LayerCache, metadata: Any
+    ) -> torch.Tensor:
+        """Go on with states, as StepContext.scan says: only of a backend that keeps states."""
+        raise NotImplementedError(f"{self.name} keeps no states")
 
     def forward_rows(
         self,

@@ -7,13 +7,16 @@ from typing import Any
 
 from ratoon.attention.cpu import CpuAttentionBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
+from ratoon.attention.state_space import TorchStateBackend
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.core.errors import ConfigError
+from ratoon.core.kv import StateSpec
 from ratoon.core.plugins import ATTENTION_BACKENDS, PluginError, find_plugin, plugin_names
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
+BACKENDS += [TorchStateBackend]  # of layers with states, for which the others have reasons against
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,9 @@ def _reasons_against(backend: type[AttentionBackend], needs: AttentionNeeds) -> 
 
 
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
+    """`name` is the setting, which is about attention: that of states is always the first that supports them."""
     candidates = list(BACKENDS)
+    name = "auto" if needs.content == StateSpec.content else name
     if name != "auto" and name not in {backend.name for backend in candidates}:
         candidates += find_registered(name)
     reasons = {backend.name: _reasons_against(backend, needs) for backend in candidates}

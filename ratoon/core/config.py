@@ -57,6 +57,7 @@ class PositionKind(enum.StrEnum):
     ROTARY = "rotary"  # angles, computed for any position
     TABLE = "a table of vectors"  # one per position, up to max_position
     RELATIVE = "relative"  # a learned bias per distance
+    IMPLICIT = "implicit"  # the order in which layers with a state read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,24 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpaceConfig:
+    """State-space layers (Mamba-2) in the place of attention."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int  # for each number of a head
+    num_groups: int  # of heads, which share what they read from the state and write to it
+    conv_width: int  # tokens that the convolution reads, the row's own included
+    layers: tuple[bool, ...] | None = None  # which layers have states; None: all
+    conv_bias: bool = True
+    proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+
+    def is_in_layer(self, layer: int) -> bool:
+        return self.layers is None or self.layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model's hyperparameters under one set of names for all families and file formats. Unprefixed fields are the
     decoder's; in an encoder-only model, the encoder's."""
@@ -184,6 +203,7 @@ class ModelConfig:
     matryoshka: tuple[int, ...] | None = None  # lengths to which its vectors may be cut; empty: any; None: unknown
     experts: ExpertConfig | None = None  # set: a mixture of experts
     latent: LatentConfig | None = None  # set: its attention is latent
+    state_space: StateSpaceConfig | None = None  # set: some layers, or all, have a state in the place of attention
     head_norms: bool = False  # query and key heads are normed, in a family that has both forms (GLM-4.5)
     attention_sinks: bool = False  # each head has a score that takes its share of the softmax, and no value
     gated_mlp: bool = False  # for a family that has both forms (T5)
@@ -225,6 +245,12 @@ class ModelConfig:
 class CacheConfig:
     block_size: int = setting(
         16, "tokens in a block of the KV cache; on a CPU a multiple of 16, or the slow reference is used", at_least(1)
+    )
+    state_interval: int | None = setting(
+        None,
+        "tokens between two checkpoints of the states of a state-space or hybrid model, at which prefixes are shared: a "
+        "multiple of block_size; default 512, or the next multiple; no effect on other models",
+        at_least(1),
     )
     num_blocks: int | None = setting(
         None, "blocks in the KV cache; takes precedence over settings of its memory", at_least(2)
@@ -640,6 +666,9 @@ def fit_to_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         _verify_library(config, model)
     if model.media is not None and model.media.attends_both_ways:
         config = replace(config, scheduler=replace(config.scheduler, whole_images=True))
+    if model.state_space is not None and config.speculation.sources:
+        problem = "drafts can't be taken back from a model with states, which tokens overwrite"
+        raise ConfigError("speculate", problem, "leave it out")
     if model.causal:
         return config
     longest = resolve_max_model_len(config.max_model_len, model)
@@ -713,6 +742,9 @@ def verify_engine_config(config: EngineConfig) -> None:
     verify_speculation(config.speculation)
     if config.cache.gpu_memory_utilization is not None and config.cache.memory_fraction is not None:
         raise ConfigError("gpu_memory_utilization", "and kv_memory_fraction contradict each other", "one of the two")
+    interval, block_size = config.cache.state_interval, config.cache.block_size
+    if interval is not None and interval % block_size:
+        raise ConfigError("state_interval", f"{interval} is no multiple of block_size ({block_size})", "one of these")
     _verify_connector(config.cache)
     if config.cache.kv_events is not None and not config.cache.enable_prefix_caching:
         raise ConfigError("kv_events", "no block can be found without a prefix cache", "leave enable_prefix_caching on")

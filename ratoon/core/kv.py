@@ -9,6 +9,7 @@ of block, and no memory is reserved for one group.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ IN_MEMORY, A_DAY = RETENTIONS = ("in_memory", "24h")  # how long a request asks 
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
 KV_FORMAT_VERSION = 1  # of the bytes of a block, to be raised when the same spec and layout come to mean other bytes
+STATE_INTERVAL = 512  # tokens between the checkpoints of states, about: the next multiple of the block size
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -107,6 +109,28 @@ class LatentSpec(KVCacheSpec, frozen=True):
         if self.dtype != "int8":
             return (numbers,)
         return numbers, PageTensor((self.block_size,), "float32")
+
+
+class StateSpec(KVCacheSpec, frozen=True):
+    """The memory of a state-space layer: a block is what is needed to go on behind its last token, the running state
+    and the last inputs of the convolution. The block of a sequence's last tokens is updated in place; one that is full
+    is a checkpoint."""
+
+    content: ClassVar[str] = "a state"
+    growth: ClassVar[str] = "state"
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_channels: int  # of the convolution
+    num_inputs: int  # that the convolution reads before a token's own
+    # Layers with equal states form several groups where a block of all would be larger than one of attention
+    part: int = 0
+
+    @property
+    def tensors(self) -> tuple[PageTensor, ...]:
+        state = PageTensor((self.num_heads, self.head_dim, self.state_size), "float32")
+        return state, PageTensor((self.num_inputs, self.num_channels), "float32")
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
@@ -230,6 +254,44 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     for layer, spec in enumerate(specs):
         layers_by_spec.setdefault(spec, []).append(layer)
     return tuple(KVCacheGroup(spec, tuple(layers)) for spec, layers in layers_by_spec.items())
+
+
+def divide_states(specs: Sequence[KVCacheSpec], block_size: int, interval: int | None) -> list[KVCacheSpec]:
+    """The specs of a model's layers, with blocks that fit together where some of the layers have states.
+
+    A state is often as large as the keys and values of hundreds of tokens, and all groups draw from one pool. So the
+    blocks of states are `interval` tokens apart (None: the default), those of attention become the longest that divide
+    them and are no larger than a state, and layers with states form as many groups as make their blocks as large as
+    those of attention.
+    """
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    if not states:
+        return list(specs)
+    if interval is None:
+        interval = -(-STATE_INTERVAL // block_size) * block_size
+    others = [spec for spec in specs if not isinstance(spec, StateSpec)]
+    state_bytes = max(spec.page_size_bytes for spec in states)
+    sizes = [size for size in range(block_size, interval + 1, block_size) if interval % size == 0]
+
+    def lengthen(spec: KVCacheSpec) -> KVCacheSpec:
+        candidates = [msgspec.structs.replace(spec, block_size=size) for size in sizes]
+        fitting = [one for one in candidates if one.page_size_bytes <= state_bytes]
+        return max(fitting or candidates[:1], key=lambda one: one.block_size)
+
+    longer = {spec: lengthen(spec) for spec in others}
+    per_group = len(specs)
+    if others:
+        largest, num_layers = max((longer[spec].page_size_bytes, others.count(spec)) for spec in longer)
+        per_group = num_layers * max(1, largest // state_bytes)
+    divided: list[KVCacheSpec] = []
+    counts: Counter[KVCacheSpec] = Counter()
+    for spec in specs:
+        if isinstance(spec, StateSpec):
+            part, counts[spec] = counts[spec] // per_group, counts[spec] + 1
+            divided.append(msgspec.structs.replace(spec, block_size=interval, part=part))
+        else:
+            divided.append(longer[spec])
+    return divided
 
 
 def lay_out_pages(groups: Sequence[KVCacheGroup], attached: Sequence[AttachedGroup] = ()) -> PageLayout:

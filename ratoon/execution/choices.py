@@ -290,6 +290,7 @@ def choose_geometry(
         encoder_may_round=encoder_may_round(config),
         whole=whole,
         draft_layers=() if draft is None else draft.layers,
+        state_interval=config.cache.state_interval,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ratoon.attention.interface import AttentionBackend
-from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
+from ratoon.core.kv import KVCacheConfig
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from ratoon.core.params import PoolingParams
 from ratoon.core.plan import MAX_CAPTURE_SPANS, NewRequestData, SchedulerOutput
@@ -113,8 +113,9 @@ class ModelRunner:
         self._batch_rows = BatchRows(self.input_batch)
         penalties = PenaltyRows(model.config.vocab_size, device) if device.type == "cuda" else None
         self.sampling_rows = SamplingRows(max_num_reqs, penalties, grammars)
-        # A row that is left out computes its last token again, which reads what a sliding window may have passed
-        self.sampling_rows.may_be_late = not any(isinstance(g.spec, SlidingWindowSpec) for g in kv_config.groups)
+        # A row that is left out computes its last token again, which reads what a sliding window may have passed, or a
+        # state that the token itself has overwritten
+        self.sampling_rows.may_be_late = all(group.spec.growth == "full" for group in kv_config.groups)
         self.pooling = PoolingBranches(model)
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)

@@ -6,7 +6,7 @@ The backend, and how keys and values are stored and paged, are the runner's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, L
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
+
+if TYPE_CHECKING:
+    from ratoon.layers.state_space import StateSpaceLayer
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +66,12 @@ class StepContext(Protocol):
     def reading(self, rows: torch.Tensor) -> StepContext | None:
         """Returns the pass for a last layer of which only these `rows` [R] are read: its `attend` stores k and v of all
         rows, attends with those of `rows`, and returns [R, heads · value_dim]. None: it attends with all."""
+        ...
+
+    def scan(self, layer: StateSpaceLayer, projected: torch.Tensor) -> torch.Tensor:
+        """Go on with the states of the rows' sequences, by the rows' products `projected` [T, inner + channels +
+        heads]: gate, inputs of the convolution, time steps. Returns what heads read from their states, times the gate:
+        [T, inner]."""
         ...
 
     def attend_across(self, layer: CrossAttentionLayer, q: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ class GrowthRule:
     cached blocks from the first."""
 
     gives_back = False  # whether blocks are freed while the sequence still runs
+    is_overwritten = False  # whether a token overwrites in place what the token before it left in the same block
     is_cacheable = True  # whether full blocks enter the prefix cache; one group with False turns it off for all
 
     def __init__(self, spec: Any) -> None:
@@ -90,7 +91,43 @@ class SlidingWindowRule(GrowthRule):
         return run[::-1]
 
 
-GROWTH_RULES: dict[str, type[GrowthRule]] = {"full": GrowthRule, "window": SlidingWindowRule, "cross": GrowthRule}
+class StateRule(GrowthRule):
+    """The rule of layers whose block is the state behind its last token: the next token reads the block of the token
+    before it, and a prefix hit needs the last block alone, a checkpoint. The last block is updated in place, so that a
+    sequence can be taken up again where it ends, and at the ends of full blocks that it still has."""
+
+    gives_back = True
+    is_overwritten = True
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        # The block that a step reads, and those that it writes.
+        return min(self.num_blocks(num_tokens), 1 + self.num_blocks(max_step_tokens))
+
+    def num_unread_blocks(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1) // self.block_size
+
+    def holds(self, table: list[Block], num_computed_tokens: int, num_tokens: int, null: Block) -> bool:
+        if num_tokens == 0:
+            return True
+        is_kept = num_tokens == num_computed_tokens or num_tokens % self.block_size == 0
+        return is_kept and table[(num_tokens - 1) // self.block_size] is not null
+
+    def longest_hit(
+        self, block_hashes: list[bytes], limit: int, lookup: Callable[[bytes], Block | None], null: Block
+    ) -> list[Block]:
+        for index in range(limit - 1, -1, -1):
+            block = lookup(block_hashes[index])
+            if block is not None:
+                return [null] * index + [block]
+        return []
+
+
+GROWTH_RULES: dict[str, type[GrowthRule]] = {
+    "full": GrowthRule,
+    "window": SlidingWindowRule,
+    "state": StateRule,
+    "cross": GrowthRule,
+}
 
 
 def rule_for(spec: KVCacheSpec) -> GrowthRule:

@@ -47,6 +47,7 @@ class KVCacheManager:
         self.num_groups = len(self.rules)
         self.enable_caching = enable_caching and all(rule.is_cacheable for rule in self.rules)
         self._returning = [(group, rule) for group, rule in enumerate(self.rules) if rule.gives_back]
+        self._overwritten = [group for group, rule in enumerate(self.rules) if rule.is_overwritten]
         self.has_cross_group = kv_config.cross is not None
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
         self.prefix_cache_stats = PrefixCacheStats()
@@ -313,7 +314,7 @@ class KVCacheManager:
                 f"{num_tokens} tokens asked for, {parent.branch_id} has computed {parent.num_computed_tokens}"
             )
         self.register_blocks()
-        if not self._holds(parent, num_tokens):
+        if not self.holds(parent, num_tokens):
             raise ValueError(f"token {num_tokens} of {parent.branch_id} reads blocks that were freed")
         self.cross_tables.share(parent, child)
         child.block_tables = [table[: -(-num_tokens // size)] for table, size in zip(parent.block_tables, self._sizes)]
@@ -323,6 +324,13 @@ class KVCacheManager:
         child.num_registered_tokens = min(parent.num_registered_tokens, num_tokens - num_tokens % self._unit)
         child.num_computed_tokens = num_tokens
         parent.write_limit = child.write_limit = 0  # the last block is shared now: both must allocate before they write
+
+    def holds(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Whether the sequence has every block that the token after `num_tokens` reads."""
+        return all(
+            rule.holds(sequence.block_tables[group], sequence.num_computed_tokens, num_tokens, self.pool.null_block)
+            for group, rule in self._returning
+        )
 
     def free(self, branch: TokenSequence, trusted: bool = True) -> None:
         """Free all memory of a sequence. Full, computed blocks stay in the prefix cache until they are evicted.
@@ -399,8 +407,17 @@ class KVCacheManager:
 
     def roll_back(self, branch: TokenSequence, num_tokens: int) -> None:
         """Discard the last `num_tokens` computed tokens: blocks that hold nothing else are freed, and those that were
-        registered before their step leave the prefix cache."""
-        self.take_back(branch, num_tokens, keeps_shared=False)
+        registered before their step leave the prefix cache. So is the last block of a group in which these tokens have
+        overwritten what was before them: from there the sequence can't go on."""
+        self._uncompute(branch, num_tokens, keeps_shared=False)
+        for group in self._overwritten if num_tokens else ():
+            table, (place, is_partial) = (
+                branch.block_tables[group],
+                divmod(branch.num_computed_tokens, self._sizes[group]),
+            )
+            if is_partial and table[place] is not self.pool.null_block:
+                self.pool.free_blocks((table[place],))
+                table[place] = self.pool.null_block
         for table, size in zip(branch.block_tables, self._sizes):
             num_kept = -(-branch.num_computed_tokens // size)
             self.pool.free_blocks(reversed(table[num_kept:]))
@@ -408,7 +425,12 @@ class KVCacheManager:
 
     def take_back(self, branch: TokenSequence, num_tokens: int = 1, keeps_shared: bool = True) -> None:
         """The last computed tokens count as not computed. What follows is written in their blocks, which stay and leave
-        the prefix cache until then, or, where others share them (`keeps_shared`), in copies."""
+        the prefix cache until then, or, where others share them (`keeps_shared`), in copies. Not for a model with
+        states: what a token has overwritten in place is gone."""
+        assert not self._overwritten, f"{branch.branch_id} has states, which tokens can't be taken back from"
+        self._uncompute(branch, num_tokens, keeps_shared)
+
+    def _uncompute(self, branch: TokenSequence, num_tokens: int, keeps_shared: bool) -> None:
         self.register_blocks()
         branch.num_computed_tokens -= num_tokens
         num_left = branch.num_computed_tokens
@@ -456,8 +478,9 @@ class KVCacheManager:
     ) -> int:
         """Let `child` share the first tokens of `parent`, as many of `num_tokens` as are computed: blocks by reference,
         the partial last one by copy-on-write. Returns how many tokens it has; 0 if their prefixes differ, or if the
-        parent freed blocks that are needed (sliding window). The child's last `num_left` tokens are not inherited but
-        computed, so that there is a state to sample from.
+        parent freed blocks that are needed (sliding window). Where the parent has states, they are those up to the
+        nearest checkpoint that it still holds. The child's last `num_left` tokens are not inherited but computed, so
+        that there is a state to sample from.
         """
         count = min(num_tokens, parent.num_computed_tokens, parent.num_tokens, child.num_tokens - num_left)
         count = child.extra_keys.before_part(count)
@@ -465,11 +488,19 @@ class KVCacheManager:
             return 0
         if parent.token_ids[:count] != child.token_ids[:count]:
             return 0
-        try:
+        self.register_blocks()
+        if not self.holds(parent, count):
+            count = self._last_checkpoint(parent, child, count) if self._overwritten else 0
+        if count:
             self.fork(parent, child, count)
-        except ValueError:
-            return 0
         return count
+
+    def _last_checkpoint(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> int:
+        """The most of the first `num_tokens` behind which the child can go on with blocks of the parent. 0: none."""
+        num_tokens = self._whole_blocks(child, num_tokens)
+        while num_tokens > 0 and not self.holds(parent, num_tokens):
+            num_tokens = self._whole_blocks(child, num_tokens - 1)
+        return num_tokens
 
     def copy_block(self, branch_id: str, group: int, place: int, shared: Block) -> Block:
         """A new block that replaces a shared one in a table, with its content. There must be a free one."""
@@ -630,7 +661,7 @@ class KVCacheManager:
         if not self.num_tail_tokens(branch):  # a token is left to run
             num_tokens = min(num_tokens, branch.num_tokens - 1)
         num_tokens = branch.extra_keys.before_part(num_tokens)
-        if not self._holds(branch, num_tokens):
+        if not self.holds(branch, num_tokens):
             branch.num_computed_tokens = 0  # what is lost must not enter the prefix cache
             self._free_tables(branch)
         elif num_tokens < branch.num_computed_tokens:
@@ -751,13 +782,6 @@ class KVCacheManager:
                     break
                 places.append((group, place))
         return places
-
-    def _holds(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Whether the sequence has every block that the token after `num_tokens` reads."""
-        return all(
-            rule.holds(sequence.block_tables[group], sequence.num_computed_tokens, num_tokens, self.pool.null_block)
-            for group, rule in self._returning
-        )
 
     def _count_free(self, blocks_by_group: GroupBlocks) -> int:
         null = self.pool.null_block

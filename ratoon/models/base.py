@@ -20,10 +20,14 @@ from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, LatentA
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.shard import Shard, Stage
+from ratoon.layers.state_space import StateSpaceLayer
 from ratoon.layers.weights import Weights
 from ratoon.models.media_encoder import MediaEncoder
 
 Tensor = torch.Tensor
+
+
+MemoryLayer = AttentionLayer | StateSpaceLayer
 
 
 class StreamLayer(Protocol):
@@ -134,6 +138,11 @@ class LanguageModel:
                 for place in range(len(self.layer_range))
             ]
         self.scale_rows = weights.ops.scale
+
+    @property
+    def memory_layers(self) -> Sequence[MemoryLayer]:
+        """What layers keep of a sequence, one for each: keys and values, or a state."""
+        return self.attention_layers
 
     @property
     def communicating_parts(self) -> frozenset[str]:

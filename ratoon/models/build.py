@@ -139,9 +139,13 @@ def shorten(model: LanguageModel) -> LanguageModel:
 
 def count_first_layers(config: ModelConfig) -> int:
     """Layers from the first on, so many that every kind is among them (they differ in their window, and in whether they
-    have experts), and one that is not the last: that one skips rows."""
+    have experts, or a state), and one that is not the last: that one skips rows."""
     kinds = [
-        (config.window_of_layer(index), config.experts is not None and config.experts.is_in_layer(index))
+        (
+            config.window_of_layer(index),
+            config.experts is not None and config.experts.is_in_layer(index),
+            config.state_space is not None and config.state_space.is_in_layer(index),
+        )
         for index in range(config.num_layers)
     ]
     return min(config.num_layers, max(2, 1 + max(map(kinds.index, kinds))))

@@ -18,6 +18,7 @@ from ratoon.layers.linear import Linear, QKVLinear
 from ratoon.layers.mlp import FeedForward
 from ratoon.layers.norm import HeadRMSNorm, LayerNorm, LinearInput, RMSNorm, WholeRMSNorm
 from ratoon.layers.rotary import Rotary
+from ratoon.layers.state_space import StateSpaceMixer
 from ratoon.models.base import StreamLayer
 
 Tensor = torch.Tensor
@@ -96,10 +97,10 @@ class SandwichLayer(StreamLayer):
     """Attention and feed-forward, each between two norms, the second of which is before the addition to the residual
     stream. In its place there may be another function of the rows, such as a factor."""
 
-    attention_norm: RMSNorm
-    attention: SelfAttention
+    attention_norm: RMSNorm | LayerNorm
+    attention: SelfAttention | StateSpaceMixer
     attended_norm: Callable[[Tensor], Tensor]
-    mlp_norm: RMSNorm
+    mlp_norm: RMSNorm | LayerNorm
     mlp: FeedForward
     fed_norm: Callable[[Tensor], Tensor]
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MXFP4 = "MXFP4"  # GGUF's name of the format
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias|\.weight|\.bias)?")
+# Granite's files: gate and up together, and down, with these names instead
+NAMED = re.compile(r"(.*\.block_sparse_moe)\.(input_linear|output_linear)(\.weight)")
+PROJECTIONS = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 
 
 class ExpertPiece(NamedTuple):
@@ -43,13 +46,14 @@ class ExpertSource:
         self._pieces: dict[str, ExpertPiece] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in source.shapes().items():
-            match = FUSED.fullmatch(name)
+            match = FUSED.fullmatch(name) or NAMED.fullmatch(name)
             is_bias = match is not None and match[3] in ("_bias", ".bias")
             if match is None or len(shape) != (2 if is_bias else 3):
                 self._shapes[name] = tuple(shape)
                 continue
             in_turns = interleaved and match[3] in (None, "_bias")  # GGUF's names have a suffix
-            self._split(name, match[1], match[2], tuple(shape), is_bias, in_turns)
+            prefix = match[1] if match.re is FUSED else f"{match[1]}.experts"
+            self._split(name, prefix, PROJECTIONS.get(match[2], match[2]), tuple(shape), is_bias, in_turns)
         self._shapes |= {name: piece.shape for name, piece in self._pieces.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -87,7 +91,7 @@ class ExpertSource:
 
 def with_experts_apart(source: TensorSource, config: ModelConfig) -> TensorSource:
     """The source itself, unless it has the experts of layers fused."""
-    if config.experts is None or not any(FUSED.fullmatch(name) for name in source.shapes()):
+    if config.experts is None or not any(FUSED.fullmatch(name) or NAMED.fullmatch(name) for name in source.shapes()):
         return source
     return ExpertSource(source, interleaved=config.architecture == "GptOssForCausalLM")
 

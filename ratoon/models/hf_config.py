@@ -22,6 +22,7 @@ from ratoon.models import (
     hf_latent_config,
     hf_media_config,
     hf_mixture_config,
+    hf_state_config,
     transformers_config,
 )
 from ratoon.models.config_fields import ConfigFields
@@ -68,6 +69,7 @@ MODEL_TYPES = {
     **hf_decoder_config.MODEL_TYPES,
     **hf_mixture_config.MODEL_TYPES,
     **hf_latent_config.MODEL_TYPES,
+    **hf_state_config.MODEL_TYPES,
     **hf_encoder_config.MODEL_TYPES,
     **hf_bert_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
@@ -322,6 +324,7 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     **hf_decoder_config.PARSERS,
     **hf_mixture_config.PARSERS,
     **hf_latent_config.PARSERS,
+    **hf_state_config.PARSERS,
     **hf_encoder_config.PARSERS,
     **hf_bert_config.PARSERS,
     **dict.fromkeys(WITHOUT_LM_HEAD, _parse_without_lm_head),

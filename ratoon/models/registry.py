@@ -34,6 +34,8 @@ MODEL_CLASSES = {
     "DeepseekV2ForCausalLM": "ratoon.models.deepseek:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "ratoon.models.deepseek:DeepseekV3ForCausalLM",
     "GptOssForCausalLM": "ratoon.models.gpt_oss:GptOssForCausalLM",
+    "Mamba2ForCausalLM": "ratoon.models.mamba2:Mamba2ForCausalLM",
+    "GraniteMoeHybridForCausalLM": "ratoon.models.granite_hybrid:GraniteMoeHybridForCausalLM",
     "GPT2LMHeadModel": "ratoon.models.gpt2:GPT2LMHeadModel",
     "BartForConditionalGeneration": "ratoon.models.bart:BartForConditionalGeneration",
     "MBartForConditionalGeneration": "ratoon.models.mbart:MBartForConditionalGeneration",

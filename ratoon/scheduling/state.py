@@ -350,7 +350,10 @@ class SchedulerState:
         num_computed_tokens = branch.num_computed_tokens
         # A resumed branch must have a token to run. For a trunk swapped out without its beams that is the prompt's last
         # token; the beams' tokens are computed again.
-        branch.num_computed_tokens = branch.extra_keys.before_part(min(num_computed_tokens, branch.num_tokens - 1))
+        num_kept = branch.extra_keys.before_part(min(num_computed_tokens, branch.num_tokens - 1))
+        if not self.kv_cache.holds(branch, num_kept):
+            return False
+        branch.num_computed_tokens = num_kept
         if self.kv_cache.swap_out(branch):
             return True
         branch.num_computed_tokens = num_computed_tokens

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, HeadTransform
+from ratoon.layers.state_space import StateSpaceLayer
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
@@ -18,6 +20,7 @@ class DenseStep:
         self.adapters = adapters
         self.keys: dict[int, Tensor] = {}  # layer index → [S, kv_heads, head_dim]
         self.values: dict[int, Tensor] = {}
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}  # [heads, head_dim, state_size], [width - 1, channels]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         if transform is not None:
@@ -44,6 +47,31 @@ class DenseStep:
             scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, num_queries, 1)), -1)
         weights = scores.softmax(dim=-1)[..., :num_keys]
         return torch.einsum("hts,shd->thd", weights, values).flatten(1)  # [T, heads · head_dim]
+
+    def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
+        """Token after token, as the recurrence is written."""
+        sizes = (layer.inner_size, layer.num_channels, layer.num_heads)
+        state, history = self.states.get(layer.index, (None, None))
+        if state is None or history is None:
+            state = torch.zeros(layer.num_heads, layer.head_dim, layer.state_size)
+            history = torch.zeros(layer.conv_width - 1, layer.num_channels)
+        found = []
+        for row in projected:
+            gate, inputs, times = row.split(sizes)
+            history = torch.cat((history, inputs[None]))
+            mixed = (history * layer.conv_weight.t()).sum(0)
+            mixed = functional.silu(mixed if layer.conv_bias is None else mixed + layer.conv_bias)
+            history = history[1:]
+            times = functional.softplus(times + layer.time_step_bias).clamp(*layer.time_step_limit)
+            x = mixed[: layer.inner_size].view(layer.num_heads, layer.head_dim)
+            repeats = layer.num_heads // layer.num_groups
+            written, read = mixed[layer.inner_size :].view(2, layer.num_groups, -1).repeat_interleave(repeats, 1)
+            kept = (times * layer.decay).exp()[:, None, None]
+            state = state * kept + (x * times[:, None])[:, :, None] * written[:, None]
+            y = (state * read[:, None]).sum(-1) + x * layer.skip[:, None]
+            found.append(y.flatten() * functional.silu(gate))
+        self.states[layer.index] = state, history
+        return torch.stack(found)
 
     def reading(self, rows: Tensor) -> None:
         """Rows that are read are selected behind attention."""

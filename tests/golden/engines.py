@@ -25,6 +25,7 @@ from tests.golden.test_model_logits import FAMILIES
 from tests.golden.tiny_latent_models import LATENT_MODELS
 from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import VOCAB_SIZE, TinyModel, tiny_gemma3, tiny_mistral, tiny_qwen3
+from tests.golden.tiny_states import STATE_MODELS
 
 NUM_BLOCKS = 96  # enough for every batch of these tests, unless a test wants less
 
@@ -39,7 +40,7 @@ ENGINE_FAMILIES: dict[str, Callable[[], TinyModel]] = {
 
 @functools.cache
 def tiny_model(family: str) -> TinyModel:
-    tiny = (ENGINE_FAMILIES | MIXTURES | LATENT_MODELS)[family]()
+    tiny = {**ENGINE_FAMILIES, **MIXTURES, **LATENT_MODELS, **STATE_MODELS}[family]()
     tiny.oracle.generation_config.eos_token_id = None  # the engine gets ignore_eos
     return tiny
 

@@ -28,7 +28,8 @@ TOLERANCE = 1e-4
 def states_by_transformers(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     """[L + 2, T, H] in float32, of every layer and position."""
     base = model.base_model
-    final_norm = next(getattr(base, name) for name in ("ln_f", "norm", "final_layer_norm") if hasattr(base, name))
+    names = ("ln_f", "norm", "norm_f", "final_layer_norm")
+    final_norm = next(getattr(base, name) for name in names if hasattr(base, name))
     before_norm: list[torch.Tensor] = []
     hook = final_norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     try:
@@ -38,6 +39,8 @@ def states_by_transformers(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     finally:
         hook.remove()
     (end_of_stream,) = before_norm
+    if torch.equal(earlier[-1], end_of_stream):  # Mamba-2 lists what layers give, and not what the first one gets
+        earlier = [base.get_input_embeddings()(torch.tensor([list(token_ids)])), *earlier[:-1]]
     return torch.cat([*earlier, end_of_stream, normed]).float().numpy()
 
 

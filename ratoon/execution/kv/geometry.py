@@ -12,12 +12,13 @@ import torch
 
 from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import BackendChoice, select_backend
-from ratoon.core.kv import AttachedGroup, KVCacheGroup, group_layers
+from ratoon.core.kv import AttachedGroup, KVCacheGroup, divide_states, group_layers
 from ratoon.execution.kv.kv_tensors import dtype_name
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
+from ratoon.layers.state_space import StateSpaceLayer
 from ratoon.models.base import LanguageModel
 
-Layers = Sequence[AttentionLayer | CrossAttentionLayer]
+Layers = Sequence[AttentionLayer | CrossAttentionLayer | StateSpaceLayer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +47,29 @@ def geometry_of(
     encoder_may_round: bool = False,
     whole: LanguageModel | None = None,
     draft_layers: Sequence[AttentionLayer] = (),
+    state_interval: int | None = None,
 ) -> Geometry:
     """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
     `encoder_may_round`: the attention of an encoder may round to bf16. `whole`: the model with the layers of all
     stages, from which the groups of each stage are cut; None: `model` has all. `draft_layers`: those of a model that
-    drafts beside it. Raises ConfigError if no backend supports some layers of the model."""
+    drafts beside it. `state_interval`: tokens between the checkpoints of states; None: the default. Raises ConfigError if no backend supports some layers of the model."""
     whole = whole or model
 
     def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
-        return group_layers([layer.kv_spec(block_size, dtype_name(kept)) for layer in layers])
+        specs = [layer.kv_spec(block_size, dtype_name(kept)) for layer in layers]
+        return group_layers(divide_states(specs, block_size, state_interval))
 
     def choose(what: str, every: Layers, group: KVCacheGroup, may_round: bool = False) -> BackendChoice:
         layers = [every[index] for index in group.layers]
-        sees_ahead = every is whole.attention_layers and whole.config.sees_ahead
+        sees_ahead = every is own_layers and whole.config.sees_ahead
         needs = AttentionNeeds.of(layers, group.spec, device, dtype, batch_invariant, may_round, sees_ahead)
         return select_backend(backend, needs, f"{what} {_ranges(group.layers)} ({group.spec.growth})")
 
-    groups = groups_of(whole.attention_layers)
+    own_layers = whole.memory_layers
+    groups = groups_of(own_layers)
     cross = _only(groups_of(whole.cross_layers))
     encoder = _only(groups_of(model.encoder_attention_layers, dtype))  # a scratch cache: nothing is kept
-    choices = [choose("layers", whole.attention_layers, group) for group in groups]
+    choices = [choose("layers", own_layers, group) for group in groups]
     if cross is not None:
         choices.append(choose("cross-attention of layers", whole.cross_layers, cross))
         cross = cross.cut(model.layer_range)

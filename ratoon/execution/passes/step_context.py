@@ -12,6 +12,7 @@ from ratoon.execution.kv.kv_tensors import KVTensors, LayerCaches
 from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
+from ratoon.layers.state_space import StateSpaceLayer
 
 Tensor = torch.Tensor
 
@@ -50,6 +51,12 @@ class PagedStep:
         # Made here, where the layers before are launched: a device is busy with them meanwhile.
         alone = backend.build_metadata(self._read.as_requests(group, self._rows)) if self._read.rows else None
         return backend.forward_rows(layer, q, k, v, cache, metadata, transform, self._rows, alone)
+
+    def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
+        index, kv = layer.index, self._kv
+        group = kv.group_of_layer[index]
+        found = kv.backends[group].scan(layer, projected, kv.of_layer[index], self._metadata[group])
+        return found if self._rows is None else found[self._rows]
 
     def reading(self, rows: Tensor) -> PagedStep | None:
         if self._read is None:
@@ -90,6 +97,9 @@ class EncoderPass:
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         return self._backend.forward(layer, q, k, v, self._scratch, self._metadata, transform)
+
+    def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
+        raise RuntimeError("an encoder has no states")
 
     def reading(self, rows: Tensor) -> None:
         """An encoder's rows are all read."""
