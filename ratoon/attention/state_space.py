@@ -113,7 +113,7 @@ def _scan_each(
         start, end = metadata.starts[row], metadata.starts[row + 1]
         if start == end:
             continue
-        position = seq_len - (end - start)
+        position = before = seq_len - (end - start)
         if position:
             page = tables[row, (position - 1) // block_size].long()
             state, history = states[page], histories[page]
@@ -124,9 +124,7 @@ def _scan_each(
         first = 0
         while first < end - start:
             # Up to the end of a block, whose state is kept
-            last = min(
-                end - start, first + CHUNK, (position // block_size + 1) * block_size - (seq_len - (end - start))
-            )
+            last = min(end - start, first + CHUNK, (position // block_size + 1) * block_size - before)
             part = slice(first, last)
             steps = time_steps[start + first : start + last]
             y[start + first : start + last], state = scan_chunk(layer, x[part], written[part], read[part], steps, state)

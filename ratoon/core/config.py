@@ -248,8 +248,8 @@ class CacheConfig:
     )
     state_interval: int | None = setting(
         None,
-        "tokens between two checkpoints of the states of a state-space or hybrid model, at which prefixes are shared: a "
-        "multiple of block_size; default 512, or the next multiple; no effect on other models",
+        "tokens between two checkpoints of the states of a state-space or hybrid model, at which prefixes are shared; "
+        "a multiple of block_size, by default 512 or the next one; no effect on other models",
         at_least(1),
     )
     num_blocks: int | None = setting(

@@ -54,6 +54,9 @@ class KVCacheManager:
         self._given_back: list[Block] = []
         # The sequence whose full blocks are added later, and up to which token
         self._unregistered: tuple[TokenSequence, int] | None = None
+        # Sequences with states, and up to which token their full blocks are added when the plan is made: a state that a
+        # step writes can't be read in the same step, as keys and values can
+        self._written: dict[TokenSequence, int] = {}
         self._hashers = [BlockHasher(size) for size in dict.fromkeys(self._sizes)]
         self._groups_by_size = [
             (hasher.block_size, hasher, [g for g, size in enumerate(self._sizes) if size == hasher.block_size])
@@ -297,7 +300,9 @@ class KVCacheManager:
         branch.write_limit = write_limit
         num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
         num_unregistered = (num_known - branch.num_registered_tokens) // self._unit
-        if num_unregistered >= MANY_BLOCKS and not self._returning:  # those could be given back before
+        if self._overwritten:
+            self._written[branch] = num_known
+        elif num_unregistered >= MANY_BLOCKS and not self._returning:  # those could be given back before
             self._unregistered = branch, num_known
         elif num_unregistered > 0:
             self._register_full_blocks(branch, num_known)
@@ -400,6 +405,7 @@ class KVCacheManager:
             self.pool.free_blocks(reversed(table))
         self._copies.forget_branch(branch.branch_id)
         self._loading.pop(branch, None)
+        self._written.pop(branch, None)
         branch.block_tables = []
         branch.num_computed_tokens = 0
         branch.num_registered_tokens = 0
@@ -411,11 +417,9 @@ class KVCacheManager:
         overwritten what was before them: from there the sequence can't go on."""
         self._uncompute(branch, num_tokens, keeps_shared=False)
         for group in self._overwritten if num_tokens else ():
-            table, (place, is_partial) = (
-                branch.block_tables[group],
-                divmod(branch.num_computed_tokens, self._sizes[group]),
-            )
-            if is_partial and table[place] is not self.pool.null_block:
+            table = branch.block_tables[group]
+            place, num_in_block = divmod(branch.num_computed_tokens, self._sizes[group])
+            if num_in_block and table[place] is not self.pool.null_block:
                 self.pool.free_blocks((table[place],))
                 table[place] = self.pool.null_block
         for table, size in zip(branch.block_tables, self._sizes):
@@ -432,6 +436,7 @@ class KVCacheManager:
 
     def _uncompute(self, branch: TokenSequence, num_tokens: int, keeps_shared: bool) -> None:
         self.register_blocks()
+        self._written.pop(branch, None)
         branch.num_computed_tokens -= num_tokens
         num_left = branch.num_computed_tokens
         for table, size in zip(branch.block_tables, self._sizes):
@@ -463,6 +468,7 @@ class KVCacheManager:
         self.register_blocks()
         self._saved.forget(branch)  # a swapped-out one has no device blocks to keep
         self._register_full_blocks(branch, branch.num_computed_tokens)
+        self._written.pop(branch, None)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.stays_in_memory = branch.stays_in_memory
         kept.block_tables, branch.block_tables = branch.block_tables, []
@@ -491,8 +497,12 @@ class KVCacheManager:
         self.register_blocks()
         if not self.holds(parent, count):
             count = self._last_checkpoint(parent, child, count) if self._overwritten else 0
-        if count:
+        if not count:
+            return 0
+        try:
             self.fork(parent, child, count)
+        except ValueError:  # another encoder input
+            return 0
         return count
 
     def _last_checkpoint(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> int:
@@ -510,7 +520,11 @@ class KVCacheManager:
         return own
 
     def take_block_copies(self) -> list[BlockCopy]:
-        """The copies to execute before the next forward pass, in order. Each is returned once."""
+        """The copies to execute before the next forward pass, in order. Each is returned once. The plan is made: what
+        its step writes can be found by those behind it."""
+        written, self._written = self._written, {}
+        for branch, num_tokens in written.items():
+            self._register_full_blocks(branch, num_tokens)
         return self._copies.take()
 
     # ---- encoder inputs: see cross_tables.py ----

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ratoon.core.encoder import EncoderInput
-from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec
+from ratoon.core.kv import KVCacheConfig, SlidingWindowSpec, StateSpec
 from ratoon.core.outputs import ModelRunnerOutput, PromptLogprobsChunk
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.plan import BeamStep, CaptureStep, InputOverrides, NewRequestData, SchedulerOutput
@@ -91,6 +91,10 @@ class FakeRunner:
         self.cross_size = 1 if kv_config.cross is None else kv_config.cross.spec.block_size
         self.num_host_blocks = kv_config.num_host_blocks
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in kv_config.groups]
+        # Of a state, the slot of a block's first token holds what is behind the last token that was written
+        self.states = [group for group, one in enumerate(kv_config.groups) if isinstance(one.spec, StateSpec)]
+        for group in self.states:
+            self.windows[group] = 2
         self.requests = requests  # by their ids: plans say neither salts nor whole sequences that are read out
         self.vocabulary = vocabulary
         self.burst = burst  # tokens that a branch may get in one step
@@ -303,6 +307,8 @@ class FakeRunner:
         written: set[tuple[int, int]] = set()
         readers = self._readers(plan)
         new_ids = {new.req_id for new in plan.scheduled_new_reqs}
+        for row_id, row, _ in self._scheduled(plan):
+            self._read_states(row_id, row)
         for row_id, row, count in self._scheduled(plan):
             end = row.num_computed_tokens + count
             assert count > 0 and (end <= len(row.token_ids) or self._is_early(row_id, row))
@@ -310,6 +316,11 @@ class FakeRunner:
                 for group, (table, size) in enumerate(zip(row.tables, self.sizes)):
                     place, offset = divmod(position, size)
                     block = table[place]
+                    if group in self.states:
+                        if position < end - 1 and offset < size - 1:
+                            continue
+                        assert block and readers.get(block, set()) <= {row_id}, f"{row_id} writes another's state"
+                        offset = 0
                     assert (block, offset) not in written, f"slot {block}:{offset} is written twice"
                     written.add((block, offset))
                     content = (
@@ -345,9 +356,21 @@ class FakeRunner:
         """Whether it got no token in the step before, which this step was planned to compute."""
         return self.num_late.get((row_id, len(row.token_ids)), 0) > 0
 
+    def _read_states(self, row_id: str, row: Row) -> None:
+        """Before anything is written: the state behind the tokens that are computed."""
+        last = row.num_computed_tokens - 1
+        for group in self.states if last >= 0 else ():
+            assert row.is_written, f"{row_id} runs tokens again"
+            block = row.tables[group][last // self.sizes[group]]
+            found = self.store.read(block, 0) if block else "null"
+            if last < len(row.contents):
+                assert found == (group, row.contents[last]), f"{row_id} goes on from {found!r} at {last}"
+
     def _read(self, row_id: str, row: Row, count: int) -> None:
         end = min(row.num_computed_tokens + count, len(row.contents))
         for group, table in enumerate(row.tables):
+            if group in self.states:
+                continue
             for position in range(self._first_read(group, row.num_computed_tokens), end):
                 block = table[position // self.sizes[group]]
                 found = self.store.read(block, position % self.sizes[group]) if block else "null"

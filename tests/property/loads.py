@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ratoon.core.config import SchedulerConfig, SchedulingPolicy
 from ratoon.core.encoder import tokens_for_encoder
@@ -16,6 +17,7 @@ from ratoon.core.kv import (
     KVCacheConfig,
     KVCacheGroup,
     SlidingWindowSpec,
+    StateSpec,
     SwapCosts,
 )
 from ratoon.core.media import MediaFeature
@@ -109,7 +111,12 @@ class Load:
 
 @st.composite
 def kv_configs(
-    draw: st.DrawFn, max_model_len: int, shares: list[float], has_encoder: bool, host_shares: list[float]
+    draw: st.DrawFn,
+    max_model_len: int,
+    shares: list[float],
+    has_encoder: bool,
+    host_shares: list[float],
+    has_states: bool,
 ) -> KVCacheConfig:
     block_size = draw(number(1, 5))
     # Groups may have blocks of other sizes, most often multiples
@@ -119,6 +126,9 @@ def kv_configs(
     window = SlidingWindowSpec(sizes[1], 2, 8, "float16", window=draw(number(1, 12)))
     wide = SlidingWindowSpec(sizes[2], 1, 5, "float32", window=draw(number(13, 20)))
     shapes = [full], [full], [window], [full, window], [window, full], [full, window, wide]
+    if has_states:
+        state = StateSpec(draw(among(sizes[0], 2 * sizes[0], 3)), 1, 2, 4, 10, 3)
+        shapes = [state], [full, state], [state, full], [full, state, replace(state, part=1)], [window, state]
     specs = shapes[draw(among(*range(len(shapes))))]
     groups = tuple(KVCacheGroup(spec, (layer,)) for layer, spec in enumerate(specs))
     blocks_of_longest = sum(-(-max_model_len // group.spec.block_size) for group in groups)
@@ -239,11 +249,11 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
     some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
     tokens are guessed; adapted: requests name adapters, of which there are more than slots; seeing: prompts have
-    images; conversing: requests are of sessions, and say where their blocks are kept."""
+    images; stateful: some layers have a state; conversing: requests are of sessions, and say where their blocks are kept."""
     rooted, swapping, adapted, seeing = (trait in traits for trait in ("rooted", "swapping", "adapted", "seeing"))
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]
-    has_encoder = "encoding" in traits or (not seeing and draw(among(False, False, True)))
+    has_encoder = "encoding" in traits or (not seeing and "stateful" not in traits and draw(among(False, False, True)))
     num_requests = draw(number(4 if swapping else 1, 10))
     all_requests = [draw(requests(index, traits, has_encoder)) for index in range(num_requests)]
     arrivals: dict[int, list[EngineCoreRequest]] = defaultdict(list)
@@ -257,7 +267,8 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     branch_ids = [f"r{index}{suffix}" for index in range(num_requests) for suffix in ("", "", "#1")]
     max_model_len = draw(number(30, 50) if seeing else number(16, 40))
     burst = draw(among(1, 1, 3))
-    lateness = draw(among(0, 0, 2, 6))
+    has_states = "stateful" in traits
+    lateness = 0 if has_states else draw(among(0, 0, 2, 6))
     return Load(
         SchedulerConfig(
             max_num_batched_tokens=draw(BUDGET),
@@ -271,7 +282,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
             num_rounds=draw(among(1, 1, 2, 3)),
             whole_images=seeing and draw(BOOLEAN),
         ),
-        draw(kv_configs(max_model_len, shares, has_encoder, host_shares)),
+        draw(kv_configs(max_model_len, shares, has_encoder, host_shares, has_states)),
         caching=draw(among(True, True, True, False)),
         max_model_len=max_model_len,
         burst=burst,
@@ -297,7 +308,7 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
         num_adapter_slots=draw(number(1, 3)) if adapted else 0,
         adapter_slowness=draw(among(0, 1, 4)),
         broken_adapters=draw(among(frozenset(), frozenset(), frozenset({ADAPTERS[0].digest}))),
-        num_guesses=draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
+        num_guesses=0 if has_states else draw(among(2, 5) if "guessing" in traits else among(0, 0, 0, 3)),
         num_sources=draw(among(0, 1, 2)),
         drafts_on_device=draw(BOOLEAN),
         encoder_cache_size=draw(among(6, 6, 8, 11, 100)) if seeing else 1,

@@ -180,3 +180,21 @@ def test_one_owner_alone_is_planned_as_none_at_all(load: Load) -> None:
         drive.run()
         plans.append(drive.plans)
     assert plans[0] == plans[1]
+
+
+@examples(300)
+@given(loads("stateful"))
+def test_layers_with_states_go_on_from_the_state_behind_their_own_tokens(load: Load) -> None:
+    run(load)
+
+
+@examples(200)
+@given(loads("stateful", "rooted", "reading"))
+def test_continuations_and_readings_of_such_models_begin_at_states_that_were_kept(load: Load) -> None:
+    run(load)
+
+
+@examples(200)
+@given(loads("stateful", "searching", "swapping"))
+def test_beams_of_such_models_have_states_of_their_own_and_are_swapped_with_them(load: Load) -> None:
+    run(load)

@@ -52,7 +52,8 @@ def geometry_of(
     """`backend`: a name, or "auto". `kv_dtype`: that keys and values of the cache are kept in; None: `dtype`.
     `encoder_may_round`: the attention of an encoder may round to bf16. `whole`: the model with the layers of all
     stages, from which the groups of each stage are cut; None: `model` has all. `draft_layers`: those of a model that
-    drafts beside it. `state_interval`: tokens between the checkpoints of states; None: the default. Raises ConfigError if no backend supports some layers of the model."""
+    drafts beside it. `state_interval`: tokens between the checkpoints of states; None: the default.
+    Raises ConfigError if no backend supports some layers of the model."""
     whole = whole or model
 
     def groups_of(layers: Layers, kept: torch.dtype = kv_dtype or dtype) -> tuple[KVCacheGroup, ...]:
