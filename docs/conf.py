@@ -25,6 +25,7 @@ NAVIGATION = {
         "Make answers match a schema": "docs/structured-output",
         "Load a model": "docs/models",
         "Run mixtures of experts": "docs/experts",
+        "Run models with states": "docs/states",
         "Use adapters": "docs/adapters",
     },
     "Serve it": {

@@ -211,6 +211,14 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
         return tokens_in(self.num_blocks - 1, self.groups)
 
     @property
+    def bytes_per_token(self) -> int:
+        """What a token adds to a text: where groups have blocks of other sizes, in those that keep all of them."""
+        if all(group.spec.block_size == self.block_size for group in self.groups):
+            return self.bytes_per_block // self.block_size
+        growing = [group.spec.block_size for group in self.groups if group.spec.growth == "full"]
+        return sum(self.bytes_per_block // size for size in growing)
+
+    @property
     def bytes_per_block(self) -> int:
         """Memory of one block id, over all tensors."""
         return bytes_per_block(self.all_groups, self.attached)

@@ -100,7 +100,7 @@ def describe(core: EngineCore) -> dict[str, Any]:
         "step_bytes": facts.step_bytes,
         "swap_bytes": kv.num_host_blocks * kv.bytes_per_block,
         "swap_costs": None if facts.swap_costs is None else msgspec.to_builtins(facts.swap_costs),
-        "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
+        "kv_bytes_per_token": kv.bytes_per_token,
         "num_blocks": kv.num_blocks,
         "block_size": kv.block_size,
         "kv_groups": len(kv.groups),

@@ -105,6 +105,17 @@ def test_latent_attention_is_compared(tmp_path: Path) -> None:
     assert found["identical"] == found["requests"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_hybrid_of_states_and_attention_is_compared(tmp_path: Path) -> None:
+    options = ("--tiny", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
+    shown = run_program("states.py", *options, "--json", str(tmp_path / "out.json"))
+    assert "## float32, 1 threads" in shown
+    (floats,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    found = floats["identical_answers"]["transformers"]
+    assert found["identical"] == found["requests"] > 0
+
+
 class BreakingEngine:
     """In the place of an engine's process: the third generation fails."""
 

@@ -58,6 +58,7 @@ NOT_RUN = {
     },
     "deployment.md": {"": "sets up an environment"},
     "experts.md": {"ratoon info Qwen": "needs the hub", "ratoon serve Qwen": "needs the hub"},
+    "states.md": {"ratoon serve ibm": "needs the hub"},
     "gpu.md": {"": "needs a GPU"},
     "images.md": {"": "is about a model that takes minutes to train; test_images.py asks one"},
     "models.md": {

@@ -249,7 +249,8 @@ def loads(draw: st.DrawFn, *traits: str) -> Load:
     many extractions; encoding: a model with an encoder, which others are now and then; swapping: little memory, and
     some on the host; restarting: the engine dies now and then; owned: requests are of several owners; guessing: next
     tokens are guessed; adapted: requests name adapters, of which there are more than slots; seeing: prompts have
-    images; stateful: some layers have a state; conversing: requests are of sessions, and say where their blocks are kept."""
+    images; conversing: requests are of sessions, and say where their blocks are kept; stateful: some layers have a
+    state."""
     rooted, swapping, adapted, seeing = (trait in traits for trait in ("rooted", "swapping", "adapted", "seeing"))
     shares = POOL_SHARES[next((trait for trait in traits if trait in POOL_SHARES), "any")]
     host_shares = [0.3, 1.0, 3.0] if swapping else [0.0, 0.0, 1.0]

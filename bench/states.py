@@ -1,0 +1,80 @@
+"""A hybrid of state-space layers and attention on a CPU: the comparison of cpu_peers.py, in float32 against
+transformers, with a random model of about the shape of Granite 4 h-350m (32 layers, four of which attend).
+
+    .venv/bin/python bench/states.py --json result.json
+    .venv/bin/python bench/states.py --tiny          # does it work at all?
+
+Options and tables are those of cpu_peers.py. transformers runs its own torch code here, too: its kernels for these
+layers need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cpu_parts.engines import FLOAT32, Models
+from cpu_peers import CpuPeers
+from export_hf import CACHE_FOLDER
+from random_models import LAST_NORM_STD, SEED, _random_name, whole_folder
+
+WORKLOADS = "single,many-8,many-32,prefill"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 100352, "hidden_size": 768, "intermediate_size": 2048, "shared_intermediate_size": 2048,
+    "num_hidden_layers": 32, "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "layer_types": ["full_attention" if layer % 8 == 5 else "linear_attention" for layer in range(32)],
+}  # fmt: skip
+TINY_SHAPE: dict[str, Any] = SHAPE | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+class StateModels(Models):
+    """The folder alone: llama.cpp's form of it is not made."""
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__("tiny-hybrid" if tiny else "granite-4-h-350m", None)
+        self._sizes = TINY_SHAPE if tiny else SHAPE
+
+    @cached_property
+    def folder(self) -> Path:
+        assert self._shape is not None
+        folder = CACHE_FOLDER / _random_name(self._shape, [self._sizes, SEED, LAST_NORM_STD])
+        if not (folder / "config.json").is_file():
+            with whole_folder(folder) as partial:
+                self._make().save_pretrained(partial)
+        return folder
+
+    def _make(self) -> Any:
+        import torch
+        import transformers
+
+        torch.manual_seed(SEED)
+        model = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**self._sizes))
+        # Head and embedding are one: with a norm of ones, a token is followed by itself.
+        torch.nn.init.normal_(model.model.norm.weight, std=LAST_NORM_STD)
+        return model
+
+
+class States(CpuPeers):
+    doc = __doc__
+    parts = (FLOAT32,)
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        super().add_options(parser)
+        parser.set_defaults(workloads=WORKLOADS, engines="ratoon,transformers")
+
+    def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        super().check_options(parser, args)
+        self.models = StateModels(args.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(States().run())
