@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
-from ratoon.layers.state_space import StateSpaceLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform, StateSpaceLayer
 
 # Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
 # a kernel of their own for such steps.

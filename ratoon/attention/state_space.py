@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
 from ratoon.core.kv import StateSpec
-from ratoon.layers.state_space import StateSpaceLayer
+from ratoon.layers.attention import StateSpaceLayer
 
 Tensor = torch.Tensor
 

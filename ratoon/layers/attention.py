@@ -1,22 +1,20 @@
-"""The attention layer as a model sees it: a declaration of what it needs, and a call that the step executes.
+"""The layers that keep something of a sequence, as a model sees them: attention, and states in its place. Each is a
+declaration of what it needs, and a call that the step executes.
 
-The backend, and how keys and values are stored and paged, are the runner's.
+The backend, and how keys, values and states are stored and paged, are the runner's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec
+from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.norm import HeadRMSNorm
 from ratoon.layers.rotary import Rotary
-
-if TYPE_CHECKING:
-    from ratoon.layers.state_space import StateSpaceLayer
 
 
 @dataclass(slots=True, eq=False)
@@ -168,3 +166,53 @@ class CrossAttentionLayer:
 
     def __call__(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         return step.attend_across(self, q)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateSpaceLayer:
+    """The part of a state-space layer in which rows depend on each other. Sizes are those of this rank."""
+
+    index: int  # among the model's layers that have memory
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    time_step_limit: tuple[float, float]
+    conv_weight: torch.Tensor  # [channels, width] float32; the last column is the row's own
+    conv_bias: torch.Tensor | None  # [channels] float32
+    decay: torch.Tensor  # [heads] float32, below zero: by which a state decays in a unit of time
+    skip: torch.Tensor  # [heads] float32: how much of its input a head gives beside what it reads
+    time_step_bias: torch.Tensor  # [heads] float32
+
+    # Fields that backends expect of any layer
+    window = None
+    causal = True
+    bias = None
+    soft_cap = None
+    sinks = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_groups
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: the inputs of heads, then for each group what is written (B) and what is read (C)."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def conv_width(self) -> int:
+        return self.conv_weight.shape[1]
+
+    def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+        """States are in float32, whatever keys and values are kept in: errors of rounding add up over a text."""
+        return StateSpec(
+            block_size, self.num_heads, self.head_dim, self.state_size, self.num_channels, self.conv_width - 1
+        )
+
+    def __call__(self, projected: torch.Tensor, step: StepContext) -> torch.Tensor:
+        return step.scan(self, projected)

@@ -1,20 +1,18 @@
-"""State-space layers (Mamba-2): the layer as a step sees it, and the weights around it.
+"""State-space layers (Mamba-2): the weights around the scan over states.
 
 For each head there is a state of head_dim · state_size numbers. A token lets it decay, adds the product of its input
-and of what it writes (B), and reads it with C. Before that, a convolution over the last tokens mixes inputs. Where
-states are kept, and who computes them, are the runner's and the backend's (attention/state_space.py).
+and of what it writes (B), and reads it with C. Before that, a convolution over the last tokens mixes inputs. The
+layer as a step sees it is in attention.py; where states are kept, and how they are computed, are the runner's and the
+backend's (attention/state_space.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ratoon.core.config import StateSpaceConfig
-from ratoon.core.kv import KVCacheSpec, StateSpec
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import StepContext
+from ratoon.layers.attention import StateSpaceLayer, StepContext
 from ratoon.layers.linear import Linear, Piece, RowParallelLinear
 from ratoon.layers.norm import LinearInput, WholeRMSNorm
 from ratoon.layers.products import join_rows
@@ -22,56 +20,6 @@ from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateSpaceLayer:
-    """The part of a state-space layer in which rows depend on each other. Sizes are those of this rank."""
-
-    index: int  # among the model's layers that have memory
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    time_step_limit: tuple[float, float]
-    conv_weight: Tensor  # [channels, width] float32; the last column is the row's own
-    conv_bias: Tensor | None  # [channels] float32
-    decay: Tensor  # [heads] float32, below zero: by which a state decays in a unit of time
-    skip: Tensor  # [heads] float32: how much of its input a head gives beside what it reads
-    time_step_bias: Tensor  # [heads] float32
-
-    # Fields that backends expect of any layer
-    window = None
-    causal = True
-    bias = None
-    soft_cap = None
-    sinks = None
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_groups
-
-    @property
-    def inner_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution: the inputs of heads, then for each group what is written (B) and what is read (C)."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
-
-    @property
-    def conv_width(self) -> int:
-        return self.conv_weight.shape[1]
-
-    def kv_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
-        """States are in float32, whatever keys and values are kept in: errors of rounding add up over a text."""
-        return StateSpec(
-            block_size, self.num_heads, self.head_dim, self.state_size, self.num_channels, self.conv_width - 1
-        )
-
-    def __call__(self, projected: Tensor, step: StepContext) -> Tensor:
-        return step.scan(self, projected)
 
 
 class NormedOutput:

@@ -16,11 +16,16 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.adapters import AdapterRows, AdapterTarget, TableTarget
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, LatentAttentionLayer, StepContext
+from ratoon.layers.attention import (
+    AttentionLayer,
+    CrossAttentionLayer,
+    LatentAttentionLayer,
+    StateSpaceLayer,
+    StepContext,
+)
 from ratoon.layers.embedding import LMHead, RowEmbeddings, VocabParallelEmbedding, embed_rows
 from ratoon.layers.norm import LayerNorm, RMSNorm
 from ratoon.layers.shard import Shard, Stage
-from ratoon.layers.state_space import StateSpaceLayer
 from ratoon.layers.weights import Weights
 from ratoon.models.media_encoder import MediaEncoder
 

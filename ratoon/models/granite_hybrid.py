@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from ratoon.core.config import ModelConfig
+from ratoon.layers.attention import StateSpaceLayer
 from ratoon.layers.experts import ExpertNames
 from ratoon.layers.mlp import FeedForward, GatedMLP
-from ratoon.layers.state_space import StateSpaceLayer, StateSpaceMixer
+from ratoon.layers.state_space import StateSpaceMixer
 from ratoon.layers.weights import Weights
 from ratoon.models.base import MemoryLayer
 from ratoon.models.decoder import SandwichLayer, SelfAttention

@@ -9,10 +9,10 @@ import torch
 
 from ratoon.core.config import ModelConfig
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import StepContext
+from ratoon.layers.attention import StateSpaceLayer, StepContext
 from ratoon.layers.embedding import LMHead, VocabParallelEmbedding
 from ratoon.layers.norm import RMSNorm
-from ratoon.layers.state_space import StateSpaceLayer, StateSpaceMixer
+from ratoon.layers.state_space import StateSpaceMixer
 from ratoon.layers.weights import Weights
 from ratoon.models.base import LanguageModel, MemoryLayer, StreamLayer
 

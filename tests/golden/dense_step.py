@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, HeadTransform
-from ratoon.layers.state_space import StateSpaceLayer
+from ratoon.layers.attention import AttentionLayer, HeadTransform, StateSpaceLayer
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor

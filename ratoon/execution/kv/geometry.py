@@ -14,8 +14,7 @@ from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import BackendChoice, select_backend
 from ratoon.core.kv import AttachedGroup, KVCacheGroup, divide_states, group_layers
 from ratoon.execution.kv.kv_tensors import dtype_name
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
-from ratoon.layers.state_space import StateSpaceLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, StateSpaceLayer
 from ratoon.models.base import LanguageModel
 
 Layers = Sequence[AttentionLayer | CrossAttentionLayer | StateSpaceLayer]

@@ -11,8 +11,7 @@ from ratoon.execution.inputs.step_inputs import ReadRows
 from ratoon.execution.kv.kv_tensors import KVTensors, LayerCaches
 from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform
-from ratoon.layers.state_space import StateSpaceLayer
+from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform, StateSpaceLayer
 
 Tensor = torch.Tensor
 

@@ -30,6 +30,7 @@ NOT_SET_BY_PEOPLE = {
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
+    "state_interval": "32",
     "dtype": "float16",
     "load_format": "dummy",
     "model_backend": "transformers",

@@ -17,6 +17,7 @@ from ratoon.core.config import (
     ModelConfig,
     RelativePositions,
     RopeScaling,
+    StateSpaceConfig,
 )
 from ratoon.core.errors import ModelError
 from ratoon.core.kv import FullAttentionSpec, SlidingWindowSpec
@@ -53,7 +54,12 @@ WITH_IMAGES = replace(
     ),
 )
 QWEN2_VL = replace(WITH_IMAGES, rope_scaling=RopeScaling(sections=(1, 1)))
+STATES = StateSpaceConfig(2, 8, 5, 1, 4)
 BASES = {
+    "Mamba2ForCausalLM": replace(LLAMA, state_space=STATES),
+    "GraniteMoeHybridForCausalLM": replace(
+        LLAMA, state_space=replace(STATES, layers=tuple(layer > 0 for layer in range(LLAMA.num_layers)))
+    ),
     "GPT2LMHeadModel": GPT2,
     "BartForConditionalGeneration": ENCODER_DECODER,
     "MBartForConditionalGeneration": ENCODER_DECODER,
