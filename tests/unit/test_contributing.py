@@ -241,7 +241,7 @@ def test_a_setting(load: Load) -> None:
 def test_a_kind_of_memory(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = load("A kind of layer memory")
     monkeypatch.setattr(growth, "GROWTH_RULES", modules["growth"].GROWTH_RULES)
-    spec = modules["state_space"].StateSpec(4, 8)
+    spec = modules["summary"].SummarySpec(4, 8)
     assert spec.page_size_bytes == 16 * 8 * 4
     manager = KVCacheManager(KVCacheConfig(10, 4, (KVCacheGroup(spec, (0,)),)), max_model_len=64)
     sequence = TokenSequence("a", list(range(20)))
