@@ -196,6 +196,10 @@ class StateSpaceLayer:
         return self.num_groups
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
 
