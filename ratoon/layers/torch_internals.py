@@ -6,6 +6,7 @@ The import of torch without its unused parts is another such thing (engine/proce
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -18,6 +19,11 @@ def _stream_of(device: int) -> int:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
+
+# A context in which subclasses of tensors are taken for plain ones. Without it results are of the subclass, too
+PLAIN_TENSORS: Callable[[], AbstractContextManager[None]] | None = getattr(
+    torch._C, "DisableTorchFunctionSubclass", None
+)
 
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and handle; torch never frees them
 

@@ -46,7 +46,7 @@ def _table_of_decoders() -> str:
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return ""
-    path = Path(found.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
+    path = Path(found.submodule_search_locations[0], "models", "auto", "modeling_auto").with_suffix(".py")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

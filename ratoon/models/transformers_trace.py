@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 from ratoon.core.errors import ModelError
+from ratoon.layers.torch_internals import PLAIN_TENSORS
 
 Tensor = torch.Tensor
 
@@ -211,7 +212,9 @@ class _WatchedPositions(torch.Tensor):
             for each in args:
                 if isinstance(each, _WatchedPositions):
                     each.was_read = True
-        with torch._C.DisableTorchFunctionSubclass():
+        if PLAIN_TENSORS is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with PLAIN_TENSORS():
             return func(*args, **(kwargs or {}))
 
 

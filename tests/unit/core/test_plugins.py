@@ -141,7 +141,9 @@ def test_an_unfit_part_is_an_error_of_what_asked_for_it(packages: Packages) -> N
 
 def test_errors_for_unknown_names_list_what_is_registered(packages: Packages) -> None:
     packages.add("unfit", "X = 3", weight_formats={"bad": "X"}, **BROKEN)
-    with pytest.raises(ModelError, match=r"'OtherForCausalLM' is not supported; known: …ForCausalLM of Bad, Falcon"):
+    with pytest.raises(
+        ModelError, match=r"'OtherForCausalLM' is not supported; known: …ForCausalLM of Bad, DeepseekV2"
+    ):
         parse_hf_config({**LLAMA_CONFIG, "architectures": ["OtherForCausalLM"]}, "a folder")
     with pytest.raises(ConfigError, match=r"'other' is unknown; auto, .*, bad"):
         select_backend("other", NEEDS, "layers")

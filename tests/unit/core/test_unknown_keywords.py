@@ -61,7 +61,7 @@ def test_every_field_has_a_type_that_is_checked_and_its_default_passes() -> None
         values = {name: getattr(params, name) for name in params.__struct_fields__}
         verify_types(type(params), values)
         unchecked = {name for name in values if _accepts(type(params), name, object())}
-        assert unchecked <= {"structured_output", "positions", "layers"}
+        assert unchecked <= {"structured_output", "positions", "layers", "cross_heads"}
     SamplingParams(
         stop="x", stop_token_ids=(1,), forced_eos_token_id=3, return_hidden_states=True, top_k=-1, temperature=1
     )

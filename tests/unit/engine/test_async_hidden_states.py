@@ -29,7 +29,7 @@ EVERYTHING = HiddenStatesParams(positions="all")
 @pytest.fixture(autouse=True)
 def source(monkeypatch) -> FakeSource:
     found = fake_source()
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: found)
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: found)
     return found
 
 

@@ -36,7 +36,7 @@ from tests.waiting import PATIENCE
 def source(monkeypatch) -> FakeSource:
     """The model that every name leads to."""
     found = fake_source()
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: found)
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: found)
     return found
 
 
@@ -543,7 +543,7 @@ async def test_an_engine_that_does_not_start_is_cleaned_up():
 
 @on_event_loop
 async def test_a_model_that_can_not_be_read_ends_the_engine_that_was_starting(monkeypatch):
-    def resolve(name, overrides=None):
+    def resolve(name, *_):
         raise ModelError(name, "is no file")
 
     monkeypatch.setattr("ratoon.models.source.resolve_model", resolve)

@@ -19,7 +19,7 @@ FINAL = SamplingParams(max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
 
 @pytest.fixture(autouse=True)
 def source(monkeypatch):
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: fake_source())
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: fake_source())
 
 
 def make(client: FakeAsyncClient, **options) -> AsyncLLM:

@@ -114,7 +114,7 @@ def test_a_refused_request_shows_both_prompts():
 async def test_the_asynchronous_engine_tells_the_same(monkeypatch):
     source = fake_source()
     source.config, source.tokenizer = encoder_decoder_config(NUM_MEL_BINS), TOKENIZER
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: source)
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: source)
     client = FakeAsyncClient(answer)
     async with AsyncLLM("fake", client=client) as llm:
         pair = {"encoder_prompt": {"features": features()}, "decoder_prompt": "x"}

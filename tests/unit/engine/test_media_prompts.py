@@ -359,7 +359,7 @@ def test_prompts_with_media_take_long() -> None:
 async def test_media_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     source = fake_source()
     source.config = SEES
-    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, overrides=None: source)
+    monkeypatch.setattr("ratoon.models.source.resolve_model", lambda name, *_: source)
     threads = []
     from ratoon.media import processor as module
 

@@ -119,6 +119,7 @@ FIELDS: list[dict[str, Any]] = [
     {"logit_bias": {1: 2.5, 3: -1.0}},
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.5, "presence_penalty": -0.25},
+    {"typical_p": 0.7},
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 2},
     {"encoder_no_repeat_ngram_size": 1},

@@ -38,7 +38,7 @@ def source():
 def client(monkeypatch, source) -> SpeechClient:
     made = SpeechClient(lambda request: "<0.00> Hello.<1.00>")
     models, clients = ModuleType("ratoon.models.source"), ModuleType("ratoon.engine.processes.client")
-    models.resolve_model = lambda name, overrides=None: source
+    models.resolve_model = lambda name, *_: source
     clients.make_client = lambda config, source, timer, process: made
     monkeypatch.setitem(sys.modules, "ratoon.models.source", models)
     monkeypatch.setitem(sys.modules, "ratoon.engine.processes.client", clients)
