@@ -32,6 +32,7 @@ REQUIRED = ("model", "max_tokens", "prompt", "messages", "input", "tokens", "fil
 NUM_OPTIONAL = 3
 ADMIN_KEY = "admin"
 EVENTS = "/v1/engine/events"  # a stream that ends by itself only if it is told after how many
+CONVERSATION = "/v1/conversations/{conversation_id}"
 WITH_INPUT = [
     *(("post", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings", "hidden_states")),
     *(("post", f"/v1/{name}") for name in ("responses", "messages", "messages/count_tokens")),
@@ -42,6 +43,8 @@ WITH_INPUT = [
     *(("post", f"/v1/{name}_lora_adapter") for name in ("load", "unload")),
     ("post", "/admin/replicas/{index}/drain"),
     *(("get", "/v1/responses/{response_id}"), ("get", "/v1/responses/{response_id}/input_items")),
+    *(("post", path) for path in ("/v1/conversations", CONVERSATION, f"{CONVERSATION}/items")),
+    ("get", f"{CONVERSATION}/items"),
 ]
 WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
     *(("post", f"/admin/{name}") for name in ("wake_up", "pause", "resume", "reset_prefix_cache", "replicas")),
@@ -52,6 +55,7 @@ WHATEVER_INPUT = [  # none, or a name, with which nothing can be wrong
     *(("delete", f"/v1/engine/{name}/{{request_id}}") for name in ("requests", "leases")),
     ("get", EVENTS),
     *(("delete", "/v1/responses/{response_id}"), ("post", "/v1/responses/{response_id}/cancel")),
+    *((method, path) for method in ("get", "delete") for path in (CONVERSATION, f"{CONVERSATION}/items/{{item_id}}")),
 ]
 
 
