@@ -16,7 +16,7 @@ from ratoon.core.plugins import ATTENTION_BACKENDS, PluginError, find_plugin, pl
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
-BACKENDS += [TorchStateBackend]  # of layers with states, for which the others have reasons against
+STATE_BACKENDS: list[type[AttentionBackend]] = [TorchStateBackend]  # of layers with states in the place of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ def _reasons_against(backend: type[AttentionBackend], needs: AttentionNeeds) -> 
 
 def select_backend(name: str, needs: AttentionNeeds, layers: str) -> BackendChoice:
     """`name` is the setting, which is about attention: that of states is always the first that supports them."""
-    candidates = list(BACKENDS)
-    name = "auto" if needs.content == StateSpec.content else name
+    has_states = needs.content == StateSpec.content
+    candidates = list(STATE_BACKENDS if has_states else BACKENDS)
+    name = "auto" if has_states else name
     if name != "auto" and name not in {backend.name for backend in candidates}:
         candidates += find_registered(name)
     reasons = {backend.name: _reasons_against(backend, needs) for backend in candidates}

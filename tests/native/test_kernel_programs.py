@@ -143,5 +143,6 @@ def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_
         "ranks",
         "low rank",
         "experts",
+        "latent",
         "resize",
     ]

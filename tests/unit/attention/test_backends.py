@@ -467,14 +467,12 @@ def test_on_the_cpu_readers_of_one_encoder_input_get_what_each_gets_alone_to_the
 @needs_kernels
 def test_the_fastest_backend_that_fits_is_chosen():
     needs = AttentionNeeds("cpu", torch.float32, 16, 64, 9, 3)
-    of_states = {"torch states": ["reads a state, not keys and values"]}
     chosen = select_backend("auto", needs, "layers 0-3")
-    others = {"triton": NOT_ON_CUDA, "torch": ["cpu is faster"]} | of_states
-    assert (chosen.backend.name, chosen.reasons_against) == ("cpu", others)
+    assert (chosen.backend.name, chosen.reasons_against) == ("cpu", {"triton": NOT_ON_CUDA, "torch": ["cpu is faster"]})
     chosen = select_backend("torch", needs, "layers 0-3")
     assert (chosen.backend.name, chosen.reasons_against) == (
         "torch",
-        {"cpu": ["torch was asked for"], "triton": NOT_ON_CUDA} | of_states,
+        {"cpu": ["torch was asked for"], "triton": NOT_ON_CUDA},
     )
     chosen = select_backend("auto", AttentionNeeds("cpu", torch.float32, 8, 24, 9, 3), "layers 0-3")
     assert chosen.backend.name == "torch"
