@@ -141,7 +141,7 @@ def attend(
 def attend_to_vectors(
     heads: int, query_lens: list[int], seq_len: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
 ) -> None:
-    """The same of latent attention, in the sizes of DeepSeek's models."""
+    """Compiles a step of latent attention, in the sizes of DeepSeek's models."""
     backend, layer = triton_latent.TritonLatentBackend(), LatentAttentionLayer(0, heads, 1, 576, 0.07, rope_dim=64)
     inputs, num_tokens = step_inputs(query_lens, seq_len), sum(query_lens)
     q, k = torch.zeros(num_tokens, heads + 1, 576, dtype=dtype).split([heads, 1], 1)

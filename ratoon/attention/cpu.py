@@ -174,7 +174,7 @@ class CpuAttentionBackend(AttentionBackend):
 
 
 class LatentCpuBackend(CpuAttentionBackend):
-    """The same over latent vectors (layers/native/latent.c), which a block has in panels of 16 numbers."""
+    """The CPU backend of latent attention (layers/native/latent.c): a block has its vectors in panels of 16 numbers."""
 
     @staticmethod
     def reasons_against_latent(needs: AttentionNeeds) -> list[str]:

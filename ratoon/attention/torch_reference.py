@@ -112,7 +112,7 @@ class TorchReferenceBackend(AttentionBackend):
 
 
 class LatentReferenceBackend(TorchReferenceBackend):
-    """The same over latent vectors: pages are [block_size, width]."""
+    """The reference backend of latent attention, whose pages are [block_size, width]."""
 
     def store(
         self,

@@ -83,7 +83,8 @@ class TritonLatentBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        """Those of latent attention alone; what holds for all layers is with the other backend of this name."""
+        """Returns the reasons that latent attention adds; what holds for all layers is checked by the other backend of
+        this name."""
         reasons, value_dim = [], needs.value_dim or needs.head_dim
         if value_dim > MAX_VALUE_DIM:
             reasons.append(f"values of latent vectors must have at most {MAX_VALUE_DIM} numbers, not {value_dim}")

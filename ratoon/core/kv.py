@@ -212,7 +212,8 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """What a token adds to a text: where groups have blocks of other sizes, in those that keep all of them."""
+        """The memory that a token adds to a text. Where groups have blocks of different sizes, it is counted in those
+        that keep all of their blocks."""
         if all(group.spec.block_size == self.block_size for group in self.groups):
             return self.bytes_per_block // self.block_size
         growing = [group.spec.block_size for group in self.groups if group.spec.growth == "full"]

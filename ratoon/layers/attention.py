@@ -205,7 +205,8 @@ class StateSpaceLayer:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: the inputs of heads, then for each group what is written (B) and what is read (C)."""
+        """The channels of the convolution: the inputs of heads, then for each group what is written (B) and what is
+        read (C)."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property

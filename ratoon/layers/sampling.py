@@ -296,9 +296,9 @@ def filtered(probabilities: Tensor, filters: Filters) -> Tensor:
 
 
 def typical(logits: Tensor, filters: Filters, masses: Tensor) -> Tensor:
-    """Which tokens [R, V] locally typical sampling keeps: of those that pass the filters, the ones whose surprise
-    (-log p) is nearest to the expected surprise, until their probabilities sum up to `masses` [R]. At least one is
-    kept. Tokens that are as near as the last one are kept with it."""
+    """Returns a mask [R, V] of the tokens that locally typical sampling keeps: of those that pass the filters, the
+    ones whose surprise (-log p) is nearest to the expected surprise, until their probabilities sum up to `masses` [R].
+    At least one is kept. Tokens that are as near as the last one are kept with it."""
     passed = filtered(exact_probabilities(logits), filters).double()
     probabilities = passed / passed.sum(dim=-1, keepdim=True)
     surprise = -probabilities.log()

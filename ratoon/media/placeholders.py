@@ -33,7 +33,7 @@ class TextTokens(Protocol):
 
 
 class Placeholders:
-    """Of one model. Prompts are given to `mark`, then to `find`, then to `expand`."""
+    """The placeholders of one model. Prompts are given to `mark`, then to `find`, then to `expand`."""
 
     def __init__(self, config: MediaConfig, family: Family, tokenizer: TextTokens | None) -> None:
         self._config = config

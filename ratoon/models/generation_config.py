@@ -53,8 +53,8 @@ def generation_fields(raw_generation: Raw, raw_config: Raw, config: ModelConfig)
 
 
 def read_generation_defaults(raw: Raw, config: ModelConfig, source: str) -> dict[str, Any]:
-    """Those that are set, under transformers' names. ModelError for a value of the wrong kind, and for keys that change
-    answers there and are not obeyed here."""
+    """Returns the defaults that the file sets, under transformers' names. ModelError for a value of the wrong kind, and
+    for keys that change answers there and are not obeyed here."""
     fields = ConfigFields(raw, source)
     _refuse(raw, config, source)
     values: dict[str, Any] = {name: _number(fields, name) for name in NUMBERS}

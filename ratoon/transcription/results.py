@@ -43,7 +43,7 @@ class Transcription:
 
     @property
     def words(self) -> list[Word] | None:
-        """Those of all segments, if they were requested."""
+        """The words of all segments, if they were requested."""
         if not self.word_timestamps:
             return None
         return [word for segment in self.segments for word in segment.words or ()]

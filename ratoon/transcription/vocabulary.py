@@ -223,7 +223,7 @@ TOKENS_PER_SECOND = 13  # more is never speech: Moonshine's limit for the langua
 
 
 class PlainVocabulary(SpeechVocabulary):
-    """That of Moonshine: a start token, and then text alone. Which language it is, the files do not say."""
+    """The vocabulary of Moonshine: a start token, and then text alone. The files do not say which language it is."""
 
     has_timestamps = False
     only_language = ""
@@ -248,7 +248,8 @@ class PlainVocabulary(SpeechVocabulary):
         return [self.start]
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
-        """As Whisper's texts have it, a space is before the first word: what is joined is text, too."""
+        """Returns the text with a space before its first word, as Whisper's texts have one, so that texts can be
+        joined."""
         text = self.tokenizer.decode([token_id for token_id in token_ids if token_id != self.end]).strip()
         return f" {text}" if text else ""
 

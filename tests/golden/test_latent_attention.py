@@ -63,7 +63,7 @@ def test_the_config_of_transformers_is_parsed_as_the_one_written_by_hand(family:
 
 
 def check_hidden_states(llm: LLM, family: str) -> None:
-    """Those of all layers, at all positions."""
+    """Compares the hidden states of all layers, at all positions."""
     params = HiddenStatesParams(layers="all", positions="all")
     (found,) = llm.extract_hidden_states([PROMPTS[0]], params, progress=False)
     wanted = np.delete(oracle_states(family, PROMPTS[0]), -2, axis=0)  # as transformers lists them

@@ -87,7 +87,7 @@ def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> Non
 
 
 def check_hidden_states(llm: LLM, family: str) -> None:
-    """Those of all layers, at all positions."""
+    """Compares the hidden states of all layers, at all positions."""
     params = HiddenStatesParams(layers="all", positions="all")
     (found,) = llm.extract_hidden_states([PROMPTS[0]], params, progress=False)
     wanted = np.delete(oracle_states(family, PROMPTS[0]), -2, axis=0)  # as transformers lists them

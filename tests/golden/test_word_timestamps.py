@@ -21,7 +21,7 @@ HEADS = [(1, 0), (1, 3), (2, 2)]
 
 
 def times_by_transformers(found: Any, num_prompt_tokens: int, num_frames: int, oracle: Any) -> np.ndarray:
-    """Of the generated tokens but the last, which it has no weights of."""
+    """Returns the times of the generated tokens but the last, of which transformers has no weights."""
     times = oracle._extract_token_timestamps(
         found, HEADS, num_frames=num_frames, num_input_ids=num_prompt_tokens, time_precision=SECONDS_OF_POSITION
     )

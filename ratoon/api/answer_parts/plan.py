@@ -100,8 +100,8 @@ class AnswerPlan:
         return self._grammar("text", [text], state)
 
     def _in_channels(self, asked: StructuredOutput | None, state: ReasoningState) -> StructuredOutput | None:
-        """What an answer of messages in channels must match: the message to a function or the final one, behind any
-        number of messages of reasoning."""
+        """Returns the form of an answer that is written as messages in channels: the message to a function or the
+        final one, behind any number of messages of reasoning."""
         functions, special = list(callable_functions(self.tools)), self.special_tokens
         reasoning = self.format.reasoning
         assert reasoning is not None

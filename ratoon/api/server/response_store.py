@@ -222,7 +222,8 @@ class StoreLog(Protocol):
     """What responses outlive the process in."""
 
     def read(self) -> tuple[list[StoredResponse], list[StoredConversation]]:
-        """Those of earlier processes, in the order in which they ended or were used last."""
+        """Returns the responses and conversations of earlier processes, in the order in which they ended or were used
+        last."""
         ...
 
     def ended(self, response: StoredResponse) -> None:

@@ -300,7 +300,7 @@ def read_audio(name: str, audio: Mapping[str, Any], encoder: EncoderConfig) -> W
 
 
 def _read_samples(name: str, audio: Mapping[str, Any]) -> WireTensor:
-    """What an encoder of samples reads: [1, samples]."""
+    """Returns the samples [1, samples] that an encoder of waveforms reads."""
     from ratoon.models.waveform import FEWEST_SAMPLES, WINDOW_SAMPLES, waveform_features
 
     if "features" not in audio:
@@ -354,7 +354,7 @@ def _sampling_rate(field: str, value: Any) -> int:
 
 
 def _resampled(field: str, waveform: numpy.ndarray, rate: int) -> numpy.ndarray:
-    """The same sound at the rate that encoders read. RequestError: PyAV is not installed."""
+    """Returns a recording at the rate that encoders read. RequestError: PyAV is not installed."""
     import numpy
 
     from ratoon.models.log_mel import SAMPLE_RATE, WINDOW_SAMPLES

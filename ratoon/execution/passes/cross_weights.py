@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class CrossWeightRows:
-    """Of one pass."""
+    """The rows of one pass whose cross-attention weights are read, and the weights that its layers give."""
 
     def __init__(
         self, wanted: Sequence[EndRows], inputs: CommonAttentionMetadata, num_heads: int, shard: Shard, first_layer: int
