@@ -29,6 +29,9 @@ SECRET_VARIABLE = "RATOON_CLUSTER_SECRET"
 LEAST_SECRET = 16  # characters
 EXPECTED_SECRET = f"the same {LEAST_SECRET} or more characters on all hosts: `openssl rand -hex 32` makes some"
 LINGER_MILLISECONDS = 1000  # for what was sent before a socket is closed
+# ZeroMQ's own heartbeat: a connection whose other end went away without a word is closed, and then made again.
+MILLISECONDS_BETWEEN_PINGS = 5_000
+MILLISECONDS_WITHOUT_ANSWER = 30_000
 
 
 def read_secret(config: EngineConfig) -> str:
@@ -100,6 +103,8 @@ class EncryptedContext:
         made = self._context.socket(kind)
         made.ipv6 = ":" in address
         made.linger = LINGER_MILLISECONDS
+        made.heartbeat_ivl = MILLISECONDS_BETWEEN_PINGS
+        made.heartbeat_timeout = MILLISECONDS_WITHOUT_ANSWER
         made.sndhwm = made.rcvhwm = 0  # nothing is dropped: steps in flight bound what is queued
         made.curve_publickey = self._keys.public.encode()
         made.curve_secretkey = self._keys.secret.encode()

@@ -71,8 +71,9 @@ def running_node(folder: Path, port: int, **settings: Any) -> Iterator[RunningNo
 
 
 class Relay:
-    """Passes bytes between a port of its own and another one, and keeps them. Cut, it passes nothing and closes
-    nothing, as a network that loses packets."""
+    """Passes bytes between a port of its own and another one, and keeps them. A connection that ends on one side, in
+    order or by a reset, ends on the other one too. Cut, the relay passes nothing and closes nothing, as a network that
+    loses packets."""
 
     def __init__(self, target: int) -> None:
         self.seen = bytearray()
@@ -97,12 +98,18 @@ class Relay:
                     threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # a reset: node 0 has closed with bytes unread
             while data := source.recv(1 << 16):
                 self.seen += data
                 if not self.is_cut.is_set():
                     target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._sockets) // 2
 
     def close(self) -> None:
         for each in (self._listener, *self._sockets):

@@ -17,9 +17,12 @@ from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError, EngineError
 from ratoon.core.ranks import WorkerLaunch
 from ratoon.core.settings import engine_config
+from ratoon.distributed import cluster
 from ratoon.distributed.cluster import SECRET_VARIABLE, EncryptedContext, keys_of_secret, new_keys, read_secret
 from ratoon.distributed.host_collective import HostCollective
 from ratoon.distributed.host_links import HostLinks, as_bytes
+from tests.golden.nodes import Relay
+from tests.waiting import wait_until
 
 LOCALHOST = "127.0.0.1"
 
@@ -47,6 +50,26 @@ def test_only_owners_of_the_secret_are_heard() -> None:
     finally:
         plain.destroy(linger=0)
         for context in (friend, stranger, server):
+            context.close()
+
+
+def test_a_connection_whose_other_end_is_gone_without_a_word_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MILLISECONDS_BETWEEN_PINGS", 100)
+    monkeypatch.setattr(cluster, "MILLISECONDS_WITHOUT_ANSWER", 1000)
+    keys = new_keys()
+    server, client = EncryptedContext(keys), EncryptedContext(keys)
+    listening, endpoint = server.listen(zmq.PULL, LOCALHOST)
+    relay = Relay(int(endpoint.rpartition(":")[2]))
+    try:
+        sending = client.connect(zmq.PUSH, f"tcp://{LOCALHOST}:{relay.port}")
+        sending.send(b"before")
+        assert listening.recv() == b"before"
+        relay.is_cut.set()
+        wait_until("another connection is made", lambda: relay.num_connections > 1)
+        relay.is_cut.clear()
+    finally:
+        relay.close()
+        for context in (client, server):
             context.close()
 
 
