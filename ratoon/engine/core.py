@@ -129,12 +129,12 @@ class EngineCore:
     def publish_events(self, publisher: KVEventPublisher) -> None:
         """Subscribers are told which blocks can be found here, from now on."""
         medium = "GPU" if self.executor.facts.device.startswith("cuda") else "CPU"
-        self.scheduler.kv_cache.collect_events(BlockEvents(medium))
+        self.scheduler.kv_cache.prefix_cache.collect_events(BlockEvents(medium))
         self._publisher = publisher
         self._publish()
 
     def _publish(self) -> None:
-        events = self.scheduler.kv_cache.events
+        events = self.scheduler.kv_cache.prefix_cache.events
         if self._publisher is not None and events is not None and (new := events.take()):
             self._publisher.publish(new)
 

@@ -1,12 +1,12 @@
-"""Block tables of sequences: prefix hits, allocation, copy-on-write, forks. Accounting only; no tensor is touched here.
+"""Block tables of sequences: allocation, copy-on-write, forks. Accounting only; no tensor is touched here. What can be
+found by hashes is in prefix_cache.py.
 
 Decides which block holds which tokens. The scheduler decides when to run, preempt or refuse.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
@@ -16,20 +16,16 @@ from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockCopy, BlockIds, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
 from ratoon.memory.block_copies import BlockCopies
-from ratoon.memory.block_events import GROUP, BlockEvents
 from ratoon.memory.block_pool import Block, BlockPool
-from ratoon.memory.block_store import BlockStore, HostTier, Lookup
+from ratoon.memory.block_store import BlockStore, HostTier
 from ratoon.memory.cross_tables import CrossTables
 from ratoon.memory.growth import rule_for
-from ratoon.memory.hashing import BlockHasher
+from ratoon.memory.prefix_cache import GroupBlocks, PrefixCache, hashes_up_to
 from ratoon.memory.sequence import CrossTable, TokenSequence
 from ratoon.memory.sessions import SessionKey, SessionTable
 from ratoon.memory.swap import SavedSequences, Tables, entries_of
 
 TablePlace = tuple[int, int]  # KV group, index into its table
-GroupBlocks = tuple[list[Block], ...]  # one list of table entries for each KV group
-
-MANY_BLOCKS = 32  # full blocks of one allocation from which on they are added to the prefix cache later
 
 
 class KVCacheManager:
@@ -40,31 +36,19 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.rules = [rule_for(group.spec) for group in kv_config.groups]
         self._sizes = [rule.block_size for rule in self.rules]
-        self._unit = math.gcd(*self._sizes)
-        self._one_size = self._unit if len(set(self._sizes)) == 1 else 0  # 0: groups have different ones
-        # At multiples of this many tokens all groups have whole blocks: prefix cache hits are as long
-        self.block_size = math.lcm(*self._sizes)
+        self._one_size = self._sizes[0] if len(set(self._sizes)) == 1 else 0  # 0: groups have different ones
         self.num_groups = len(self.rules)
-        self.enable_caching = enable_caching and all(rule.is_cacheable for rule in self.rules)
         self._returning = [(group, rule) for group, rule in enumerate(self.rules) if rule.gives_back]
         self._overwritten = [group for group, rule in enumerate(self.rules) if rule.is_overwritten]
         self.has_cross_group = kv_config.cross is not None
         self.pool = BlockPool(kv_config.num_blocks, enable_caching, len(kv_config.all_groups))
-        self.prefix_cache_stats = PrefixCacheStats()
+        self.prefix_cache = PrefixCache(self.pool, self.rules, enable_caching)
+        self.enable_caching = self.prefix_cache.is_enabled
+        self.block_size = self.prefix_cache.block_size
+        self._unit = self.prefix_cache.unit
         self._given_back: list[Block] = []
-        # The sequence whose full blocks are added later, and up to which token
-        self._unregistered: tuple[TokenSequence, int] | None = None
-        # Sequences with states, and up to which token their full blocks are added when the plan is made: a state that a
-        # step writes can't be read in the same step, as keys and values can
-        self._written: dict[TokenSequence, int] = {}
-        self._hashers = [BlockHasher(size) for size in dict.fromkeys(self._sizes)]
-        self._groups_by_size = [
-            (hasher.block_size, hasher, [g for g, size in enumerate(self._sizes) if size == hasher.block_size])
-            for hasher in self._hashers
-        ]
         self._copies = BlockCopies()
         self.store = BlockStore(self.pool, self._copies, kv_config.fingerprint)
-        self.events: BlockEvents | None = None  # what happens to blocks, for an index elsewhere
         if kv_config.num_host_blocks:
             num_groups = len(kv_config.all_groups)
             self.store.attach(HostTier(kv_config.num_host_blocks, num_groups, kv_config.fingerprint))
@@ -147,74 +131,12 @@ class KVCacheManager:
         """
         self.register_blocks()
         lookups = [self.pool.cached_blocks(group).get for group in range(self.num_groups)]
-        return self._longest_prefix(branch, max_tokens, lookups)
-
-    def _longest_prefix(
-        self, branch: TokenSequence, max_tokens: int | None, lookups: Sequence[Lookup], looks_ahead: bool = False
-    ) -> tuple[GroupBlocks, int]:
-        limit = branch.num_tokens - 1 if max_tokens is None else min(branch.num_tokens - 1, max_tokens)
-        limit = self._whole_blocks(branch, limit)
-        if not self.enable_caching or limit <= 0 or not self._begins_with_hit(branch, lookups):
-            return tuple([] for _ in self.rules), 0
-        self._hash_blocks(branch, limit)
-        if looks_ahead:
-            for group, size in enumerate(self._sizes):
-                self.store.look_ahead(group, branch.block_hashes[size][: limit // size])
-        # A hit must hold for every group. A shorter limit can change what a window group finds, so repeat until no
-        # group shortens it any more.
-        while True:
-            hits, longest = [], limit
-            for rule, size, lookup in zip(self.rules, self._sizes, lookups):
-                hit = rule.longest_hit(branch.block_hashes[size], limit // size, lookup, self.pool.null_block)
-                limit = self._whole_blocks(branch, len(hit) * size)
-                hits.append(hit)
-            if limit == longest:
-                return tuple(hits), limit
-
-    def _whole_blocks(self, branch: TokenSequence, num_tokens: int) -> int:
-        """The most of the first `num_tokens` of a sequence that are whole blocks of all groups, and end in no image
-        that is computed in one step."""
-        num_tokens -= num_tokens % self.block_size
-        while (outside := branch.extra_keys.before_part(num_tokens)) < num_tokens:
-            num_tokens = outside - outside % self.block_size
-        return num_tokens
-
-    def _begins_with_hit(self, branch: TokenSequence, lookups: Sequence[Lookup]) -> bool:
-        """Whether its first block is found. Without that only windows have hits, and of a new prompt no further block
-        need be hashed before its step is launched."""
-        self._hash_blocks(branch, self.block_size if len(self._hashers) > 1 else self._unit)
-        firsts = [branch.block_hashes[size][0] for size in self._sizes]
-        return all(
-            rule.gives_back or lookup(first) is not None for rule, lookup, first in zip(self.rules, lookups, firsts)
-        )
-
-    def _hash_blocks(self, branch: TokenSequence, num_tokens: int) -> None:
-        """Hash the full blocks of the first `num_tokens`, in all sizes that groups have."""
-        for hasher in self._hashers:
-            size = hasher.block_size
-            hasher.extend(branch.block_hashes[size], branch.token_ids, num_tokens // size, branch.extra_keys)
-
-    @property
-    def has_unregistered_blocks(self) -> bool:
-        return self._unregistered is not None
-
-    def collect_events(self, events: BlockEvents) -> None:
-        """Tells what happens to blocks that can be found from now on."""
-        self.events = events
-        self.pool.on_forget = events.removed
-        self.pool.on_reset = events.cleared
+        return self.prefix_cache.longest_prefix(branch, max_tokens, lookups)
 
     def register_blocks(self) -> None:
         """Add to the prefix cache what the last allocation left for later. To be called while a step runs; before the
         manager does anything that depends on it, it does so itself."""
-        if self._unregistered is not None:
-            branch, num_tokens = self._unregistered
-            self._unregistered = None
-            self._register_full_blocks(branch, num_tokens)
-
-    def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
-        self.prefix_cache_stats.queries += num_tokens
-        self.prefix_cache_stats.hits += num_hit_tokens
+        self.prefix_cache.add_unregistered()
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks and their statistics. Refused (False) while any block is in use."""
@@ -222,7 +144,7 @@ class KVCacheManager:
         if not self.pool.reset_prefix_cache() or not self.store.reset():
             return False
         self.sessions.clear()
-        self.prefix_cache_stats = PrefixCacheStats()
+        self.prefix_cache.stats = PrefixCacheStats()
         return True
 
     # ---- memory of a sequence ----
@@ -246,8 +168,7 @@ class KVCacheManager:
         short, one that no other sequence holds leaves the prefix cache instead and is written in place, so that a
         sequence alone in the pool never takes more than `required_blocks`.
         """
-        if self._unregistered is not None and self._unregistered[0] is not branch:
-            self.register_blocks()
+        self.prefix_cache.add_unregistered(but=branch)
         num_computed = branch.num_computed_tokens + num_new_computed_tokens
         num_total = num_computed + num_new_tokens
         num_slots = num_total + num_lookahead_tokens
@@ -299,13 +220,7 @@ class KVCacheManager:
         appended = tuple(map(self._append_blocks, tables, num_missing))
         branch.write_limit = write_limit
         num_known = num_total if num_total < branch.num_tokens else branch.num_tokens  # a pending token has no hash
-        num_unregistered = (num_known - branch.num_registered_tokens) // self._unit
-        if self._overwritten:
-            self._written[branch] = num_known
-        elif num_unregistered >= MANY_BLOCKS and not self._returning:  # those could be given back before
-            self._unregistered = branch, num_known
-        elif num_unregistered > 0:
-            self._register_full_blocks(branch, num_known)
+        self.prefix_cache.add_written(branch, num_known)
         return appended
 
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
@@ -362,7 +277,7 @@ class KVCacheManager:
         if not self.store.keeps_ended_texts or retention == IN_MEMORY:
             return
         self.register_blocks()
-        self._register_full_blocks(ended, ended.num_computed_tokens)
+        self.prefix_cache.add(ended, ended.num_computed_tokens)
         for table, size in zip(ended.block_tables, self._sizes):
             full = [one for one in table[: ended.num_computed_tokens // size] if one.block_hash is not None]
             for block in full:
@@ -380,14 +295,14 @@ class KVCacheManager:
         if not self.enable_caching:
             return []
         self.register_blocks()
-        self._register_full_blocks(ended, ended.num_computed_tokens)
+        self.prefix_cache.add(ended, ended.num_computed_tokens)
         return self.sessions.add(key, ended, num_prompt_tokens, request_id, is_branch)
 
     def send_blocks(self, branch: TokenSequence, name: str) -> None:
         """The full blocks of a sequence's computed tokens, which plans before the next one have written, go to another
         engine."""
         self.register_blocks()
-        self._register_full_blocks(branch, branch.num_computed_tokens)
+        self.prefix_cache.add(branch, branch.num_computed_tokens)
         for table, size in zip(branch.block_tables, self._sizes):
             full = table[: branch.num_computed_tokens // size]
             self.store.send(name, [block for block in full if block.block_hash is not None])
@@ -395,7 +310,7 @@ class KVCacheManager:
     def _free_tables(self, branch: TokenSequence, trusted: bool = True) -> None:
         self.register_blocks()
         num_valid = branch.num_computed_tokens if trusted else 0
-        self._register_full_blocks(branch, num_valid)
+        self.prefix_cache.add(branch, num_valid)
         for table, size in zip(branch.block_tables, self._sizes):
             # Blocks of a branch that is removed from a plan were registered for a step that does not run.
             for block in table[num_valid // size : branch.num_registered_tokens // size if trusted else None]:
@@ -405,7 +320,7 @@ class KVCacheManager:
             self.pool.free_blocks(reversed(table))
         self._copies.forget_branch(branch.branch_id)
         self._loading.pop(branch, None)
-        self._written.pop(branch, None)
+        self.prefix_cache.forget_written(branch)
         branch.block_tables = []
         branch.num_computed_tokens = 0
         branch.num_registered_tokens = 0
@@ -436,7 +351,7 @@ class KVCacheManager:
 
     def _uncompute(self, branch: TokenSequence, num_tokens: int, keeps_shared: bool) -> None:
         self.register_blocks()
-        self._written.pop(branch, None)
+        self.prefix_cache.forget_written(branch)
         branch.num_computed_tokens -= num_tokens
         num_left = branch.num_computed_tokens
         for table, size in zip(branch.block_tables, self._sizes):
@@ -467,8 +382,8 @@ class KVCacheManager:
         """Move what an ended sequence holds to a new, read-only sequence. The branch holds nothing afterwards."""
         self.register_blocks()
         self._saved.forget(branch)  # a swapped-out one has no device blocks to keep
-        self._register_full_blocks(branch, branch.num_computed_tokens)
-        self._written.pop(branch, None)
+        self.prefix_cache.add(branch, branch.num_computed_tokens)
+        self.prefix_cache.forget_written(branch)
         kept = TokenSequence(branch.branch_id, branch.token_ids, branch.extra_keys)
         kept.stays_in_memory = branch.stays_in_memory
         kept.block_tables, branch.block_tables = branch.block_tables, []
@@ -507,9 +422,9 @@ class KVCacheManager:
 
     def _last_checkpoint(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> int:
         """The most of the first `num_tokens` behind which the child can go on with blocks of the parent. 0: none."""
-        num_tokens = self._whole_blocks(child, num_tokens)
+        num_tokens = self.prefix_cache.whole_blocks(child, num_tokens)
         while num_tokens > 0 and not self.holds(parent, num_tokens):
-            num_tokens = self._whole_blocks(child, num_tokens - 1)
+            num_tokens = self.prefix_cache.whole_blocks(child, num_tokens - 1)
         return num_tokens
 
     def copy_block(self, branch_id: str, group: int, place: int, shared: Block) -> Block:
@@ -522,9 +437,7 @@ class KVCacheManager:
     def take_block_copies(self) -> list[BlockCopy]:
         """The copies to execute before the next forward pass, in order. Each is returned once. The plan is made: what
         its step writes can be found by those behind it."""
-        written, self._written = self._written, {}
-        for branch, num_tokens in written.items():
-            self._register_full_blocks(branch, num_tokens)
+        self.prefix_cache.plan_is_made()
         return self._copies.take()
 
     # ---- encoder inputs: see cross_tables.py ----
@@ -623,7 +536,10 @@ class KVCacheManager:
         self.register_blocks()
         for with_connector in (True, False):  # whose blocks need slots of host memory
             lookups = [self.store.lookup(group, with_connector) for group in range(self.num_groups)]
-            hit_blocks, num_tokens = self._longest_prefix(branch, None, lookups, looks_ahead=with_connector)
+            if with_connector and (limit := self.prefix_cache.hashed_limit(branch, None, lookups)):
+                for group, size in enumerate(self._sizes):
+                    self.store.look_ahead(group, branch.block_hashes[size][: limit // size])
+            hit_blocks, num_tokens = self.prefix_cache.longest_prefix(branch, None, lookups)
             found = entries_of(hit_blocks)
             if self.store.has_room_for(found):
                 break
@@ -680,7 +596,7 @@ class KVCacheManager:
             self._free_tables(branch)
         elif num_tokens < branch.num_computed_tokens:
             self.roll_back(branch, branch.num_computed_tokens - num_tokens)
-        self._register_full_blocks(branch, branch.num_computed_tokens)
+        self.prefix_cache.add(branch, branch.num_computed_tokens)
 
     def unload(self, branch: TokenSequence) -> None:
         """Free the device blocks of a sequence that was loaded and did not run yet. What is saved of it stays so."""
@@ -719,7 +635,7 @@ class KVCacheManager:
     def full_blocks(self, sequence: TokenSequence) -> list[tuple[Block, bytes, int]]:
         """The blocks of a sequence that can be found by their hashes, each with its hash and its group."""
         self.register_blocks()
-        self._register_full_blocks(sequence, sequence.num_computed_tokens)
+        self.prefix_cache.add(sequence, sequence.num_computed_tokens)
         return [
             (block, block.block_hash, block.group)
             for table, size in zip(sequence.block_tables, self._sizes)
@@ -742,7 +658,7 @@ class KVCacheManager:
         for branch in branches:
             lengths = [len(table) * size for table, size in zip(branch.block_tables, self._sizes)]
             num_covered = min(lengths, default=0)
-            differ = 0 if len(self._hashers) == 1 else 2 * max(self._sizes)  # a tail begins and ends within a block
+            differ = 0 if self._one_size else 2 * max(self._sizes)  # a tail begins and ends within a block
             assert max(lengths, default=0) - num_covered <= differ, (
                 f"{branch.branch_id} has tables of different lengths: {lengths}"
             )
@@ -828,35 +744,6 @@ class KVCacheManager:
                 self.pool.uncache(table[place])
             else:
                 table[place] = self.copy_block(branch.branch_id, group, place, table[place])
-
-    def _register_full_blocks(self, branch: TokenSequence, num_tokens: int) -> None:
-        """Add the new full blocks of the first `num_tokens` to the prefix cache. A block that decoding fills is added
-        when the next one is allocated (or the sequence is freed), so that a decoding branch calls the manager once per
-        block and not twice.
-        """
-        first = branch.num_registered_tokens
-        num_tokens -= num_tokens % self._unit
-        if num_tokens <= first or not self.enable_caching:
-            return
-        null, cache_full_block, tables = self.pool.null_block, self.pool.cache_full_block, branch.block_tables
-        for size, hasher, groups in self._groups_by_size:
-            block_hashes, num_full = branch.block_hashes[size], num_tokens // size
-            hasher.extend(block_hashes, branch.token_ids, num_full, branch.extra_keys)
-            for group in groups:
-                table = tables[group]
-                for place in range(first // size, num_full):
-                    block = table[place]
-                    if block is not null:
-                        cache_full_block(block, block_hashes[place], group, branch.stays_in_memory)
-            if self.events is not None and GROUP in groups:  # now: a block may have taken the place of another one
-                self.events.stored(block_hashes[:num_full], first // size, branch.token_ids, size)
-        branch.num_registered_tokens = num_tokens
-
-
-def hashes_up_to(sequence: TokenSequence, num_tokens: int) -> defaultdict[int, list[bytes]]:
-    """The hashes of the full blocks of its first `num_tokens`, by block size."""
-    hashes = {size: hashes[: num_tokens // size] for size, hashes in sequence.block_hashes.items()}
-    return defaultdict(list, hashes)
 
 
 def _num_shared(table: list[Block]) -> int:

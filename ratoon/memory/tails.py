@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ratoon.core.plan import BlockIds
 from ratoon.memory.block_pool import Block
-from ratoon.memory.kv_cache_manager import KVCacheManager, hashes_up_to
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.prefix_cache import hashes_up_to
 from ratoon.memory.sequence import TokenSequence
 
 Tail = list[list[Block]]  # one list of table entries for each KV group, from the first column after the trunk on

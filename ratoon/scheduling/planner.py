@@ -414,7 +414,7 @@ class StepPlanner:
         if branch.status == BranchStatus.WAITING:  # first admission; a resumed branch finds its own blocks
             branch.num_cached_tokens = num_hit_tokens
             if hit_blocks is not None or num_hit_tokens:  # inherited and loaded tokens count as hits too
-                self._state.kv_cache.count_lookup(branch.num_tokens, num_hit_tokens)
+                self._state.kv_cache.prefix_cache.count_lookup(branch.num_tokens, num_hit_tokens)
             self._beginnings.note_inheritance(branch, num_inherited)
         branch.status = BranchStatus.RUNNING
         branch.first_step = self._state.next_step

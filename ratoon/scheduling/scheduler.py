@@ -224,7 +224,7 @@ class Scheduler:
 
     @property
     def has_work_beside_step(self) -> bool:
-        return self.kv_cache.has_unregistered_blocks or self.state.speculation.has_work_beside_step
+        return self.kv_cache.prefix_cache.has_unregistered_blocks or self.state.speculation.has_work_beside_step
 
     def work_beside_step(self) -> None:
         """What planning has left undone, because it can be done while the step runs."""
@@ -264,7 +264,7 @@ class Scheduler:
             num_preemptions=self.preemption.num_preemptions,
             num_scheduled_tokens=self.planner.num_scheduled_tokens,
             num_steps=self.planner.num_steps,
-            prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache_stats),
+            prefix_cache=msgspec.structs.replace(self.kv_cache.prefix_cache.stats),
             leases=self.leases.snapshot(),
             num_encoder_runs=self.planner.num_encoder_runs,
             store=self.kv_cache.store.snapshot(),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.wire import Buffer, encode
-from ratoon.memory import kv_cache_manager
+from ratoon.memory import prefix_cache
 from tests import seeds
 from tests.property.drive import Drive
 from tests.property.loads import Load, loads
@@ -21,7 +21,7 @@ from tests.property.results import check_results
 def late_registration() -> Iterator[None]:
     """The blocks of the short prompts here are registered after their step is planned, as those of long ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache_manager, "MANY_BLOCKS", 2)
+        patch.setattr(prefix_cache, "MANY_BLOCKS", 2)
         yield
 
 

@@ -12,7 +12,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import FinishReason
 from ratoon.distributed import uniproc as module
 from ratoon.distributed.uniproc import MAX_REQUESTS_OF_LENT_THREAD
-from ratoon.memory import kv_cache_manager
+from ratoon.memory import prefix_cache
 from tests.unit.engine.test_engine_core import (
     FakeExecutor,
     ends_of,
@@ -146,7 +146,7 @@ def test_a_second_interrupt_leaves_an_engine_that_goes_on() -> None:
 
 
 def test_blocks_of_a_long_prompt_are_hashed_between_launch_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(prefix_cache, "MANY_BLOCKS", 2)
     with make_core(num_blocks=99) as (core, executor):
         lent = Lent(executor)
         unregistered: list[bool] = []

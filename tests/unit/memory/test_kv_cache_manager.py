@@ -5,7 +5,8 @@ import pytest
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from ratoon.core.plan import BlockCopy
 from ratoon.memory.hashing import ExtraKeys, MediaSpan
-from ratoon.memory.kv_cache_manager import MANY_BLOCKS, KVCacheManager
+from ratoon.memory.kv_cache_manager import KVCacheManager
+from ratoon.memory.prefix_cache import MANY_BLOCKS
 from ratoon.memory.sequence import TokenSequence
 
 FULL = FullAttentionSpec(4, 1, 8, "float16")
@@ -187,12 +188,12 @@ def test_a_failed_fork_distrusts_the_named_block_that_it_shares_in_part() -> Non
 def test_a_reset_waits_until_nothing_is_in_use() -> None:
     manager = manager_of(20)
     branch = written(manager, "a", list(range(8)))
-    manager.count_lookup(8, 4)
+    manager.prefix_cache.count_lookup(8, 4)
     assert not manager.reset_prefix_cache()
     manager.free(branch)
     assert manager.reset_prefix_cache()
     assert manager.get_computed_blocks(TokenSequence("b", list(range(8))))[1] == 0
-    assert manager.prefix_cache_stats.queries == 0
+    assert manager.prefix_cache.stats.queries == 0
 
 
 def test_without_caching_nothing_is_hashed_or_found() -> None:
@@ -531,9 +532,9 @@ def planned(manager: KVCacheManager, branch_id: str, tokens: list[int]) -> Token
 def test_the_blocks_of_a_long_prompt_are_hashed_after_its_step_is_planned() -> None:
     manager = manager_of(200)
     branch = planned(manager, "a", LONG)
-    assert manager.has_unregistered_blocks and len(branch.block_hashes[4]) == 1
+    assert manager.prefix_cache.has_unregistered_blocks and len(branch.block_hashes[4]) == 1
     manager.register_blocks()
-    assert not manager.has_unregistered_blocks
+    assert not manager.prefix_cache.has_unregistered_blocks
     assert (branch.num_registered_tokens, len(branch.block_hashes[4])) == (4 * MANY_BLOCKS, MANY_BLOCKS)
     manager.check([branch])
 
@@ -550,7 +551,7 @@ def test_a_sequence_that_ends_before_is_cached_if_it_was_computed(trusted: bool)
     manager = manager_of(200)
     branch = planned(manager, "a", LONG)
     manager.free(branch, trusted)
-    assert not manager.has_unregistered_blocks
+    assert not manager.prefix_cache.has_unregistered_blocks
     hit = manager.get_computed_blocks(TokenSequence("b", LONG))[1]
     assert hit == (4 * MANY_BLOCKS if trusted else 0)
 
@@ -560,7 +561,7 @@ def test_forks_and_the_next_token_take_them_along() -> None:
     branch = planned(manager, "a", LONG)
     append(branch, 7, 8)
     compute(manager, branch, 1)  # planned ahead, before the first step has run
-    assert manager.has_unregistered_blocks
+    assert manager.prefix_cache.has_unregistered_blocks
     child = TokenSequence("b", LONG)
     manager.fork(branch, child, len(LONG))
     assert child.num_registered_tokens == 4 * MANY_BLOCKS
@@ -577,4 +578,4 @@ def test_what_a_failed_step_should_have_written_is_not_found() -> None:
 def test_with_a_window_the_blocks_of_a_prompt_are_cached_at_once() -> None:
     manager = manager_of(200, window_of(8))
     planned(manager, "a", LONG)
-    assert not manager.has_unregistered_blocks
+    assert not manager.prefix_cache.has_unregistered_blocks

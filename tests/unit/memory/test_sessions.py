@@ -77,7 +77,7 @@ def run(
 def zones(kv: KVCacheManager, letters: str) -> list[object]:
     """The zone of each block of a text on the device; None: it is not there."""
     sequence = TokenSequence("look", text(letters))
-    kv._hash_blocks(sequence, sequence.num_tokens)
+    kv.prefix_cache.hash_blocks(sequence, sequence.num_tokens)
     found = [kv.pool.get_cached_block(name) for name in sequence.block_hashes[SIZE]]
     return [None if block is None else block.zone for block in found]
 
@@ -198,7 +198,7 @@ def test_superseded_blocks_that_leave_the_device_take_no_place_of_others_in_host
     run(kv, "mnop", None)  # takes the empty ones, then y and x
     assert tier.num_cached_blocks == 2
     names = TokenSequence("look", text("abxy"))
-    kv._hash_blocks(names, names.num_tokens)
+    kv.prefix_cache.hash_blocks(names, names.num_tokens)
     in_tier = [tier.get_cached_block(name) for name in names.block_hashes[SIZE]]
     assert in_tier[3] is not None and in_tier[3].zone == FIRST, "there was an empty slot"
     run(kv, "stuv", None)  # takes m to p: there is one empty slot, and then that of y and that of x
@@ -211,7 +211,7 @@ def test_a_connector_hears_what_is_superseded_what_is_prolonged_and_is_not_given
     index = Index()
     kv.store.connect(index)
     names = TokenSequence("look", text("abxy"))
-    kv._hash_blocks(names, names.num_tokens)
+    kv.prefix_cache.hash_blocks(names, names.num_tokens)
     run(kv, "abxy", num_prompt=2)
     run(kv, "abcd", num_prompt=3)
     assert index.superseded == [block_key(0, name) for name in reversed(names.block_hashes[SIZE][2:])]
