@@ -31,7 +31,7 @@ else
 INSTALL_TORCH := $(INSTALL) $(TORCH)
 endif
 
-.PHONY: demo check test test-all test-fresh gpu-test lint format setup bench wheel docs clean help
+.PHONY: demo check test test-all test-rest test-fresh gpu-test lint format setup bench wheel docs clean help
 
 help:
 	@echo "make demo    install what runs, with this processor's kernels, and answer a handful of prompts"
@@ -39,6 +39,7 @@ help:
 	@echo "make check   lint, and the tests that take no more than two minutes together: for the loop of a developer"
 	@echo "make test    set up and run the tests of every feature"
 	@echo "make test-all  all tests: what make test runs with a part of the cases, too"
+	@echo "make test-rest  what make test-all runs and make test does not; PART=2/5 the second of five parts of it"
 	@echo "make test-fresh  the tests that draw numbers, with new ones; the seed that repeats a failure is printed"
 	@echo "make gpu-test  the tests that need a GPU, with PYTHON (python3) as it is: see bench/gpu/README.md"
 	@echo "make lint    ruff and mypy, and types of the console where tsc is there"
@@ -103,6 +104,11 @@ test: setup
 
 test-all: setup
 	RATOON_TESTS=all $(BIN)/pytest -n auto --dist worksteal -rs
+
+# PART=2/5 make test-rest runs the second of five parts.
+PART ?= 0/1
+test-rest: setup
+	RATOON_TESTS="rest $(PART)" $(BIN)/pytest -n auto --dist worksteal
 
 # RATOON_TEST_SEED=42 make test-fresh repeats the draws of seed 42 (tests/seeds.py). Only files with drawn tests are named.
 DRAWN = $(shell grep -rlE --include='test_*.py' 'hypothesis|schemathesis|mark\.drawn' tests)

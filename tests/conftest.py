@@ -7,8 +7,9 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -104,17 +105,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name. `make test` is
-    all that is not `full`. `make test-fresh` is all that is `drawn`."""
+    all that is not `full`, `make test-rest` all that is. `make test-fresh` is all that is `drawn`."""
     leave_cases_to_the_full_run(items)
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and not any(map(item.get_closest_marker, ("slow", "full"))):
             item.add_marker("check")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("drawn")
-    if not runs_in_full(config):
-        left_out = [item for item in items if item.get_closest_marker("full") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("full") is None]
-        config.hook.pytest_deselected(items=left_out)
+    if (part := part_of_rest()) is not None:
+        keep_only(items, config, lambda item: is_full(item) and crc32(item.nodeid.encode()) % part[1] == part[0])
+    elif not runs_in_full(config):
+        keep_only(items, config, lambda item: not is_full(item))
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     if worker is not None:
         items[:] = with_long_tests_first(items, worker["workercount"])
@@ -132,6 +133,24 @@ def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
         if num_cases[test] % marker.args[0]:
             item.add_marker("full")
         num_cases[test] += 1
+
+
+def keep_only(items: list[pytest.Item], config: pytest.Config, runs: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = filter(runs, items)
+
+
+def is_full(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is not None
+
+
+def part_of_rest() -> tuple[int, int] | None:
+    """`make test-rest` runs what `make test` leaves to `make test-all`, or a part of it: which one, of how many."""
+    kind, _, part = os.environ.get("RATOON_TESTS", "").partition(" ")
+    if kind != "rest":
+        return None
+    which, num_parts = map(int, part.split("/"))
+    return which % num_parts, num_parts
 
 
 def runs_in_full(config: pytest.Config) -> bool:
