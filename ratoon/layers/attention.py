@@ -178,7 +178,8 @@ class StateSpaceLayer:
     state_size: int
     num_groups: int
     time_step_limit: tuple[float, float]
-    conv_weight: torch.Tensor  # [channels, width] float32; the last column is the row's own
+    # [channels, width] float32, in memory column after column; the last column is that of the row's own input
+    conv_weight: torch.Tensor
     conv_bias: torch.Tensor | None  # [channels] float32
     decay: torch.Tensor  # [heads] float32, below zero: by which a state decays in a unit of time
     skip: torch.Tensor  # [heads] float32: how much of its input a head gives beside what it reads

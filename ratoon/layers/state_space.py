@@ -77,7 +77,7 @@ class StateSpaceMixer:
             state_size,
             len(groups),
             config.time_step_limit,
-            take("conv1d.weight", num_channels, 1, width, parts=channels)[:, 0].contiguous(),
+            take("conv1d.weight", num_channels, 1, width, parts=channels)[:, 0].t().contiguous().t(),
             take("conv1d.bias", num_channels, parts=channels) if config.conv_bias else None,
             decay if decay.is_meta else -decay.exp(),
             take("D", config.num_heads, parts=[heads]),

@@ -34,6 +34,7 @@ void check_linear(void);
 void check_mlp(void);
 void check_experts(void);
 void check_latent(void);
+void check_states(void);
 void check_low_rank(void);
 void check_rows(void);
 void check_attention(void);

@@ -145,4 +145,5 @@ def test_every_kernel_is_as_exact_as_its_arithmetic_allows(kernel_set: str, tmp_
         "experts",
         "latent",
         "resize",
+        "states",
     ]

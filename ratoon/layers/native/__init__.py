@@ -194,6 +194,18 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "ratoon_store_latent": (None, [_POINTER, _INT, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 3]),
     "ratoon_head_products": (ctypes.c_int, [_POINTER, *[_INT] * 6, _POINTER, _INT, _POINTER, _INT]),
+    "ratoon_scan": (
+        ctypes.c_int,
+        [
+            *[_POINTER, _INT] * 2,
+            *[_POINTER] * 5,
+            *[_FLOAT] * 2,
+            *[_POINTER, _INT] * 3,
+            *[_POINTER] * 3,
+            *[_INT] * 7,
+            _POINTER,
+        ],
+    ),
     "ratoon_group_bytes": (_INT, [_INT]),
     "ratoon_open_group": (_POINTER, [_POINTER, _INT, _INT, _INT]),
     "ratoon_close_group": (None, [_POINTER]),

@@ -140,6 +140,17 @@ void ratoon_store_latent(const float *k, int64_t ldk, int64_t kind, void *cache,
 int ratoon_head_products(const float *x, int64_t ldx, int64_t rows, int64_t heads, int64_t kept, int64_t in, int64_t out,
                          const float *packed, int64_t packed_size, float *y, int64_t ldy);
 
+// The scan of a state-space layer (state_space.c). A row of `projected` has the gate [heads · head_dim], the inputs of the convolution
+// [channels = heads · head_dim + 2 · groups · state_size], and time steps [heads]. conv_weight [width][channels]; conv_bias: or NULL.
+// A page has a state [heads][state_size][head_dim], and a history [width - 1][channels]. Each request goes on from the page of the
+// token before its first one, and writes those of blocks that end, and of its last token; block 0 stays as it is. `scratch` has
+// channels + 2 · heads floats for each row. Returns 0, or -1 when there is no memory.
+int ratoon_scan(const float *projected, int64_t ldx, float *out, int64_t ldo, const float *conv_weight, const float *conv_bias,
+                const float *decay, const float *skip, const float *step_bias, float least_step, float most_step, void *states,
+                int64_t state_bytes, void *histories, int64_t history_bytes, const int32_t *block_table, int64_t table_width,
+                const int32_t *query_start, const int32_t *seq_lens, const int64_t *slots, int64_t requests, int64_t heads,
+                int64_t head_dim, int64_t state_size, int64_t groups, int64_t width, int64_t block_size, float *scratch);
+
 // Ranks that are processes of one host, and have mapped the same memory (ranks.c). It has so many bytes, all of them zero at
 // first. Every rank makes the same calls in the same order. limit: nanoseconds that a call waits for another rank; then it and
 // all calls that follow, of any rank, return -1, else 0.

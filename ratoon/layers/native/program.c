@@ -186,3 +186,8 @@ int ratoon_store_latent_words(const int64_t *w) {
 int ratoon_head_products_words(const int64_t *w) {
     return ratoon_head_products(P(0), w[1], w[2], w[3], w[4], w[5], w[6], P(7), w[8], P(9), w[10]);
 }
+
+int ratoon_scan_words(const int64_t *w) {
+    return ratoon_scan(P(0), w[1], P(2), w[3], P(4), P(5), P(6), P(7), P(8), F(9), F(10), P(11), w[12], P(13), w[14], P(15), w[16],
+                       P(17), P(18), P(19), w[20], w[21], w[22], w[23], w[24], w[25], w[26], P(27));
+}

@@ -198,8 +198,6 @@ typedef struct {
     int64_t ldx, width;
 } activation_call;
 
-INLINE vec silu(vec x) { return x / (splat(1.0f) + exp_(-x)); }
-
 // tanh form: x/2 · (1 + tanh u) = x · σ(2u), with u = √(2/π)·(x + 0.044715·x³)
 INLINE vec gelu_tanh(vec x) {
     vec u2 = x * fma_(x * x, splat(2 * 0.7978845608f * 0.044715f), splat(2 * 0.7978845608f));
@@ -225,13 +223,6 @@ INLINE vec gelu_exact(vec x) {
     ivec negative = x < splat(0.0f);
     vec upper = splat(1.0f) - tail;
     return x * (vec)(((ivec)tail & negative) | ((ivec)upper & ~negative));
-}
-
-// The tail of a row goes through the same vector code, so that a value never depends on where it stands.
-INLINE vec load_some(const float *p, int64_t n) {
-    vec v = {};
-    for (int64_t i = 0; i < n; i++) v[i] = p[i];
-    return v;
 }
 
 #define GATED(NAME)                                                                                  \

@@ -42,6 +42,19 @@ typedef int8_t cvec __attribute__((vector_size(W), aligned(1)));
 INLINE vec load_int8(const int8_t *p) { return __builtin_convertvector(*(const cvec *)p, vec); }
 INLINE vec splat(float x) { return x - (vec){}; }
 
+// The tail of a row goes through the same vector code, so that a value never depends on where it stands.
+INLINE vec load_some(const float *p, int64_t n) {
+    vec v = {};
+    for (int64_t i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+
+INLINE vec load_up_to(const float *p, int64_t n) { return n >= W ? load(p) : load_some(p, n); }
+
+INLINE void store_some(float *p, vec v, int64_t n) {
+    for (int64_t i = 0; i < n; i++) p[i] = v[i];
+}
+
 #if defined(__clang__)
 INLINE vec fma_(vec a, vec b, vec c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE vec max_(vec a, vec b) { return __builtin_elementwise_max(a, b); }
@@ -100,5 +113,7 @@ INLINE vec tanh_(vec x) {
     const ivec is_far = size >= splat(0.625f);
     return (vec)((((ivec)far | sign) & is_far) | ((ivec)near & ~is_far));
 }
+
+INLINE vec silu(vec x) { return x / (splat(1.0f) + exp_(-x)); }
 
 INLINE float exp_scalar(float x) { return exp_(splat(x))[0]; }
