@@ -28,7 +28,7 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ratoon.attention import triton_backend, triton_latent, triton_plan
+from ratoon.attention import triton_backend, triton_latent, triton_plan, triton_states
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData
@@ -38,7 +38,7 @@ from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
-from ratoon.layers.attention import AttentionLayer, HeadTransform, LatentAttentionLayer
+from ratoon.layers.attention import AttentionLayer, HeadTransform, LatentAttentionLayer, StateSpaceLayer
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import ExpertGate, FusedProduct, RMSWeights, Routes, RoutingRule
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
@@ -64,6 +64,7 @@ Tensor = torch.Tensor
 BF16 = torch.bfloat16
 NUM_SMS = 132
 BLOCK_SIZE = 16
+STATE_SIZE = 128  # of Mamba-2 and Granite 4
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -149,6 +150,20 @@ def attend_to_vectors(
     angles: Any = _Table(64, 1)
     transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), angles, None, None)
     backend.forward(layer, q, k, k[..., 64:], (pages,), backend.build_metadata(inputs), transform)
+
+
+def scan(heads: int, head_dim: int, groups: int, query_lens: list[int], dtype: torch.dtype = BF16) -> None:
+    """Compiles a step of a state-space layer."""
+    channels = heads * head_dim + 2 * groups * STATE_SIZE
+    of_heads, weight = torch.zeros(heads), torch.zeros(4, channels).t()
+    layer = StateSpaceLayer(
+        0, heads, head_dim, STATE_SIZE, groups, (0.0, float("inf")), weight, torch.zeros(channels), of_heads, of_heads,
+        of_heads,
+    )  # fmt: skip
+    backend, inputs = triton_states.TritonStateBackend(), step_inputs(query_lens, max(query_lens))
+    projected = torch.zeros(sum(query_lens), layer.inner_size + channels + heads, dtype=dtype)
+    pages = torch.zeros(2, heads, head_dim, STATE_SIZE), torch.zeros(2, 3, channels)
+    backend.scan(layer, projected, pages, backend.build_metadata(inputs))
 
 
 def step_inputs(query_lens: list[int], seq_len: int, is_padded: bool = False) -> CommonAttentionMetadata:
@@ -418,9 +433,17 @@ def latent(compilation: Compilation) -> None:
     attend_to_vectors(16, [1], 2000, torch.float32)
 
 
+def states(compilation: Compilation) -> None:
+    for name, sizes in {"granite": (48, 32, 1), "codestral mamba": (128, 64, 8)}.items():
+        compilation.part = f"states: {name}"
+        scan(*sizes, [512, 1])
+    compilation.part = "states: float32"
+    scan(48, 64, 1, [512, 1], torch.float32)
+
+
 PARTS = {
-    "attention": attention, "latent": latent, "products": products, "experts": mixtures, "adapters": adapters,
-    "choices": choices, "inputs": inputs,
+    "attention": attention, "latent": latent, "states": states, "products": products, "experts": mixtures,
+    "adapters": adapters, "choices": choices, "inputs": inputs,
 }  # fmt: skip
 
 

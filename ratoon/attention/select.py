@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratoon.attention.cpu import CpuAttentionBackend
+from ratoon.attention.cpu_states import CpuStateBackend
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds
 from ratoon.attention.state_space import TorchStateBackend
 from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_states import TritonStateBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import StateSpec
 from ratoon.core.plugins import ATTENTION_BACKENDS, PluginError, find_plugin, plugin_names
 
 # Fastest first
 BACKENDS: list[type[AttentionBackend]] = [CpuAttentionBackend, TritonAttentionBackend, TorchReferenceBackend]
-STATE_BACKENDS: list[type[AttentionBackend]] = [TorchStateBackend]  # of layers with states in the place of attention
+# Of layers with states in the place of attention
+STATE_BACKENDS: list[type[AttentionBackend]] = [CpuStateBackend, TritonStateBackend, TorchStateBackend]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class ScanMetadata:
     inputs: CommonAttentionMetadata
     starts: list[int]  # query_start_loc
     seq_lens: list[int]
-    pages: list[int]  # [T] to which the state behind each token goes, if any; the null block: nowhere
+    # [T] to which the state behind each token goes, if any; the null block: nowhere. Empty: each request has one token
+    pages: list[int]
 
 
 class TorchStateBackend(AttentionBackend):
@@ -42,7 +43,8 @@ class TorchStateBackend(AttentionBackend):
         return reasons
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> ScanMetadata:
-        pages = (inputs.slot_mapping // inputs.block_size).tolist() if inputs.max_query_len > 1 else []
+        is_single = inputs.max_query_len == 1 and len(inputs.slot_mapping) == len(inputs.seq_lens)
+        pages = [] if is_single else (inputs.slot_mapping // inputs.block_size).tolist()
         return ScanMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), pages)
 
     def store(self, layer: Any, k: Tensor, v: Tensor, kv_cache: LayerCache, metadata: Any) -> None:
@@ -53,7 +55,7 @@ class TorchStateBackend(AttentionBackend):
 
     def scan(self, layer: StateSpaceLayer, projected: Tensor, kv_cache: LayerCache, metadata: ScanMetadata) -> Tensor:
         gate, inputs, time_steps = split(layer, projected)
-        if metadata.inputs.max_query_len == 1:
+        if not metadata.pages:
             y = _scan_single(layer, inputs, time_steps, kv_cache, metadata.inputs)
         else:
             y = _scan_each(layer, inputs, time_steps, kv_cache, metadata)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ratoon.attention.cpu import CpuAttentionBackend
+from ratoon.attention.cpu_states import CpuStateBackend
 from ratoon.core.config import EngineConfig, ModelConfig, resolve_max_model_len
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVCacheConfig
@@ -224,7 +225,7 @@ def choose_parts(
         draft = open_draft(source.kind, source.path, model_config, declaration, max_model_len, part)
     geometry = choose_geometry(config, declaration, whole, device, dtype, kv_dtype, draft)
     for choice in geometry.all_choices:
-        is_fast = isinstance(choice.backend, CpuAttentionBackend)
+        is_fast = isinstance(choice.backend, (CpuAttentionBackend, CpuStateBackend))
         is_slow = ops.name == "native" and config.attention_backend == "auto" and not is_fast
         logger.log(logging.WARNING if is_slow else logging.INFO, "attention of %s", choice)
     return WorkerParts(

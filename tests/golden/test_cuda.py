@@ -17,6 +17,7 @@ from tests.golden.engines import model_folder, tiny_model
 from tests.golden.grammar_engines import forced_texts
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import random_token_ids
+from tests.golden.tiny_states import tiny_granite_hybrid, tiny_mamba2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -27,6 +28,7 @@ FAMILIES = [
     tiny_models.tiny_qwen3,
     tiny_models.tiny_gpt2,
 ]
+WITH_STATES = [tiny_mamba2, tiny_granite_hybrid]
 LENGTHS = [1, 5, 16, 33, 40, 61]
 WIDE = "qwen3 untied with heads that the native kernels take"  # layers of whole tiles of outputs
 
@@ -64,6 +66,15 @@ def greedy_tokens(core):
 def test_a_batch_on_cuda_gives_the_tokens_of_the_cpu(make):
     tiny = make()
     assert greedy(tiny, "cuda") == greedy(tiny, "cpu")
+
+
+@pytest.mark.parametrize("make", WITH_STATES, ids=lambda make: make.__name__)
+def test_a_model_with_states_on_cuda_gives_the_tokens_of_the_cpu_and_is_captured_in_graphs(make):
+    tiny = make()
+    core = core_of(tiny, "cuda", state_interval=16)
+    assert greedy_tokens(core) == greedy(tiny, "cpu", state_interval=16)
+    graphs = core.executor.stats.graphs
+    assert graphs is not None and graphs.num_graphs > 0
 
 
 def searches(tiny, device):
@@ -125,7 +136,7 @@ def states(tiny, device):
     return {name: torch.cat(found, dim=1) for name, found in parts.items()}
 
 
-@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [*FAMILIES, *WITH_STATES], ids=lambda make: make.__name__)
 def test_hidden_states_on_cuda_are_those_of_the_cpu(make):
     tiny = make()
     on_cuda, on_cpu = states(tiny, "cuda"), states(tiny, "cpu")

@@ -25,6 +25,7 @@ from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.test_cuda import core_of, greedy, searches, states, texts_over_encoders
 from tests.golden.tiny_decoder_models import DECODERS
 from tests.golden.tiny_models import random_token_ids
+from tests.golden.tiny_states import STATE_MODELS
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels for this processor; `make setup` builds them")
 
@@ -36,6 +37,7 @@ FAMILIES = {
     "gpt2": tiny_models.tiny_gpt2,
     "gemma3": tiny_models.tiny_gemma3,
     **DECODERS,
+    **{family: STATE_MODELS[family] for family in ("mamba2", "granite hybrid without experts")},
 }
 
 

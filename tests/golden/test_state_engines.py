@@ -19,6 +19,7 @@ from ratoon.core.params import BeamSearchParams, HiddenStatesParams, SamplingPar
 from ratoon.core.plan import BlockTransfer, SchedulerOutput
 from ratoon.execution.device_kinds import CpuDevice
 from ratoon.execution.kv.kv_tensors import KVTensors
+from ratoon.layers.native import library
 from ratoon.layers.torch_ops import TorchOps
 from tests.depths import both_depths
 from tests.golden.beam_oracle import oracle_search, texts_of
@@ -26,6 +27,7 @@ from tests.golden.driver import Driver
 from tests.golden.engines import engine, greedy, oracle_tokens, run, tiny_model, tokens_of
 from tests.golden.hidden_oracle import oracle_states
 from tests.golden.pressure import step_without_free_memory
+from tests.golden.test_batch_independence import REQUESTS, answers, assert_same
 from tests.golden.test_continuation import afresh, num_computed, whole
 from tests.golden.test_mixtures import check_hidden_states
 from tests.golden.tiny_models import random_token_ids
@@ -47,6 +49,7 @@ def states(family: str, **settings: Any) -> Iterator[LLM]:
 @pytest.mark.parametrize("family", [*FAMILIES, "granite hybrid with experts"])
 def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> None:
     with engine(family, state_interval=16) as llm:
+        assert (library() is None) == ("torch states" in llm.describe()["attention_backend"])
         outputs = run(llm, PROMPTS, greedy(64, logprobs=2, prompt_logprobs=0))
         assert tokens_of(outputs) == [oracle_tokens(family, prompt, 64) for prompt in PROMPTS]
         check_hidden_states(llm, family)
@@ -73,6 +76,21 @@ def test_prompts_in_chunks_and_prefixes_that_are_found_give_the_same_answers(fam
         other = [*PROMPTS[0][:30], 3, 1, 4]
         (found,) = run(llm, [other], greedy(5))
         assert found.num_cached_tokens == 24 and tokens_of([found])[0] == oracle_tokens(family, other, 5)
+
+
+@pytest.mark.skipif(library() is None, reason="torch's sums depend on the batch")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_chunks_prefixes_and_checkpoints_change_no_bit(family: str) -> None:
+    requests, expected = [*REQUESTS[1::4], *REQUESTS[-3:]], []
+    with states(family, block_size=16, state_interval=16, batch_invariant=True) as llm:
+        for request in requests:
+            assert llm.reset_prefix_cache()
+            expected += answers(llm, [request])
+    with states(family, block_size=16, state_interval=32, max_num_batched_tokens=11) as llm:
+        assert_same(answers(llm, requests), expected)
+        hits = llm.stats().prefix_cache.hits
+        assert_same(answers(llm, requests[::-1]), expected[::-1])
+        assert llm.stats().prefix_cache.hits > hits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -39,7 +39,7 @@ def test_every_kernel_in_gluon_is_one_that_is_compiled_here():
         "inputs",
         *(
             pytest.param(part, marks=pytest.mark.full)
-            for part in ("attention", "latent", "products", "experts", "choices")
+            for part in ("attention", "latent", "states", "products", "experts", "choices")
         ),
     ],
 )
