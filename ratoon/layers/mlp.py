@@ -101,7 +101,7 @@ class GatedMLP:
 class MLP:
     """down(activation(up(x)))."""
 
-    __slots__ = ("activate", "down", "kind", "up")
+    __slots__ = ("activate", "down", "fused", "kind", "up")
 
     def __init__(self, up: Linear, down: Linear, ops: Ops, activation: str) -> None:
         _check_activation(activation)
@@ -109,13 +109,21 @@ class MLP:
         self.down = down
         self.kind = activation
         self.activate = ops.activation
+        self.fused = None if up.communicates else ops.fuse_activation(up.multiply, activation)
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
-        # [T, H] → [T, I] → [T, I] → [T, H]
-        return self.down(self.activate(self.up(x, adapters), self.kind), adapters)
+        # [T, H] → [T, I] → [T, H]
+        return self.down(self._activate(x, adapters), adapters)
 
     def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
-        return self.down.add_to(stream, self.activate(self.up(x, adapters), self.kind), adapters)
+        return self.down.add_to(stream, self._activate(x, adapters), adapters)
+
+    def _activate(self, x: LinearInput, adapters: AdapterRows | None) -> Tensor:
+        """[T, H] → [T, I]: the first product and the activation, as one call where that is possible. Adapters add to
+        what is between them."""
+        if self.fused is None or adapters is not None:
+            return self.activate(self.up(x, adapters), self.kind)
+        return self.fused(x.compute() if isinstance(x, Normed) else x)
 
 
 def _check_activation(name: str) -> None:

@@ -167,6 +167,11 @@ class Ops(Protocol):
     name: str
     defers_norms: bool  # layers leave the norms before products to `fuse`
 
+    def for_encoders(self) -> Ops:
+        """Returns the Ops for the layers of an encoder, whose sequences run whole: its products may be made by other
+        kernels, the same for any number of rows, that are faster for many rows and round to 16 bits."""
+        ...
+
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         """How a weight is multiplied in its stored format. None: it must be converted to floats, for `make_linear`."""
         ...
@@ -245,6 +250,11 @@ class Ops(Protocol):
     def fuse(self, product: Product) -> FusedProduct | None:
         """A product of this Ops, also of `make_gated_mlp`, with its neighbours. None: they are called by themselves,
         and the norm after it adds the product to the residual stream."""
+        ...
+
+    def fuse_activation(self, product: Product, kind: str) -> Product | None:
+        """A product of this Ops and the activation of its result as one call. None: they are called one after the
+        other."""
         ...
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:

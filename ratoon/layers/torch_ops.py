@@ -43,6 +43,9 @@ class TorchOps:
     name = "torch"
     defers_norms = False
 
+    def for_encoders(self) -> TorchOps:
+        return self
+
     def find_format(self, stored: StoredTensor) -> WeightFormat | None:
         return None
 
@@ -116,6 +119,9 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
         return (up.clamp(-limit, limit) + 1).mul_(gate * torch.sigmoid(1.702 * gate))
+
+    def fuse_activation(self, product: Product, kind: str) -> Product | None:
+        return None
 
     def fuse(self, product: Product) -> FusedProduct | None:
         return None

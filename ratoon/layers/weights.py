@@ -151,6 +151,12 @@ class Weights:
         whole.adapter_targets, whole.adapter_tables = {}, {}
         return whole
 
+    def for_encoder(self) -> Weights:
+        """The same view for the layers of an encoder, whose sequences run whole."""
+        view = copy(self)
+        view.ops = self.ops.for_encoders()
+        return view
+
     def padded(self, size: int, padded_size: int) -> Weights:
         """The same view for layers that have `padded_size` where the checkpoint has `size`, with zeros behind: sizes
         that formats and fast kernels take. It is for whole tensors, of which no other dimension is `padded_size`."""

@@ -37,7 +37,7 @@ class BertModel(LanguageModel):
         model = weights / self.body if has_body else weights
         self.input = self.build_input(model.on_stages(first=True) / "embeddings")
         self.embed = self.input.tokens
-        layers = model
+        layers = model.for_encoder()
         for name in self.stack:
             layers = layers / name
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]

@@ -48,7 +48,7 @@ class ModernBertModel(LanguageModel):
         if config.local_rope_theta is not None:
             local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=RopeScaling())
             self.local_rotary = Rotary(weights, local, max_position)
-        layers = model / "layers"
+        layers = model.for_encoder() / "layers"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = self.build_norm(model.on_stages(last=True) / "final_norm")
         if config.classifier is None:

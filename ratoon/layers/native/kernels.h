@@ -16,6 +16,12 @@ int64_t ratoon_packed_size_16(int64_t out, int64_t in);  // floats
 void ratoon_pack_weight_16(const uint16_t *weight, int64_t out, int64_t in, int64_t is_bf16, float *packed);
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy);
+// The same for encoders, whose sequences run whole, with an activation behind the bias, by the numbers of ratoon_activation; -1: none.
+// Where the processor multiplies matrices in bf16 it is faster for more than a few rows, and as exact (encoder_linear.c), with other bits
+// than ratoon_linear; elsewhere these are the same. Returns 0, or -1 when there is no memory.
+int ratoon_encoder_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out, const float *bias,
+                          int activation, float *y, int64_t ldy);
+int ratoon_has_encoder_matrices(void);  // whether it multiplies by the matrix unit
 void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *gate_up, const float *gate_up_bias, int64_t in,
                       const float *down, const float *down_bias, int64_t inner, int64_t out, float *between, float *y);
 

@@ -8,10 +8,10 @@
 // meanwhile. With AVX-512 these rows are laid out first as tiles read them: what a tile has of a row would otherwise be on a page
 // of its own, and where rows are 4 KiB apart, in the same places of the first-level cache. Sums over K have three levels, the same for any number of rows: within a stretch (tile.h), over the stretches
 // of SUM_DEPTH, and over those.
-#include <string.h>
-
+#include "activations.h"
 #include "jobs.h"
 #include "kernels.h"
+#include "packed.h"
 #include "room.h"
 #include "threads.h"
 #include "tile.h"
@@ -32,14 +32,6 @@ _Static_assert(SUM_DEPTH % CACHE_DEPTH == 0 && CACHE_DEPTH % STRETCH_K == 0, "pi
 _Static_assert(CACHE_DEPTH % WIDENED_DEPTH == 0 && WIDENED_DEPTH % STRETCH_K == 0, "pieces end where sums end");
 
 enum { LAID_OUT = FP16 + 1 };  // a table of tiles beside those of formats: floats, with rows that are laid out
-
-// A packed weight begins with what its panels are of; they follow at the next 64 bytes.
-typedef union {
-    int32_t format;
-    float line[16];
-} packed_header;
-
-static int64_t panels_of(int64_t out) { return (out + TILE - 1) / TILE; }
 
 int64_t ratoon_packed_size(int64_t out, int64_t in) { return panels_of(out) * TILE * in + 16; }
 int64_t ratoon_packed_size_16(int64_t out, int64_t in) { return panels_of(out) * TILE / 2 * in + 16; }
@@ -83,31 +75,13 @@ typedef struct {
     float *y;
     int64_t ldx, ldy, rows, in, out, panels;
     int64_t block_rows, panels_per_unit, units_per_block;
-    int format;
+    int format, activation;  // `activation`: -1, or of the results, by the numbers of ratoon_activation
     float *laid_out;  // rows as tiles read them, [tile][k][MAX_TILE_ROWS]; NULL: tiles read x
 } linear_call;
 
 // Panel by panel, from `depth` numbers on.
 INLINE const char *panel_at(const linear_call *c, int64_t panel, int64_t depth) {
     return c->weight + (panel * c->in + depth) * TILE * bytes_of(c->format);
-}
-
-// A vector of a row that may end before the vector does.
-INLINE vec read_part(const float *p, int64_t count) {
-    if (count >= W) return load(p);
-    float part[W] = {0};
-    memcpy(part, p, (size_t)count * sizeof(float));
-    return load(part);
-}
-
-INLINE void write_part(float *p, int64_t count, vec v) {
-    if (count >= W) {
-        store(p, v);
-        return;
-    }
-    float part[W];
-    store(part, v);
-    memcpy(p, part, (size_t)count * sizeof(float));
 }
 
 // totals [rows][TILE_WIDTH] = A · B in stretches; with `add`, they are added to what is there.
@@ -232,18 +206,19 @@ static void multiply_piece(const linear_call *c, const piece *p, float *totals) 
     }
 }
 
-// y = totals, or y += totals; with the bias at the end of the depth.
+// y = totals, or y += totals; with bias and activation at the end of the depth.
 static void finish_sum(const linear_call *c, const piece *p, const float *totals) {
     const int64_t column = p->panel * TILE, width = p->panels * TILE;
     const int64_t count = c->out - column < width ? c->out - column : width;
-    const float *bias = c->bias && p->first + p->depth == c->in ? c->bias + column : NULL;
+    const int is_last = p->first + p->depth == c->in;
+    const float *bias = c->bias && is_last ? c->bias + column : NULL;
     for (int64_t i = 0; i < p->rows; i++, totals += TILE_WIDTH) {
         float *y = c->y + (p->row + i) * c->ldy + column;
         for (int64_t j = 0; j < count; j += W) {
             vec v = load(totals + j);
             if (p->first >= SUM_DEPTH) v += read_part(y + j, count - j);
             if (bias) v += read_part(bias + j, count - j);
-            write_part(y + j, count - j, v);
+            write_part(y + j, count - j, is_last ? activate(c->activation, v) : v);
         }
     }
 }
@@ -333,19 +308,24 @@ static void divide(linear_call *c) {
     c->units_per_block = (c->panels + c->panels_per_unit - 1) / c->panels_per_unit;
 }
 
-void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
-                   const float *bias, float *y, int64_t ldy) {
+void linear_with_activation(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
+                            const float *bias, int activation, float *y, int64_t ldy) {
     const packed_header *header = (const packed_header *)packed;
     const int64_t blocks = MOST_LAID_OUT / (ROW_BLOCK * in * (int64_t)sizeof(float));
     const int64_t most = !LAYS_OUT_ROWS ? rows : blocks < 1 ? ROW_BLOCK : blocks * ROW_BLOCK;
     for (int64_t row = 0; row < rows; row += most) {
         linear_call c = {.x = x + row * ldx, .weight = (const char *)(header + 1), .bias = bias, .y = y + row * ldy, .ldx = ldx,
                          .ldy = ldy, .rows = rows - row < most ? rows - row : most, .in = in, .out = out,
-                         .panels = panels_of(out), .format = header->format};
+                         .panels = panels_of(out), .format = header->format, .activation = activation};
         divide(&c);
         lay_out(&c);
         parallel_units(linear_unit, &c, c.units_per_block * ((c.rows + c.block_rows - 1) / c.block_rows));
     }
+}
+
+void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
+                   const float *bias, float *y, int64_t ldy) {
+    linear_with_activation(x, ldx, rows, packed, in, out, bias, -1, y, ldy);
 }
 
 // Several products of one shape with few rows each. Their units are one loop: a product of its own, with a row or two, would leave
@@ -379,7 +359,7 @@ int linear_jobs(const linear_job *jobs, int64_t count, int64_t in, int64_t out) 
             .x = j->x, .weight = (const char *)(header + 1), .bias = j->bias, .y = j->y, .ldx = j->ldx, .ldy = j->ldy,
             .rows = j->rows, .in = in, .out = out, .panels = panels, .block_rows = MOST_GROUPED_ROWS,
             .panels_per_unit = panels_per_unit, .units_per_block = (panels + panels_per_unit - 1) / panels_per_unit,
-            .format = header->format};
+            .format = header->format, .activation = -1};
     }
     linear_group g = {calls, few ? calls[0].units_per_block : 0};
     if (few) parallel_units(group_unit, &g, few * g.units);

@@ -57,6 +57,10 @@ int ratoon_linear_words(const int64_t *w) {
     return 0;
 }
 
+int ratoon_encoder_linear_words(const int64_t *w) {
+    return ratoon_encoder_linear(P(0), w[1], w[2], P(3), w[4], w[5], P(6), (int)w[7], P(8), w[9]);
+}
+
 int ratoon_gated_mlp_words(const int64_t *w) {
     ratoon_gated_mlp(P(0), w[1], w[2], P(3), P(4), w[5], P(6), P(7), w[8], w[9], P(10), P(11));
     return 0;

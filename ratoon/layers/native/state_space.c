@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "activations.h"
 #include "kernels.h"
 #include "room.h"
 #include "threads.h"

@@ -114,6 +114,4 @@ INLINE vec tanh_(vec x) {
     return (vec)((((ivec)far | sign) & is_far) | ((ivec)near & ~is_far));
 }
 
-INLINE vec silu(vec x) { return x / (splat(1.0f) + exp_(-x)); }
-
 INLINE float exp_scalar(float x) { return exp_(splat(x))[0]; }
