@@ -30,7 +30,8 @@ class Rotary:
     """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place. One for all layers of a model.
 
     A model whose rotation has sections (M-RoPE: time, height, width) has positions on several axes, [axes, T], and each
-    pair of a head turns by the one of its section. Otherwise positions are [T].
+    pair of a head turns by the one of its section. Otherwise positions are [T]; so they are for tokens whose positions
+    are the same on all axes, which cost what those of a model without sections do.
     """
 
     __slots__ = ("axes", "cos_sin", "rotate")
@@ -47,7 +48,7 @@ class Rotary:
             self.cos_sin = cos_sin_table(config, max_position).to(weights.device)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
-        self.rotate(q, k, positions, self.cos_sin, self.axes)
+        self.rotate(q, k, positions, self.cos_sin, self.axes if positions.dim() > 1 else None)
 
 
 def axes_of_pairs(config: ModelConfig) -> Tensor:

@@ -215,6 +215,12 @@ class InputBatch:
                 if self.seen_whole is not None:
                     self.seen_whole.pop(row, None)
 
+    def has_rope_positions(self, rows: np.ndarray) -> bool:
+        """Whether one of these rows [R] has rope positions of its own: a text without images has none."""
+        if self.rope_rows is None:
+            return False
+        return bool(self.rope_lens[rows].any() or self.rope_deltas[rows].any())
+
     def rope_positions(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[axes, T]: by what heads are rotated, of tokens at these positions [T] of these rows [T]."""
         assert self.rope_rows is not None

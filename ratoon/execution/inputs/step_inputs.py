@@ -32,7 +32,7 @@ class StepInputs:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] in the sequence
-    rope_positions: torch.Tensor  # [T] or [axes, T], by which heads are rotated: often `positions`
+    rope_positions: torch.Tensor  # [T] or [axes, T], by which heads are rotated: `positions`, if no row has its own
     groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
     writes_nothing: bool  # no token's keys and values are kept
@@ -119,8 +119,9 @@ class InputPreparation:
         num_groups = len(rows.block_tables)
         self.slot_mappings = [make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
         self.block_tables = [make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
-        # Steps with one token of each request: their tensors are always the same, by the number of requests
-        self._decodes: dict[int, StepInputs] = {}
+        # Steps with one token of each request: their tensors are always the same, by the number of requests and by
+        # whether one has rope positions of its own
+        self._decodes: dict[tuple[int, bool], StepInputs] = {}
         self._decode_kernel: DecodeKernel | None = None
         if device.type == "cpu" and rows.cross_tables is None and library() is not None:
             self._decode_kernel = DecodeKernel(self)
@@ -138,11 +139,13 @@ class InputPreparation:
         kernel = self._decode_kernel
         if kernel is None or unwritten is not None or num_reqs > MAX_DECODES or (num_scheduled != 1).any():
             return self._prepare_any(batch_rows, num_scheduled, unwritten)
-        if num_reqs not in self._decodes:
-            self._decodes[num_reqs] = self._prepare_any(batch_rows, num_scheduled, None)
-        inputs = self._decodes[num_reqs]
+        key = num_reqs, self.rows.has_rope_positions(batch_rows)
+        if key not in self._decodes:
+            self._decodes[key] = self._prepare_any(batch_rows, num_scheduled, None)
+        inputs = self._decodes[key]
         longest = kernel.fill(batch_rows)
-        self._rope_positions(batch_rows, num_reqs)
+        if key[1]:
+            self._rope_positions(batch_rows, num_reqs)
         for group in inputs.groups:
             group.max_seq_len = longest
         return inputs
@@ -174,11 +177,11 @@ class InputPreparation:
             groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
         writes_nothing = unwritten is not None and bool(unwritten.all())
-        input_ids, rope_positions = self.input_ids.tensor(total), self._rope_positions(req_indices, total)
-        if rope_positions is None:
-            rope_positions = self.positions.tensor(total)
+        input_ids, positions_of_rope = self.input_ids.tensor(total), self.positions.tensor(total)
+        if rows.has_rope_positions(batch_rows):
+            positions_of_rope = self._rope_positions(req_indices, total)
         return StepInputs(
-            input_ids, self.positions.tensor(total), rope_positions, groups, cu_num_tokens, writes_nothing, cross
+            input_ids, self.positions.tensor(total), positions_of_rope, groups, cu_num_tokens, writes_nothing, cross
         )
 
     def adapters_of(self, batch: StepBatch) -> AdapterRows | None:
@@ -190,11 +193,11 @@ class InputPreparation:
         self.adapter_slots.array[:total] = np.repeat(batch.adapter_slots, batch.num_scheduled)
         return AdapterRows(self.adapter_slots.tensor(total))
 
-    def _rope_positions(self, req_indices: np.ndarray, total: int) -> torch.Tensor | None:
-        """[T] or [axes, T], for tokens of these rows. None: they are the positions in the sequence."""
+    def _rope_positions(self, req_indices: np.ndarray, total: int) -> torch.Tensor:
+        """[T] or [axes, T], for tokens of these rows, of which one has rope positions of its own. In other steps they
+        are the positions in the sequence [T], and nothing is done for them."""
         buffer = self.rope_positions
-        if buffer is None:
-            return None
+        assert buffer is not None
         buffer.array[:, :total] = self.rows.rope_positions(req_indices, self.positions.array[:total])
         found = buffer.columns(total)
         return found if self.rows.rope_axes > 1 else found[0]

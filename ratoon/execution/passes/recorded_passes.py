@@ -46,6 +46,7 @@ class PassShape(NamedTuple):
     end: End  # for all rows
     has_embeddings: bool  # rows that are no token ids: then the pass begins behind the embeddings
     has_adapters: bool  # rows that have one
+    has_rope_positions: bool  # apart from the positions in the sequence
     layers: tuple[int, ...] = ()  # before which the stream is copied, rising
 
 
@@ -114,6 +115,7 @@ class RecordedPasses:
             end,
             inputs.embeddings is not None,
             inputs.adapters is not None,
+            inputs.rope_positions.data_ptr() != inputs.positions.data_ptr(),
             layers,
         )
         found = self._run_shape(shape, program, inputs, reads_all=rows is None)

@@ -107,7 +107,8 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
     """What a backend reads: of a table, the columns of the keys that a request has."""
     assert ours.input_ids.tolist() == theirs.input_ids.tolist()
     assert ours.positions.tolist() == theirs.positions.tolist()
-    assert ours.rope_positions.tolist() == theirs.rope_positions.tolist()
+    # On the host, rows that have none of their own are rotated by the positions [T], elsewhere by the same on all axes.
+    assert torch.equal(*torch.broadcast_tensors(ours.rope_positions.cpu(), theirs.rope_positions.cpu()))
     assert ours.cu_num_tokens.tolist() == theirs.cu_num_tokens.tolist()
     assert ours.writes_nothing == theirs.writes_nothing
     pairs = list(zip(ours.groups, theirs.groups, strict=True))
@@ -264,6 +265,26 @@ def test_models_without_rope_positions_of_their_own_have_no_column_of_them() -> 
     assert len(rows.memory) == MAX_REQS * (MAX_MODEL_LEN + rows.max_blocks)
     on_host = InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu")).prepare(np.array([0]), np.array([3]))
     assert on_host.rope_positions.data_ptr() == on_host.positions.data_ptr()
+
+
+def test_on_the_host_a_step_without_images_has_the_positions_of_a_model_of_text() -> None:
+    rows = make_rows(rope_axes=3)
+    rows.add(new_branch("text", [5, 6, 7], [[3]]))
+    picture = new_branch("picture", [5, 6, 7], [[4]])
+    picture.overrides = InputOverrides(np.full((3, 3), 1, np.int32).tobytes(), -1)
+    rows.add(picture)
+    inputs = InputPreparation(rows, MAX_TOKENS, MAX_REQS, torch.device("cpu"))
+
+    def rope_of(batch: list[int], num_tokens: int) -> tuple[bool, list[int]]:
+        step = inputs.prepare(np.array(batch), np.full(len(batch), num_tokens))
+        return step.rope_positions.data_ptr() == step.positions.data_ptr(), list(step.rope_positions.shape)
+
+    for num_tokens in (3, 1, 1):  # prompts and decodes, whose tensors are kept
+        assert rope_of([0], num_tokens) == (True, [num_tokens])
+        assert rope_of([1], num_tokens) == (False, [3, num_tokens])
+        assert rope_of([0, 1], num_tokens) == (False, [3, 2 * num_tokens])
+    rows.num_computed[:2] = 3  # behind what is listed, the positions of the picture's text are shifted
+    assert rope_of([1], 1)[0] is False and rope_of([0], 1)[0] is True
 
 
 def test_padding_is_divided_among_few_requests() -> None:
