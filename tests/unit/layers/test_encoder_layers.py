@@ -8,6 +8,9 @@ import torch
 from ratoon.core.config import RelativePositions
 from ratoon.layers.conv import TimeConvolution
 from ratoon.layers.embedding import SinusoidalPositions
+from ratoon.layers.linear import ColumnParallelLinear, RowParallelLinear
+from ratoon.layers.mlp import ACTIVATIONS, MLP
+from ratoon.layers.native.recording import Arena, Recording
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.ops import Ops
 from ratoon.layers.relative_positions import bucket_of_distance, relative_bias
@@ -42,6 +45,47 @@ def test_a_convolution_is_in_few_bits_where_linear_layers_are() -> None:
     error = convolution(x.transpose(1, 2)) - expected.transpose(1, 2)
     # Of 96 products each factor is off by up to half a step of 1/127 of the largest number
     assert error.square().mean().sqrt() < 2 / 127 * expected.square().mean().sqrt()
+
+
+# ---- products of encoders ----
+
+
+@pytest.mark.skipif(len(ALL_OPS) == 1, reason="no kernels for this processor")
+def test_a_product_of_an_encoder_has_16_bits_at_least_and_a_row_the_same_ones_in_any_batch() -> None:
+    random = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(70, 600, generator=random), torch.randn(70, generator=random)
+    x = torch.randn(300, 600, generator=random)
+    multiply = NativeOps().for_encoders().make_linear(weight, bias)
+    found = multiply(x)
+    terms = x.double().abs() @ weight.double().abs().T + bias.abs()
+    error = (found - (x.double() @ weight.double().T + bias)).abs() / terms
+    assert error.max() < 2**-16 and error.square().mean().sqrt() < 2**-19
+    for rows in (slice(0, 1), slice(5, 22), slice(40, 299)):
+        assert torch.equal(multiply(x[rows]), found[rows])
+
+
+@pytest.mark.skipif(len(ALL_OPS) == 1, reason="no kernels for this processor")
+def test_numbers_stay_as_they_are_where_the_setting_says_so() -> None:
+    ops = NativeOps(keep_formats=False)
+    weight, x = torch.randn(40, 96), torch.randn(20, 96)
+    assert ops.for_encoders() is ops
+    assert torch.equal(ops.for_encoders().make_linear(weight, None)(x), NativeOps().make_linear(weight, None)(x))
+
+
+@pytest.mark.skipif(len(ALL_OPS) == 1, reason="no kernels for this processor")
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_activation_of_an_encoder_is_a_part_of_its_product(kind: str) -> None:
+    ops = NativeOps().for_encoders()
+    source = RandomSource(**{"up.weight": (70, 48), "up.bias": (70,), "down.weight": (48, 70)})
+    weights = Weights(source, ops, CPU, torch.float32)
+    up = ColumnParallelLinear(weights / "up", 48, 70, bias=True)
+    mlp = MLP(up, RowParallelLinear(weights / "down", 70, 48), ops, kind)
+    x = torch.randn(37, 48)
+    with_a_kernel_of_its_own = mlp.down(ops.activation(mlp.up(x), kind))
+    with Recording(Arena()) as recording:
+        found = mlp(x)
+    assert [name for name, _ in recording.calls] == ["ratoon_encoder_linear"] * 2 and not recording.obstacles
+    assert torch.equal(found, with_a_kernel_of_its_own)
 
 
 def test_sinusoidal_positions_are_made_in_the_asked_dtype() -> None:

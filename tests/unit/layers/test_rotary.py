@@ -195,3 +195,15 @@ def test_sections_that_are_not_all_pairs_of_a_head_are_refused() -> None:
     weights = Weights(None, TorchOps(), torch.device("meta"), torch.float32)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"\[8, 12, 8\], 28 pairs of a head.*32 pairs"):
         Rotary(weights, with_scaling({"sections": (8, 12, 8)}), 16)
+
+
+@pytest.mark.parametrize("ops", [TorchOps, pytest.param(NativeOps, marks=needs_kernels)])
+def test_positions_that_are_the_same_on_all_axes_may_be_given_once(ops: type[Any]) -> None:
+    weights = Weights(None, ops(), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    rotary = Rotary(weights, replace(CONFIG, rope_scaling=RopeScaling(sections=(8, 12, 12))), 64)
+    positions = torch.tensor([0, 3, 17, 63, 5])
+    heads = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0))
+    once, by_axis = heads.clone(), heads.clone()
+    rotary(once[:, :2], once[:, 2:], positions)
+    rotary(by_axis[:, :2], by_axis[:, 2:], positions.expand(3, -1).contiguous())
+    assert torch.equal(once, by_axis) and not torch.equal(once, heads)
