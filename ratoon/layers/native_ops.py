@@ -68,7 +68,7 @@ class NativeLinear:
         weight = weight.contiguous()
         has_16_bits = weight.dtype in DTYPES_16.values()
         measure = kernels.ratoon_packed_size_16 if has_16_bits else kernels.ratoon_packed_size
-        self._packed = torch.empty(measure(*shape))
+        self._packed = new_weight(measure(*shape), dtype=torch.float32)
         self.packed_pointer = self._packed.data_ptr()
         if has_16_bits:
             is_bf16 = weight.dtype == torch.bfloat16
@@ -288,7 +288,9 @@ class NativeOps:
         return EncoderLinear(linear) if self._is_for_encoders else linear
 
     def join(self, products: Sequence[Product]) -> Product:
-        writers = [product for product in products if isinstance(product, NativeLinear | EncoderLinear | QuantisedLinear)]
+        writers = [
+            product for product in products if isinstance(product, NativeLinear | EncoderLinear | QuantisedLinear)
+        ]
         if len(writers) == len(products):
             return JoinedLinears(writers)
         return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)

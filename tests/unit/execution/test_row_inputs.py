@@ -167,6 +167,40 @@ def test_positions_of_time_height_and_width_give_the_numbers_of_qwen2_vl(backend
     assert token_of(output, "b") == oracle_greedy(tiny_qwen2(tied=True), OTHER, 1)[0]
 
 
+def calls_of_decodes(tiny: TinyModel, listed: bytes = b"") -> list[list[tuple[str, list[int]]]]:
+    """The kernels of each recorded pass with the numbers that are no addresses, of decodes of a text, and of one with
+    the rope positions `listed`, in turns."""
+    driver = Driver(tiny, "recorded")
+    driver.step(new=[driver.new("text", OTHER, 6)])
+    branches = {"text": OTHER}
+    if listed:
+        new = driver.new("picture", PROMPT, 1)
+        new.overrides = InputOverrides(listed, 0)
+        driver.step(new=[new])
+        branches["picture"] = PROMPT
+    for index in range(4):
+        for req_id, prompt in branches.items():
+            driver.step(known={req_id: len(prompt) + index})
+    assert driver.runner.recorded is not None
+    passes = [one.program for one in driver.runner.recorded._passes.values()]
+    return [[(name, small_numbers(words)) for name, words in zip(one.names, one._words)] for one in passes]
+
+
+def small_numbers(words: np.ndarray) -> list[int]:
+    return [int(word) for word in words if abs(word) < 1 << 31]
+
+
+@needs_kernels
+def test_a_text_without_images_is_computed_by_the_kernels_of_a_model_of_text() -> None:
+    half = tiny_qwen2().config.head_dim // 2
+    tiny = tiny_qwen2_vl_text([half - 2 * (half // 3), half // 3, half // 3])[1]
+    (text,) = calls_of_decodes(tiny_qwen2(tied=True))
+    assert calls_of_decodes(tiny) == [text]
+    both = calls_of_decodes(tiny, packed([range(len(PROMPT))] * 3))
+    assert len(both) == 2, "a picture beside it leaves the text its recorded pass"
+    assert text in both and both[0] != both[1]
+
+
 def test_rope_positions_of_a_model_that_declares_none_are_an_error() -> None:
     driver = Driver()
     new = driver.new("a", PROMPT, 1)
