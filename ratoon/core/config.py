@@ -491,8 +491,8 @@ class EngineConfig:
         "auto",
         "auto: on a CPU with float32, a quantised file (GGUF, GPTQ, AWQ, compressed-tensors) stays in its own bits; "
         "int8, int4: the same, and weights that are floats are kept in 8 or 4 bits; none: all are decoded to dtype, "
-        "and products of encoders are not rounded to 16 bits where the processor has AMX; fp8: on CUDA beside bfloat16, "
-        "linear layers in 8 bits. With weights in few bits, activations are rounded to 8",
+        "and products of encoders are not rounded to 16 bits where the processor has AMX; fp8: on CUDA beside "
+        "bfloat16, linear layers in 8 bits. With weights in few bits, activations are rounded to 8",
         one_of("auto", "none", "int8", "int4", "fp8"),
         options=("-q",),
     )

@@ -153,7 +153,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         ctypes.c_int,
         [_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, ctypes.c_int, _POINTER, _INT],
     ),
-    "ratoon_has_encoder_matrices": (ctypes.c_int, []),
     "ratoon_gated_mlp": (None, [_POINTER, _INT, _INT, *[_POINTER, _POINTER, _INT] * 2, _INT, _POINTER, _POINTER]),
     "ratoon_add_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT, *[_POINTER] * 2, _INT]),
     "ratoon_pack_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
@@ -283,12 +282,6 @@ def has_bf16_matrices(head_dim: int) -> bool:
     kernels = library()
     wanted = kernels is not None and kernels.ratoon_attention_bf16_scratch(1, 1, 1, head_dim) > 0
     return wanted and "amx_bf16" in cpu_flags()
-
-
-def has_encoder_matrices() -> bool:
-    """Whether `ratoon_encoder_linear` multiplies by the matrix unit here."""
-    kernels = library()
-    return kernels is not None and bool(kernels.ratoon_has_encoder_matrices())
 
 
 def reason_for_none() -> str:
