@@ -415,6 +415,6 @@ def test_rerank_compares_scores_and_times_with_transformers(tmp_path: Path) -> N
     shown = run_program("rerank.py", "--quick", "--threads", "1", "--rounds", "1", "--json", str(written))
     assert "all passages" in shown and "one passage" in shown
     parts = json.loads(written.read_text())["parts"]
-    assert set(parts) == {"float32", "int8"}
+    assert set(parts) == {"auto", "float32", "int8"}
     for result in parts.values():
         assert result["ratios"]["all"]["transformers"]["median"] > 0
