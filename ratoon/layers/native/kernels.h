@@ -17,8 +17,8 @@ void ratoon_pack_weight_16(const uint16_t *weight, int64_t out, int64_t in, int6
 void ratoon_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                    const float *bias, float *y, int64_t ldy);
 // The same for encoders, whose sequences run whole, with an activation behind the bias, by the numbers of ratoon_activation; -1: none.
-// Where the processor multiplies matrices in bf16 it is faster for more than a few rows, and as exact (encoder_linear.c), with other bits
-// than ratoon_linear; elsewhere these are the same. Returns 0, or -1 when there is no memory.
+// Where the processor multiplies matrices in bf16 it is faster for more than a few rows, and takes 16 bits of each number
+// (encoder_linear.c); elsewhere the results are those of ratoon_linear. Returns 0, or -1 when there is no memory.
 int ratoon_encoder_linear(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out, const float *bias,
                           int activation, float *y, int64_t ldy);
 int ratoon_has_encoder_matrices(void);  // whether it multiplies by the matrix unit
