@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ratoon.layers import fp8
 from ratoon.layers.native import ExpertWeight, kernel_set_name, library, reason_for_none
 from ratoon.layers.native.pages import new_weight
 from ratoon.layers.native.recording import new_floats
@@ -264,7 +265,13 @@ class NativeOps:
 
     def quantize(self, stored: StoredTensor, use: WeightUse) -> StoredTensor:
         """Tables and heads keep 8 bits at least: their errors go straight into the logits. Numbers of 16 bits stay as
-        they are where they are not to have fewer."""
+        they are where they are not to have fewer. Floats of 8 bits, with which there are no products, become integers
+        of as many where formats are kept."""
+        if use is not WeightUse.OTHER and stored.format in fp8.FORMATS and self.formats is not None:
+            if stored.transposed or stored.shape[1] % BLOCK:
+                return stored
+            bits = self.bits or 8
+            return encode(stored.floats(), max(bits, 8) if use is WeightUse.VOCABULARY else bits)
         if use is WeightUse.OTHER or stored.decode is not None or len(stored.shape) != 2:
             return stored
         if self.bits is not None and self.formats is not None and can_encode(stored):
@@ -277,6 +284,8 @@ class NativeOps:
         if stored.decode is None or stored.format in self.formats_16:
             wanted = self.bits is not None and len(stored.shape) == 2 and not can_encode(stored)
             return f"kept as floats, since {BLOCK} does not divide the inputs" if wanted else None
+        if stored.format in fp8.FORMATS and not stored.transposed:
+            return f"decoded to floats, since {BLOCK} does not divide the inputs"
         return self.formats.note_on(stored)
 
     def kept_formats(self) -> list[dict[str, Any]]:

@@ -124,6 +124,7 @@ class Weights:
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.adapter_tables: dict[str, TableTarget] = {}
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
+        self.left_out: dict[str, int] = {}  # of all views: parts that are not read, and their numbers of tensors
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
         self._padding: tuple[int, int] | None = None  # a size in the checkpoint, and that of layers in its place
@@ -248,9 +249,12 @@ class Weights:
         self._placed.update(self.prefix + name for name in names)
 
     def ignore_below(self, name: str) -> None:
-        """The same of all tensors below `name`."""
+        """Ignores all tensors below `name`, which is a part of the checkpoint that is known and left out: a line in the
+        log."""
         prefix = f"{self.prefix}{name}."
-        self._placed.update(found for found in self.source.shapes() if found.startswith(prefix))
+        found = [tensor for tensor in self.source.shapes() if tensor.startswith(prefix)]
+        self._placed.update(found)
+        self.left_out[prefix.removesuffix(".")] = len(found)
 
     def check_nothing_left(self) -> None:
         left = sorted(set(self.source.shapes()) - self._placed)

@@ -7,7 +7,7 @@ from ratoon.layers.weights import Weights
 from ratoon.models.base import StreamLayer
 from ratoon.models.decoder import PreNormLayer
 from ratoon.models.latent import build_latent
-from ratoon.models.mixture import MixtureForCausalLM
+from ratoon.models.mixture import MixtureForCausalLM, ignore_predictors
 
 
 class DeepseekV2ForCausalLM(MixtureForCausalLM):
@@ -17,7 +17,7 @@ class DeepseekV2ForCausalLM(MixtureForCausalLM):
 
     def find_body(self, weights: Weights) -> Weights:
         body = weights / "model"
-        body.ignore_below(f"layers.{self.config.num_layers}")
+        ignore_predictors(body, self.config.num_layers)
         return body
 
     def build_layer(self, weights: Weights, index: int) -> StreamLayer:

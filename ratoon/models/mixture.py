@@ -3,6 +3,7 @@ and GLM-4.5. Some layers may be dense, by the config. What an expert is made of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ratoon.layers.experts import ExpertMLP, ExpertNames
@@ -14,6 +15,18 @@ from ratoon.models.decoder import PreNormLayer, SelfAttention
 from ratoon.models.llama import LlamaForCausalLM
 from ratoon.models.olmo2 import Olmo2ForCausalLM
 from ratoon.models.qwen3 import Qwen3ForCausalLM
+
+# Of a layer that predicts further tokens: its product of an embedding and a state, in safetensors and in GGUF
+PREDICTOR = re.compile(r"layers\.(\d+)\.(?:nextn\.)?eh_proj\.weight")
+
+
+def ignore_predictors(body: Weights, num_layers: int) -> None:
+    """Leaves out the layers behind the last that predict further tokens (`num_nextn_predict_layers`). Any other layer
+    there is left over, as in every family."""
+    names = (name.removeprefix(body.prefix) for name in body.source.shapes() if name.startswith(body.prefix))
+    found = {int(match[1]) for name in names if (match := PREDICTOR.fullmatch(name))}
+    for index in sorted(index for index in found if index >= num_layers):
+        body.ignore_below(f"layers.{index}")
 
 
 class MixtureForCausalLM(LlamaForCausalLM):
@@ -81,7 +94,7 @@ class Glm4MoeForCausalLM(MixtureForCausalLM):
 
     def find_body(self, weights: Weights) -> Weights:
         body = weights / "model"
-        body.ignore_below(f"layers.{self.config.num_layers}")
+        ignore_predictors(body, self.config.num_layers)
         return body
 
     def build_attention(self, weights: Weights, index: int) -> SelfAttention:

@@ -34,7 +34,7 @@ COMPRESSED_EXPECTED = (
     "pack-quantized, int-quantized or naive-quantized with int of 4 or 8 bits for each tensor, channel or group, or "
     "float-quantized or naive-quantized with float of 8 bits for each tensor or channel; or the original safetensors"
 )
-OTHERWISE = "the original safetensors, a GGUF file, or GPTQ, AWQ or compressed-tensors with 4 or 8 bits"
+OTHERWISE = "the original safetensors, a GGUF file, fp8 in blocks, or GPTQ, AWQ or compressed-tensors with 4 or 8 bits"
 # The parts of a layer beside its codes; those that only quantise activations or caches are not read.
 PARTS = {
     GPTQ: ("qzeros", "scales", "g_idx"),

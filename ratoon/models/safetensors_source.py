@@ -48,6 +48,10 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
+    def formats(self) -> Mapping[str, str]:
+        """How each tensor is stored, in safetensors' spelling: F32, BF16, F8_E4M3, …"""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
     def read(self, name: str, part: TensorSlice | None = None, destination: Destination | None = None) -> StoredTensor:
         from safetensors import safe_open
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ratoon.core.errors import ModelError
 from ratoon.core.plugins import WEIGHT_FORMATS, PluginError, find_plugin
+from ratoon.models import block_fp8_source, mxfp4_source
+from ratoon.models.block_fp8_source import BlockFp8Source, read_block
 from ratoon.models.config_fields import ConfigFields
-from ratoon.models.mxfp4_source import METHOD, Mxfp4Source
+from ratoon.models.mxfp4_source import Mxfp4Source
 from ratoon.models.packed_source import AWQ, COMPRESSED, GPTQ, PackedSource, read_scheme
 
 if TYPE_CHECKING:
@@ -47,11 +49,17 @@ def _read_packed(fields: ConfigFields) -> WrapTensors:
     return lambda files: PackedSource(files, scheme)
 
 
+def _read_fp8(fields: ConfigFields) -> WrapTensors:
+    block = read_block(fields)
+    return lambda files: BlockFp8Source(files, block)
+
+
 def _read_mxfp4(fields: ConfigFields) -> WrapTensors:
     return Mxfp4Source
 
 
 BUILT_IN: dict[str, WeightFormatReader] = {
     **dict.fromkeys((GPTQ, AWQ, COMPRESSED), _read_packed),
-    METHOD: _read_mxfp4,
+    block_fp8_source.METHOD: _read_fp8,
+    mxfp4_source.METHOD: _read_mxfp4,
 }
