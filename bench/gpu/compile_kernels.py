@@ -124,6 +124,7 @@ def attend(
     is_padded: bool = False,
     window: int | None = None,
     rope_axes: int = 1,
+    has_sinks: bool = False,
     **options: Any,
 ) -> None:
     """Store and attend, for requests of one length in all."""
@@ -135,7 +136,8 @@ def attend(
     positions = torch.zeros(rope_axes, num_tokens, dtype=torch.int64)
     table_of_angles: Any = _Table(head_dim, rope_axes)
     transform = HeadTransform(positions[0] if rope_axes == 1 else positions, table_of_angles, norm, norm)
-    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True)
+    sinks = torch.zeros(heads) if has_sinks else None
+    layer = AttentionLayer(0, heads, kv_heads, head_dim, head_dim**-0.5, window, True, sinks=sinks)
     backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
 
 
@@ -223,12 +225,19 @@ def attention(compilation: Compilation) -> None:
         attend(32, 8, [1] * 64, 1024, head_dim=64, window=100)
         compilation.part = "attention: 8B, prefill on Hopper"
         attend(32, 8, [4096], 8192)
+        for number, tokens in (("decode of 64", [1] * 64), ("prefill", [4096])):
+            compilation.part = f"attention: gpt-oss, {number} on Hopper, window and sinks"
+            attend(64, 8, tokens, 8192, head_dim=64, window=128, has_sinks=True)
         compilation.part = "attention: heads of 80, prefill on Hopper, window"
         attend(8, 8, [4096], 8192, head_dim=80, window=1024)
     compilation.part = "attention: 8B, decode, the same bits in any batch"
     attend(32, 8, [1], 1024, batch_invariant=True)
     attend(16, 8, [1] * 32, 1024, batch_invariant=True, has_norm=True)
     attend(32, 8, [1] * 256, 1024, batch_invariant=True)
+    compilation.part = "attention: gpt-oss, decode and prefill, with sinks"
+    attend(64, 8, [1], 1024, head_dim=64, has_sinks=True)
+    attend(64, 8, [4096], 8192, head_dim=64, has_sinks=True, tiles=triton_plan.choose_tiles(64, BF16, None))
+    attend(64, 8, [1], 1024, head_dim=64, has_sinks=True, batch_invariant=True)
     compilation.part = "attention: 8B, prefill, the same bits in any batch"
     attend(32, 8, [4096], 8192, batch_invariant=True)
     compilation.part = "attention: positions on three axes"

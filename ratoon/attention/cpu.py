@@ -184,8 +184,8 @@ class LatentCpuBackend(CpuAttentionBackend):
             reasons.append(
                 f"latent vectors and their values must be multiples of {_TILE} up to {_MAX_LATENT} long, {found}"
             )
-        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap or needs.has_sinks:
-            reasons.append("latent attention can't have a window, a bias, a soft cap or sinks")
+        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap:
+            reasons.append("latent attention can't have a window, a bias or a soft cap")
         return reasons
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
@@ -218,6 +218,7 @@ class LatentCpuBackend(CpuAttentionBackend):
             metadata.block_table, metadata.table_width, metadata.query_start, metadata.seq_lens, metadata.shared,
             metadata.num_requests, layer.num_heads, _groups_of_heads(layer.num_heads), layer.head_dim,
             layer.value_dim, metadata.block_size, metadata.visible_ends, layer.scale,
+            None if layer.sinks is None else layer.sinks.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel ran out of memory")

@@ -21,7 +21,13 @@ ArgumentType = tuple[str, bool]  # Triton's name, and whether the value is a mul
 
 @cache
 def prefill_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, causal: bool, has_window: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    causal: bool,
+    has_window: bool,
+    has_sinks: bool = False,
 ) -> dict[str, Any]:
     """Constants and options of prefill_kernel. Not to be changed: they are kept."""
     return {
@@ -35,6 +41,7 @@ def prefill_constants(
         "STAGES": STAGES,
         "CAUSAL": causal,
         "HAS_WINDOW": has_window,
+        "HAS_SINKS": has_sinks,
         "num_warps": 4,
     }
 
@@ -51,7 +58,7 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
         dtype = "bfloat16"
     is_other = config.attention_backend not in ("auto", "triton") or config.batch_invariant
     # That kernel has neither.
-    is_other = is_other or model.attention_soft_cap is not None or model.attention_sinks or model.latent is not None
+    is_other = is_other or model.attention_soft_cap is not None or model.latent is not None
     if is_other or dtype not in _DTYPES or not model.causal or model.encoder:
         return []
     windows = dict.fromkeys(model.window_of_layer(index) is not None for index in range(model.num_layers))
@@ -66,6 +73,7 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
                 "block_size": config.cache.block_size,
                 "dtype": dtype,
                 "has_window": has_window,
+                "has_sinks": model.attention_sinks,
             },
             HOPPER,
         )
@@ -74,7 +82,13 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
 
 
 def prefill_launch(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str, has_window: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    has_window: bool,
+    has_sinks: bool = False,
 ) -> tuple[Any, list[ArgumentType], dict[str, Any]]:
     """The kernel, the types of its arguments as triton_prefill.py gives them, its constants and options."""
     from ratoon.attention.triton_prefill_kernels import TILE_LAYOUT, prefill_kernel
@@ -83,8 +97,9 @@ def prefill_launch(
     name = _DTYPES[dtype]
     lines = f"tensordesc<{name}{prefill_box(block_size)},{TILE_LAYOUT.value!r}>"
     strides = ((num_heads + 2 * num_kv_heads) * head_dim, head_dim, 2 * num_kv_heads * block_size)
-    types = [(f"*{name}", True), (f"*{name}", True), (lines, False), *[("*i32", True)] * 3, ("fp32", False)]
+    types = [(f"*{name}", True), (f"*{name}", True), (lines, False), *[("*i32", True)] * 3]
+    types += [("*fp32" if has_sinks else f"*{name}", True), ("fp32", False)]  # sinks, or what stands in their place
     types += [("i32", stride % ALIGNMENT == 0) for stride in strides]
     types += [("i32", False)] * 5  # that Triton does not specialise on
-    constants = prefill_constants(num_heads, num_kv_heads, head_dim, block_size, True, has_window)
+    constants = prefill_constants(num_heads, num_kv_heads, head_dim, block_size, True, has_window, has_sinks)
     return prefill_kernel, types, {**constants, **launch_options(dependent=True)}

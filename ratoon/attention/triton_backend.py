@@ -123,8 +123,6 @@ class TritonAttentionBackend(AttentionBackend):
             reasons += TritonLatentBackend.reasons_against(needs)
         elif needs.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {_MAX_HEAD_DIM}, not {needs.head_dim}")
-        if needs.has_sinks and needs.batch_invariant:
-            reasons.append("with sinks, the order of its sums depends on the batch")
         if not needs.is_known_content:
             reasons.append(f"reads {AttentionSpec.content}, not {needs.content}")
         return reasons
@@ -135,7 +133,7 @@ class TritonAttentionBackend(AttentionBackend):
             return TritonLatentBackend(needs.batch_invariant)
         return cls(
             batch_invariant=needs.batch_invariant,
-            cascade=needs.window is None and not needs.has_bias and not needs.has_sinks,
+            cascade=needs.window is None and not needs.has_bias,
         )
 
     def page_shapes(self, spec: KVCacheSpec) -> list[tuple[int, ...]]:
@@ -241,7 +239,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _find_cascade(self, operands: Operands, longest: int) -> Cascade | None:
         layer, fits = operands.layer, 2 * operands.num_rows <= MAX_PARTS
-        is_plain = layer.window is None and layer.bias is None and layer.sinks is None
+        is_plain = layer.window is None and layer.bias is None
         if not self.shares_prefixes or not fits or not is_plain:
             return None
         return operands.metadata.cascade(longest, layer.causal)
@@ -251,7 +249,7 @@ class TritonAttentionBackend(AttentionBackend):
         layer, metadata = operands.layer, operands.metadata
         num_tiles = metadata.num_requests * layer.num_kv_heads
         is_small = num_tiles <= _MAX_FUSED_TILES_PER_SM * num_multiprocessors(operands.q.device)
-        if metadata.inputs.visible_ends_device is not None or layer.sinks is not None:
+        if metadata.inputs.visible_ends_device is not None:
             return False
         if self._batch_invariant and (operands.q.dtype == torch.float32 or operands.pages.dtype != operands.q.dtype):
             return False  # a norm would have another order; the new key can't be placed among pairs of fp8

@@ -51,7 +51,6 @@ def serves(
         layer.causal
         and layer.bias is None
         and layer.soft_cap is None
-        and layer.sinks is None
         and layer.num_heads // layer.num_kv_heads <= _HEADS
         and layer.head_dim in (_HEAD_DIMS[1:] if pages.dtype == _FP8 else _HEAD_DIMS)
         and dtype in _DTYPES
@@ -124,10 +123,12 @@ class BalancedDecode:
         registers = {} if balance.max_registers is None else {"maxnreg": balance.max_registers}
         self._launch(
             self._kernels.balanced_kernel, (num_programs // layer.num_kv_heads, layer.num_kv_heads),
-            q, out, pages, plan.tiles, plan.boxes, *parts, layer.scale * LOG2_E, q.stride(0), q.stride(1),
-            plan.capacity, HEAD_DIM=layer.head_dim, GROUP=group, HEADS=_HEADS, KV_HEADS=layer.num_kv_heads,
+            q, out, pages, plan.tiles, plan.boxes, *parts, q if layer.sinks is None else layer.sinks,
+            layer.scale * LOG2_E, q.stride(0), q.stride(1), plan.capacity,
+            HEAD_DIM=layer.head_dim, GROUP=group, HEADS=_HEADS, KV_HEADS=layer.num_kv_heads,
             BLOCK_SIZE=block_size, BLOCK_N=balance.block_n, BOX=min(balance.block_n, block_size),
             HAS_WINDOW=layer.window is not None, PAIRED=pages.dtype == _FP8, STAGES=balance.num_stages,
+            HAS_SINKS=layer.sinks is not None,
             num_warps=balance.num_warps, num_stages=balance.num_stages, **registers,
             **self._launch_options(dependent),
         )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ratoon.attention.triton_kernels import _fold, _load_part, _unpack_pairs
+from ratoon.attention.triton_kernels import _fold, _load_part, _unpack_pairs, divide_by_sums
 from ratoon.layers.triton.dependent import INTERPRETED, start_kernel_behind, wait_for_kernel_before
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -204,7 +204,8 @@ def _store_columns(
 @triton.jit
 def _merge_parts(
     tile, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    sinks_ptr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of a tile's request, if low to high is not all of it: this part is stored, and the last program
     to arrive writes the output from all parts, in their order."""
@@ -225,7 +226,7 @@ def _merge_parts(
                     2 * other * GROUP + rows, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, HEAD_DIM
                 )
                 peak, sums, acc = _fold(peak, sums, acc, peak_next, sums_next, acc_next)
-            out = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]
+            out = divide_by_sums(acc, peak, sums, sinks_ptr, rows, in_rows, HAS_SINKS)
             out_rows = _load_plan(tokens_ptr + tile).to(tl.int64) * (KV_HEADS * GROUP) + rows
             out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
             tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None])
@@ -233,13 +234,14 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["capacity"])
 def balanced_kernel(
-    q_ptr, out_ptr, cache_ptr, plan_ptr, boxes_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, scale, stride_q_token,
-    stride_q_head, capacity, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    q_ptr, out_ptr, cache_ptr, plan_ptr, boxes_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr, scale,
+    stride_q_token, stride_q_head, capacity, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: programs of a KV head, KV heads. Each has room for two parts: of a request that began before its share, and
-    of one that ends behind it."""
+    of one that ends behind it. HAS_SINKS: see divide_by_sums."""
     # Before the wait: no kernel of a step writes these but plan_kernel, which has ended.
     num_tiles = _load_plan(plan_ptr)
     program, num_programs = tl.program_id(0), tl.minimum(tl.num_programs(0), num_tiles)
@@ -272,6 +274,7 @@ def balanced_kernel(
     peak_ptr += parts_ptr * (2 * GROUP)
     total_ptr += parts_ptr * (2 * GROUP)
     arrived_ptr += parts_ptr
+    sinks_ptr += kv_head * GROUP
     rows = tl.arange(0, HEADS)
     acc = tl.zeros([DIMS, HEADS], tl.float32)
     acc_odd = acc
@@ -318,7 +321,13 @@ def balanced_kernel(
         if (flags >= _LAST) | (tile == high - 1):
             sum_here = tl.sum(sums, 0)
             if is_whole & (flags >= _LAST):
-                inverse = (1.0 / sum_here)[None, :]
+                inverse = 1.0 / sum_here
+                if HAS_SINKS:
+                    sinks = tl.load(sinks_ptr + rows, mask=rows < GROUP, other=0.0) * 1.4426950408889634
+                    highest = tl.maximum(peak, sinks)
+                    keep = tl.exp2(peak - highest)
+                    inverse = keep / (sum_here * keep + tl.exp2(sinks - highest))
+                inverse = inverse[None, :]
                 out_row = _load_plan(tokens_ptr + tile).to(tl.int64) * (KV_HEADS * GROUP)
                 _store_columns(
                     acc * inverse, acc_odd * inverse, out_row + rows, rows < GROUP, out_ptr, HEAD_DIM, PAIRED, False
@@ -334,10 +343,10 @@ def balanced_kernel(
     # A program has a part of the request that it begins with, and of the one that it ends with, or of one alone.
     _merge_parts(
         low, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr,
-        arrived_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS,
+        arrived_ptr, sinks_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS, HAS_SINKS,
     )  # fmt: skip
     if _load_plan(tokens_ptr + low) != _load_plan(tokens_ptr + high - 1):
         _merge_parts(
             high - 1, low, high, num_tiles, num_programs, tokens_ptr, capacity, out_ptr, acc_ptr, peak_ptr, total_ptr,
-            arrived_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS,
+            arrived_ptr, sinks_ptr, HEAD_DIM, GROUP, HEADS, KV_HEADS, HAS_SINKS,
         )  # fmt: skip

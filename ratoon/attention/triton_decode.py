@@ -145,14 +145,14 @@ def _repeat(x, BLOCK_M: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_table", "window", "num_splits", "min_share"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
-    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, stride_axis, q_eps,
-    k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table,
-    window, num_splits, min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr,
+    stride_axis, q_eps, k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    stride_block, stride_table, window, num_splits, min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    HALF: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
     SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, SOFT_CAP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. A request's earlier keys are divided among as many splits as have `min_share`
     tiles of BLOCK_N keys; the first one adds the new key."""
@@ -237,8 +237,8 @@ def decode_kernel(
         acc = tl.interleave(acc, acc_odd)
     store_result(
         acc, peak, total, token, 0, GROUP, kv_head, request, split, num_active, 0, num_splits, out_ptr, acc_ptr,
-        peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT, MERGE_ROWS, SPLITS_PAD,
-        False, False, False,
+        peak_ptr, total_ptr, arrived_ptr, sinks_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT, MERGE_ROWS,
+        SPLITS_PAD, False, False, False, HAS_SINKS,
     )  # fmt: skip
 
 
@@ -275,13 +275,13 @@ def _attend_tile(
 @triton.jit(do_not_specialize=["stride_table", "window", "num_slots"])
 def tiled_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
-    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, stride_axis, q_eps,
-    k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table,
-    window, num_slots, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr,
-    HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr, SPLIT: tl.constexpr,
-    SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
+    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr,
+    stride_axis, q_eps, k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    stride_block, stride_table, window, num_slots, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
+    SPLIT: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Does what decode_kernel does, with the bits that attention_kernel has where tiles are attended to by themselves:
     the new key takes its place in the last tile. Not for pages in fp8.
@@ -334,7 +334,7 @@ def tiled_decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     in_rows = rows < GROUP
     first_head = token.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
-    out_rows = first_head + rows
+    out_rows, heads_of_rows = first_head + rows, kv_head * GROUP + rows
     if SPLIT:
         for place in range(program, num_tiles, num_programs):
             if place != program:
@@ -347,7 +347,9 @@ def tiled_decode_kernel(
                 SOFT_CAP,
             )  # fmt: skip
             if num_tiles == 1:
-                _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)
+                _store_whole(
+                    acc, peak, total, heads_of_rows, out_rows, in_rows, out_ptr, sinks_ptr, HEAD_DIM, DIM_PAD, HAS_SINKS
+                )
             else:
                 _store_part(
                     acc, peak, total, out_rows * num_slots + place, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM,
@@ -361,7 +363,7 @@ def tiled_decode_kernel(
                 merged = tl.arange(0, GROUP_PAD)
                 _merge_rows(
                     first_head + merged, merged < GROUP, num_tiles, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr,
-                    HEAD_DIM, DIM_PAD, 1, True,
+                    sinks_ptr, HEAD_DIM, DIM_PAD, KV_HEADS * GROUP, 1, True, HAS_SINKS,
                 )  # fmt: skip
     else:
         acc_last, peak_last, total_last = _attend_tile(
@@ -374,4 +376,6 @@ def tiled_decode_kernel(
             False, HAS_WINDOW, False, PAIRED, False, BLOCK_N, SOFT_CAP,
         )  # fmt: skip
         peak, total, acc = _fold(peak, total, acc, peak_last, total_last, acc_last)
-        _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)
+        _store_whole(
+            acc, peak, total, heads_of_rows, out_rows, in_rows, out_ptr, sinks_ptr, HEAD_DIM, DIM_PAD, HAS_SINKS
+        )

@@ -16,14 +16,14 @@ from ratoon.layers.triton.dependent import wait_for_kernel_before
 @triton.jit(do_not_specialize=["stride_table", "window", "num_splits", "min_share"])
 def few_tokens_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cache_ptr, table_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, positions_ptr,
-    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, stride_axis, q_eps,
-    k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head, stride_block, stride_table,
-    window, num_splits, min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr,
+    stride_axis, q_eps, k_eps, scale, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
+    stride_block, stride_table, window, num_splits, min_share, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    HALF: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NEW: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
     HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRED: tl.constexpr,
     SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr, SPLITS_PAD: tl.constexpr, SOFT_CAP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests, KV heads, splits. The rows of a tile are all query tokens of a request, BLOCK_M // GROUP at most,
     times the query heads of a KV head. Its earlier keys are divided among splits as decode_kernel does; the first one
@@ -98,6 +98,6 @@ def few_tokens_kernel(
         )  # fmt: skip
     store_result(
         acc, peak, total, token, 0, query_len * GROUP, kv_head, request, split, num_active, 0, num_splits, out_ptr,
-        acc_ptr, peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT, MERGE_ROWS,
-        SPLITS_PAD, False, False, False,
+        acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT,
+        MERGE_ROWS, SPLITS_PAD, False, False, False, HAS_SINKS,
     )  # fmt: skip

@@ -127,6 +127,20 @@ def _fold(peak, total, acc, peak_next, total_next, acc_next):
 
 
 @triton.jit
+def divide_by_sums(acc, peak, total, sinks_ptr, heads, in_rows, HAS_SINKS: tl.constexpr):
+    """Rows from their weighted sums [N, …], maxima and sums of weights, when all of their parts are together.
+    HAS_SINKS: sinks_ptr has a score of each head, in base e, that has no value: it is one more term of the sum. The
+    order of operations is spelled out, see _fold."""
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=in_rows, other=0.0) * 1.4426950408889634
+        top = tl.maximum(peak, sinks)
+        keep = tl.exp2(peak - top)
+        total = tl.fma(total, keep, tl.exp2(sinks - top))
+        acc = acc * keep[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
 def load_pages(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of the keys of a tile. Table entries beyond the end are undefined. They are read a tile ahead: loads
     that wait for the page numbers in the same turn of the loop would take a stage of its pipeline away."""
@@ -425,8 +439,9 @@ def _load_parts(
 
 @triton.jit
 def _merge_rows(
-    rows, in_rows, num_active, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr, HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, IN_ORDER: tl.constexpr,
+    rows, in_rows, num_active, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr, sinks_ptr, HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, NUM_HEADS: tl.constexpr, SPLITS_PAD: tl.constexpr, IN_ORDER: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The output of rows (token · heads + head) from their partial results, SPLITS_PAD at most, which lie side by side.
     IN_ORDER: folded one after the other, as a program does that attends to all keys itself."""
@@ -447,18 +462,21 @@ def _merge_rows(
                 )
                 peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
     else:
-        _, total, acc = _load_parts(
+        peak, total, acc = _load_parts(
             places, in_rows, num_active, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD, SPLITS_PAD
         )
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = divide_by_sums(acc, peak, total, sinks_ptr, rows % NUM_HEADS, in_rows, HAS_SINKS)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_dims[None, :])
 
 
 @triton.jit
-def _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _store_whole(
+    acc, peak, total, heads, out_rows, in_rows, out_ptr, sinks_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     dims = tl.arange(0, DIM_PAD)
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = divide_by_sums(acc, peak, total, sinks_ptr, heads, in_rows, HAS_SINKS)
     out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & (dims < HEAD_DIM)[None, :])
 
@@ -477,9 +495,10 @@ def _store_part(
 @triton.jit
 def store_result(
     acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,
-    out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, sinks_ptr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, MERGE_ROWS: tl.constexpr,
     SPLITS_PAD: tl.constexpr, IN_ORDER: tl.constexpr, KEEP_PARTS: tl.constexpr, SUFFIX: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The rows of a tile: output, or a part of it if others of `num_active` splits have more. The last of them to
     arrive (counted at `place`) merges the parts. SUFFIX: a kernel before this one left `num_before` parts, which are
@@ -499,7 +518,10 @@ def store_result(
                     places + slot, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD
                 )
                 peak, total, acc = _fold(peak, total, acc, peak_next, total_next, acc_next)
-        _store_whole(acc, total, out_rows, in_rows, out_ptr, HEAD_DIM, DIM_PAD)
+        heads = kv_head * GROUP + rows % GROUP
+        _store_whole(
+            acc, peak, total, heads, out_rows, in_rows, out_ptr, sinks_ptr, HEAD_DIM, DIM_PAD, HAS_SINKS
+        )  # fmt: skip
     elif SPLIT:
         places += num_before + split
         _store_part(acc, peak, total, places, in_rows, acc_ptr, peak_ptr, total_ptr, HEAD_DIM, DIM_PAD)
@@ -512,8 +534,8 @@ def store_result(
                     merged = row + tl.arange(0, MERGE_ROWS)
                     _merge_rows(
                         first_head + merged // GROUP * (KV_HEADS * GROUP) + merged % GROUP, merged < num_rows,
-                        num_before + num_active, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr, HEAD_DIM, DIM_PAD,
-                        SPLITS_PAD, IN_ORDER,
+                        num_before + num_active, num_slots, acc_ptr, peak_ptr, total_ptr, out_ptr, sinks_ptr, HEAD_DIM,
+                        DIM_PAD, KV_HEADS * GROUP, SPLITS_PAD, IN_ORDER, HAS_SINKS,
                     )  # fmt: skip
 
 
@@ -563,8 +585,7 @@ def attention_kernel(
     and the last of them to arrive merges MERGE_ROWS rows at a time. CHUNK: see split_of; without SPLIT a program
     attends to the chunks one after the other. PREFIX_TILE > 0: a request's keys begin at begins_ptr; those before it
     were attended to by a launch with KEEP_PARTS, in prefix_splits, by tiles of so many keys. Its results stay in parts,
-    in the num_slots of each row. HAS_ENDS: see _last_key. HAS_SINKS: bias_ptr has a score of each head, in base e, that
-    has no value.
+    in the num_slots of each row. HAS_ENDS: see _last_key. HAS_SINKS: bias_ptr has them, see divide_by_sums.
 
     What differs from batch to batch is no constant where that costs nothing: each value would be another kernel.
     """
@@ -630,18 +651,8 @@ def attention_kernel(
         kv_head, scale, stride_block, window, reach, HEAD_DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL,
         HAS_WINDOW, HAS_BIAS, PAIRED, CLEAR_LOOP, CHUNK, SOFT_CAP,
     )  # fmt: skip
-    if HAS_SINKS:  # bias_ptr has them: a score of each head, in the first split, without a value
-        sinks = tl.load(bias_ptr + heads, mask=rows < num_rows, other=0.0).to(tl.float32) * 1.4426950408889634
-        if SPLIT:
-            sinks = tl.where(split == 0, sinks, float("-inf"))
-        top = tl.maximum(peak, sinks)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(peak - safe)
-        total = total * keep + tl.exp2(sinks - safe)
-        acc = acc * keep[:, None]
-        peak = top
     store_result(
         acc, peak, total, query_start, first_row, num_rows, kv_head, place, split, num_active, num_before, num_slots,
-        out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M, SPLIT,
-        MERGE_ROWS, SPLITS_PAD, CHUNK > 0, KEEP_PARTS, PREFIX_TILE > 0,
+        out_ptr, acc_ptr, peak_ptr, total_ptr, arrived_ptr, bias_ptr, HEAD_DIM, DIM_PAD, GROUP, KV_HEADS, BLOCK_M,
+        SPLIT, MERGE_ROWS, SPLITS_PAD, CHUNK > 0, KEEP_PARTS, PREFIX_TILE > 0, HAS_SINKS,
     )  # fmt: skip

@@ -72,6 +72,7 @@ class TritonLatentBackend(AttentionBackend):
     instead of what is chosen here."""
 
     name = "triton"
+    has_sinks = True
     supports_graphs = True
 
     def __init__(self, batch_invariant: bool = False, num_splits: int | None = None) -> None:
@@ -91,8 +92,8 @@ class TritonLatentBackend(AttentionBackend):
         if not 0 < needs.head_dim - value_dim <= MAX_ROPE_DIM:
             found = f"not {needs.head_dim - value_dim}"
             reasons.append(f"latent vectors must have 1 to {MAX_ROPE_DIM} numbers in front of values, {found}")
-        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap or needs.has_sinks:
-            reasons.append("latent attention can't have a window, a bias, a soft cap or sinks")
+        if not needs.causal or needs.window is not None or needs.has_bias or needs.has_soft_cap:
+            reasons.append("latent attention can't have a window, a bias or a soft cap")
         if needs.sees_ahead:
             reasons.append("rows of latent attention can't see those behind them")
         return reasons
@@ -160,23 +161,24 @@ class TritonLatentBackend(AttentionBackend):
             num_sms = num_multiprocessors(q.device)
             num_splits = choose_latent_splits(grid[0] * grid[1], num_rows, inputs.max_seq_len, tiles.block_n, num_sms)
         acc, peaks, totals = out, out, out  # not used
+        sinks, has_sinks = (out, False) if layer.sinks is None else (layer.sinks, True)
         if num_splits > 1:
             acc, peaks, totals, _ = self._scratch.take(num_rows * num_splits, value, q.device)
         launch(
             latent_kernel, (*grid, num_splits),
             q, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device, out, acc, peaks, totals,
-            layer.scale * LOG2_E, metadata.num_requests, num_splits, q.stride(0), q.stride(1), pages.stride(0),
+            sinks, layer.scale * LOG2_E, metadata.num_requests, num_splits, q.stride(0), q.stride(1), pages.stride(0),
             table.stride(0), HEADS=layer.num_heads, ROPE=layer.head_dim - value, VALUE=value,
             ROPE_PAD=power_of_two(layer.head_dim - value), VALUE_PAD=power_of_two(value),
             BLOCK_SIZE=inputs.block_size, TILE_HEADS=tiles.heads, TOKENS=tiles.tokens, BLOCK_N=tiles.block_n,
             SPLIT=num_splits > 1, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            HAS_SINKS=has_sinks, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         if num_splits > 1:
             launch(
-                merge_kernel, (-(-num_rows // MERGED_ROWS),), acc, peaks, totals, out, num_rows, num_splits,
-                VALUE=value, VALUE_PAD=power_of_two(value), SPLITS_PAD=power_of_two(num_splits), ROWS=MERGED_ROWS,
-                num_warps=4,
+                merge_kernel, (-(-num_rows // MERGED_ROWS),), acc, peaks, totals, out, sinks, num_rows, num_splits,
+                HEADS=layer.num_heads, VALUE=value, VALUE_PAD=power_of_two(value), SPLITS_PAD=power_of_two(num_splits),
+                ROWS=MERGED_ROWS, HAS_SINKS=has_sinks, num_warps=4,
             )  # fmt: skip
         return out
 

@@ -8,6 +8,8 @@ device only, and under Triton's interpreter in tests.
 import triton
 import triton.language as tl
 
+from ratoon.attention.triton_kernels import divide_by_sums
+
 
 @triton.jit
 def _find_request(starts_ptr, num_requests, tile, TOKENS: tl.constexpr):
@@ -25,15 +27,15 @@ def _find_request(starts_ptr, num_requests, tile, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def latent_kernel(
-    q_ptr, pages_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr, acc_ptr, peak_ptr, total_ptr, scale, num_requests,
-    num_splits, stride_q, stride_q_head, stride_block, stride_table, HEADS: tl.constexpr, ROPE: tl.constexpr,
-    VALUE: tl.constexpr, ROPE_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q_ptr, pages_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr, acc_ptr, peak_ptr, total_ptr, sinks_ptr, scale,
+    num_requests, num_splits, stride_q, stride_q_head, stride_block, stride_table, HEADS: tl.constexpr,
+    ROPE: tl.constexpr, VALUE: tl.constexpr, ROPE_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of TOKENS tokens, tiles of TILE_HEADS heads, splits of keys. `scale` is that of powers of two. With
     SPLIT, the weighted sum, the peak and the total of each row and split go to acc, peak and total [rows, splits]; else
-    the result to out."""
+    the result to out. HAS_SINKS: see divide_by_sums."""
     request, tile = _find_request(starts_ptr, num_requests, tl.program_id(0), TOKENS)
     start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
     first = start + tile * TOKENS
@@ -82,14 +84,14 @@ def latent_kernel(
         tl.store(total_ptr + places, total, mask=in_rows)
         tl.store(acc_ptr + places[:, None] * VALUE + value[None, :], acc, mask=in_rows[:, None] & in_value[None, :])
     else:
-        out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+        out = divide_by_sums(acc, peak, total, sinks_ptr, heads, in_rows, HAS_SINKS).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + places[:, None] * VALUE + value[None, :], out, mask=in_rows[:, None] & in_value[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
-    acc_ptr, peak_ptr, total_ptr, out_ptr, num_rows, num_splits, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
+    acc_ptr, peak_ptr, total_ptr, out_ptr, sinks_ptr, num_rows, num_splits, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ROWS rows each, whose splits are put together. Rows of padding get what happens to be there."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -108,5 +110,5 @@ def merge_kernel(
         share = tl.sum(tl.where((splits == split)[None, :], shares, 0.0), 1)
         part_rows = (rows * num_splits + split) * VALUE
         acc += tl.load(acc_ptr + part_rows[:, None] + value[None, :], mask=mask, other=0.0) * share[:, None]
-    out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+    out = divide_by_sums(acc, top, total, sinks_ptr, rows % HEADS, in_rows, HAS_SINKS).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * VALUE + value[None, :], out, mask=mask)

@@ -154,9 +154,10 @@ class Launches:
         launch(
             kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_splits),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
-            inputs.slot_mapping, *head.tensors, *parts, *head.numbers, layer.scale * LOG2_E, q.stride(0), k.stride(0),
-            v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
-            num_splits, self._min_share, SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
+            inputs.slot_mapping, *head.tensors, *parts, _sinks_of(layer, q), *head.numbers,
+            layer.scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+            pages.stride(0), table.stride(0), layer.window or 0, num_splits, self._min_share,
+            SPLIT=num_splits > 1, SPLITS_PAD=splits_pad,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, num_rows), **own, **head.constants,
             **self._constants(operands, tiles),
         )  # fmt: skip
@@ -180,9 +181,9 @@ class Launches:
         launch(
             tiled_decode_kernel, (operands.metadata.num_requests, layer.num_kv_heads, num_programs),
             q, k, v, operands.out, pages, table, inputs.query_start_loc_device, inputs.seq_lens_device,
-            inputs.slot_mapping, *head.tensors, *parts, *head.numbers, layer.scale * LOG2_E, q.stride(0), k.stride(0),
-            v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), table.stride(0), layer.window or 0,
-            num_slots, SPLIT=num_programs > 1,
+            inputs.slot_mapping, *head.tensors, *parts, _sinks_of(layer, q), *head.numbers,
+            layer.scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+            pages.stride(0), table.stride(0), layer.window or 0, num_slots, SPLIT=num_programs > 1,
             GROUP_PAD=max(2, next_power_of_two(operands.group)),  # one head would take more registers
             **head.constants, **self._constants(operands, tiles),
         )  # fmt: skip
@@ -229,7 +230,6 @@ class Launches:
             CHUNK=tiles.block_n if self._batch_invariant else 0,
             MERGE_ROWS=rows_merged_at_once(splits_pad, operands.dim, tiles.block_m), SPLITS_PAD=splits_pad,
             PREFIX_TILE=prefix_tile, KEEP_PARTS=keep_slots > 0, HAS_ENDS=ends is not None,
-            HAS_SINKS=layer.sinks is not None,
             **self._constants(operands, tiles),
         )  # fmt: skip
 
@@ -246,11 +246,17 @@ class Launches:
             "BLOCK_N": tiles.block_n,
             "HAS_WINDOW": layer.window is not None,
             "SOFT_CAP": (layer.soft_cap or 0.0) * LOG2_E,
+            "HAS_SINKS": layer.sinks is not None,
             "PAIRED": is_paired(operands.pages, operands.q),
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
             **self._options,
         }
+
+
+def _sinks_of(layer: AttentionLayer | CrossAttentionLayer, other: Tensor) -> Tensor:
+    """The sinks of a layer, or another tensor in their place, which is not read."""
+    return other if layer.sinks is None else layer.sinks
 
 
 def is_paired(pages: Tensor, q: Tensor) -> bool:

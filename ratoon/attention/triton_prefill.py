@@ -1,6 +1,6 @@
 """Attention of long queries on Hopper GPUs: what the kernel of triton_prefill_kernels.py serves, and its launch.
 
-Other GPUs, float32, biases, soft caps, sinks, other sizes of heads, and results with the same bits in any batch stay
+Other GPUs, float32, biases, soft caps, other sizes of heads, and results with the same bits in any batch stay
 with attention_kernel of triton_kernels.py.
 """
 
@@ -66,7 +66,6 @@ def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, page
         layer.bias is None
         and layer.soft_cap is None
         and (layer.causal or layer.window is None)
-        and layer.sinks is None
         and layer.head_dim in _HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)
@@ -113,10 +112,11 @@ class Prefill:
         lines = self._lines.describe(pages, num_lines, layer.head_dim, prefill_box(block_size))
         self._launch(
             self._kernel, (min(num_places, num_programs),),
-            q, out, lines, table, inputs.query_start_loc_device, inputs.seq_lens_device, layer.scale * LOG2_E,
-            q.stride(0), q.stride(1), lines_each, table.stride(0), num_places, num_requests, shortest,
-            layer.window or 0,
+            q, out, lines, table, inputs.query_start_loc_device, inputs.seq_lens_device,
+            q if layer.sinks is None else layer.sinks, layer.scale * LOG2_E, q.stride(0), q.stride(1), lines_each,
+            table.stride(0), num_places, num_requests, shortest, layer.window or 0,
             **prefill_constants(
-                layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.causal, layer.window is not None
+                layer.num_heads, layer.num_kv_heads, layer.head_dim, block_size, layer.causal, layer.window is not None,
+                layer.sinks is not None,
             ), **self._launch_options(dependent),
         )  # fmt: skip

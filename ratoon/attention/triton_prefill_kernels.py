@@ -45,6 +45,7 @@ class Sizes(NamedTuple):
     STAGES: gl.constexpr  # tiles of a ring
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
+    HAS_SINKS: gl.constexpr
 
 
 class Requests(NamedTuple):
@@ -278,6 +279,17 @@ def _store_output(out_ptr, out, tile, half, sizes: gl.constexpr):
 
 
 @gluon.jit
+def _with_sinks(sinks_ptr, peak, total, tile, half, sizes: gl.constexpr, LAYOUT: gl.constexpr):
+    """What the weighted sums of rows are multiplied by, where each head has a score in base e that has no value. Rows
+    behind the last of the request have no sum, and are not stored."""
+    _, heads, in_rows = _rows_of(tile, half, sizes, LAYOUT)
+    sinks = gl.load(sinks_ptr + heads, mask=in_rows, other=0.0) * 1.4426950408889634
+    top = gl.maximum(peak, sinks)
+    keep = gl.exp2(peak - top)
+    return keep / (total * keep + gl.exp2(sinks - top))
+
+
+@gluon.jit
 def _weigh(
     scores, peak, total, start, first_key, last_key, scale, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
@@ -331,8 +343,8 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    half, q_ptr, out_ptr, query_buffers, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
-    window, sizes: gl.constexpr,
+    half, q_ptr, out_ptr, sinks_ptr, query_buffers, keys, values, anchors, turns, scale, stride_q_token, stride_q_head,
+    plan, window, sizes: gl.constexpr,
 ):  # fmt: skip
     """Attends with one half of the rows of each tile."""
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
@@ -420,8 +432,12 @@ def _attend(
         loaded = _load_queries(q_ptr, stride_q_token, stride_q_head, next_tile, half, sizes, MEMORY)
         acc = warpgroup_mma_wait(0, deps=[next_acc])
         mbarrier.arrive(values.free.index(stage))
-        total = gl.convert_layout(total, gl.SliceLayout(1, ACC))
-        acc = acc * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
+        if sizes.HAS_SINKS:
+            inverse = _with_sinks(sinks_ptr, peak, total, tile, half, sizes, SCORES)
+            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+        else:
+            total = gl.convert_layout(total, gl.SliceLayout(1, ACC))
+            acc = acc * (1.0 / gl.where(total == 0.0, 1.0, total))[:, None]
         _store_output(out_ptr, gl.convert_layout(acc.to(dtype), MEMORY), tile, half, sizes)
         tile = next_tile
 
@@ -453,11 +469,11 @@ def _make_plan():
 
 @gluon.jit(do_not_specialize=["stride_table", "num_places", "num_requests", "shortest", "window"])
 def prefill_kernel(
-    q_ptr, out_ptr, lines, table_ptr, query_start_ptr, seq_lens_ptr, scale, stride_q_token, stride_q_head, lines_each,
-    stride_table, num_places, num_requests, shortest, window, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    q_ptr, out_ptr, lines, table_ptr, query_start_ptr, seq_lens_ptr, sinks_ptr, scale, stride_q_token, stride_q_head,
+    lines_each, stride_table, num_places, num_requests, shortest, window, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Grid: programs, which take places (tiles of rows × KV heads) in rounds. Only requests with `shortest` or more
     query tokens take part. lines: the pages as [blocks · lines_each, HEAD_DIM], one head of one key or value in a line.
@@ -466,7 +482,7 @@ def prefill_kernel(
         wait_for_kernel_before()
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     sizes: gl.constexpr = Sizes(
-        HEAD_DIM, DIM, GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, HAS_WINDOW
+        HEAD_DIM, DIM, GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, HAS_WINDOW, HAS_SINKS
     )  # fmt: skip
     requests = Requests(query_start_ptr, seq_lens_ptr, num_requests, num_places, shortest, window)
     queries = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, DIM], TILE_LAYOUT)
@@ -481,12 +497,12 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
-                window, sizes,
+                0, q_ptr, out_ptr, sinks_ptr, queries, keys, values, anchors, turns, scale, stride_q_token,
+                stride_q_head, plan, window, sizes,
             )),
             (_attend, (
-                1, q_ptr, out_ptr, queries, keys, values, anchors, turns, scale, stride_q_token, stride_q_head, plan,
-                window, sizes,
+                1, q_ptr, out_ptr, sinks_ptr, queries, keys, values, anchors, turns, scale, stride_q_token,
+                stride_q_head, plan, window, sizes,
             )),
             (_copy_keys, (lines, lines_each, keys, table_ptr, stride_table, plan, requests, sizes, DEPENDENT)),
             (_copy_values, (lines, lines_each, values, table_ptr, stride_table, plan, sizes, DEPENDENT)),

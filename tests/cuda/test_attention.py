@@ -22,6 +22,7 @@ from ratoon.layers.torch_ops import TorchOps
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 Tensor = torch.Tensor
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LLAMA = AttentionLayer(0, 32, 8, 128, 128**-0.5)
 QWEN = AttentionLayer(0, 16, 8, 128, 128**-0.5)
 # ‖out − exact‖ / ‖exact‖: rounding of the weights and of the output
@@ -100,7 +101,10 @@ class Step:
             scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
             if layer.bias is not None:
                 scores += layer.bias[:, distances + layer.bias.shape[1] // 2]
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if layer.sinks is not None:
+                scores = torch.cat((scores, layer.sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+            weights = scores.softmax(-1)[..., :length]
             results.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
         return torch.cat(results)
 
@@ -227,6 +231,19 @@ def test_searches_with_a_shared_prefix(name: str, dtype: torch.dtype) -> None:
     assert cascade is not None
     assert cascade.prefixes.prefix_lens.tolist() == [688] * 3
     assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("lengths", [MIXED, ([0] * 64, [1] * 64), ([1500] * 40, [1] * 40)], ids=["mixed", "new", "old"])
+def test_heads_with_sinks(lengths: tuple[list[int], list[int]], window: int | None) -> None:
+    """The sizes of gpt-oss, in every kernel that its steps have: long prompts, few and many decodes, prefixes."""
+    layer = AttentionLayer(0, 64, 8, 64, 0.125, window=window, sinks=torch.randn(64, device="cuda") * 2)
+    step = Step(layer, *lengths, BF16)
+    assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[BF16]
+    assert error_of(step.run(TritonAttentionBackend(batch_invariant=True)), step.exact()) < TOLERANCES[BF16]
+    if len(set(lengths[0])) == 1 and lengths[0][0]:
+        step.tables[1:, :90] = step.tables[0, :90]
+        assert error_of(step.run(TritonAttentionBackend()), step.exact()) < TOLERANCES[BF16]
 
 
 @pytest.mark.parametrize("layer", [LLAMA, AttentionLayer(0, 12, 12, 80, 0.11)], ids=["llama", "80"])
@@ -420,9 +437,12 @@ UNEVEN = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 9000, *np.random.default_rng
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
     "layer",
-    [LLAMA, QWEN, replace(QWEN, window=300), AttentionLayer(0, 16, 1, 64, 0.125), AttentionLayer(0, 6, 3, 32, 0.2)],
-    ids=["llama", "qwen", "window", "one KV head", "3 KV heads"],
-)
+    [
+        LLAMA, QWEN, replace(QWEN, window=300), AttentionLayer(0, 16, 1, 64, 0.125), AttentionLayer(0, 6, 3, 32, 0.2),
+        replace(QWEN, sinks=torch.linspace(-3, 3, QWEN.num_heads, device=DEVICE)),
+    ],
+    ids=["llama", "qwen", "window", "one KV head", "3 KV heads", "sinks"],
+)  # fmt: skip
 def test_many_requests_of_one_token_and_any_length(layer: AttentionLayer, kv_dtype: torch.dtype) -> None:
     """Their keys are divided evenly among programs, which cuts requests anywhere."""
     step = Step(layer, [length - 1 for length in UNEVEN], [1] * len(UNEVEN), torch.bfloat16, kv_dtype=kv_dtype)

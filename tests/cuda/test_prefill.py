@@ -41,6 +41,9 @@ LAYERS = {
     "7 heads of 64": AttentionLayer(0, 14, 2, 64, 0.125),
     "alone": AttentionLayer(0, 3, 3, 128, 0.1),
     "80": AttentionLayer(0, 4, 4, 80, 0.1),
+    "sinks": AttentionLayer(
+        0, 64, 8, 64, 0.125, window=128, sinks=torch.linspace(-4, 4, 64, device="cuda" if has_wgmma() else "cpu")
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ModelError
-from ratoon.core.params import HiddenStatesParams
+from ratoon.core.params import BeamSearchParams, HiddenStatesParams
 from ratoon.execution.device_kinds import CpuDevice
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.ops import Ops
@@ -21,7 +22,7 @@ from ratoon.models.build import build_model
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
 from tests.golden.dense_step import dense_logits
-from tests.golden.engines import engine, greedy, oracle_tokens, run, tiny_model, tokens_of
+from tests.golden.engines import engine, greedy, oracle_tokens, run, scheduler_of, tiny_model, tokens_of
 from tests.golden.hidden_oracle import oracle_states
 from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import random_token_ids
@@ -69,6 +70,7 @@ def test_the_config_of_transformers_is_parsed_as_the_one_written_by_hand(family:
 
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (33, 1, 18)]
+BACKENDS = ["torch", *(["cpu"] if "native" in OPS else [])]
 ENGINES = [name for name in MIXTURES if name not in ("qwen3_moe", "mixtral with a window")]
 
 
@@ -112,6 +114,32 @@ def test_steps_of_an_engine_are_recorded_passes() -> None:
         run(llm, PROMPTS, greedy(16))
         runner = llm._client.core.executor._worker.runner
         assert runner.recorded is not None and len(runner.recorded) > 0
+
+
+DRAFTS: dict[str, Any] = {
+    "speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0, "speculate_max_seqs": 32
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_with_drafts_beams_and_prefixes_that_requests_share(backend: str) -> None:
+    """Steps in which a branch has several rows, and branches that read the same blocks."""
+    family, prompt = "gpt_oss", random_token_ids(18, seed=7) * 2
+    with engine(family, attention_backend=backend, **DRAFTS) as llm:
+        prompts = [prompt, [*prompt, 5, 9], [*prompt[:32], 8], PROMPTS[0]]
+        outputs = run(llm, prompts, greedy(24))
+        assert tokens_of(outputs) == [oracle_tokens(family, one, 24) for one in prompts]
+        drafts = scheduler_of(llm).stats().drafts["ngram"]
+        assert 0 < drafts.accepted_tokens < drafts.draft_tokens
+        params = BeamSearchParams(beam_width=3, n=3, max_tokens=8, ignore_eos=True)
+        searched = llm.beam_search([prompt], params)[0]
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        wanted = tiny_model(family).oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=3, num_return_sequences=3,
+            max_new_tokens=8, pad_token_id=0,
+        )  # fmt: skip
+    assert [list(choice.token_ids) for choice in searched.outputs] == wanted[:, len(prompt) :].tolist()
 
 
 # Experts that are cut by inner features, and experts that ranks share out; with a shared expert, biases and sinks

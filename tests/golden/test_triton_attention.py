@@ -3,6 +3,8 @@ windows, biases, encoders and cross-attention. Where there is a GPU, test_cuda.p
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 
 from ratoon.attention import triton_backend
 from ratoon.attention.triton_backend import TritonAttentionBackend
+from ratoon.attention.triton_plan import Operands
 from tests.golden import encoder_engines
 from tests.golden.encoder_engines import assert_greedy, core_of, decoder_prompt, source_of
 from tests.golden.engines import engine, greedy, oracle_tokens, run, tokens_of
@@ -20,6 +23,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run o
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (33, 5)]
 COUNT = 2
+# One token that occurred before is enough for a draft, whatever its rows cost
+DRAFTS: dict[str, Any] = {"speculate": "ngram", "speculate_ngram_min": 1, "speculate_min_acceptance": 0.0}
 
 repair_interpreter()
 
@@ -39,6 +44,23 @@ def test_an_engine_gives_the_tokens_of_transformers(family: str) -> None:
         assert llm.describe()["attention_backend"] == "triton"
         found = tokens_of(run(llm, PROMPTS, greedy(COUNT)))
     assert found == [oracle_tokens(family, prompt, COUNT) for prompt in PROMPTS]
+
+
+def test_so_does_one_whose_heads_have_sinks() -> None:
+    """Prompts in chunks, decodes in one launch, and steps that check drafts: several rows of a branch."""
+    family, kernels = "gpt_oss", set()
+    decode = TritonAttentionBackend._decode
+
+    def note(self: TritonAttentionBackend, operands: Operands, *rest: Any) -> None:
+        kernels.add(operands.metadata.inputs.max_query_len > 1)
+        decode(self, operands, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, engine(family, attention_backend="triton", **DRAFTS) as llm:
+        patch.setattr(TritonAttentionBackend, "_decode", note)
+        prompts = [PROMPTS[0], PROMPTS[1] * 2]  # the second repeats itself, so that tokens are drafted
+        found = tokens_of(run(llm, prompts, greedy(4)))
+    assert found == [oracle_tokens(family, prompt, 4) for prompt in prompts]
+    assert kernels == {False, True}
 
 
 @pytest.mark.parametrize("family", ["t5"])

@@ -33,13 +33,14 @@ static void compare_latent(void) {
     for (int64_t i = 0; i < blocks; i++) table[i] = (int32_t)(blocks - i);
     for (int64_t i = 0; i < keys; i++) slots[i] = table[i / BLOCK] * BLOCK + i % BLOCK;
     const int32_t starts[] = {0, (int32_t)rows}, lens[] = {(int32_t)keys}, shared[] = {0};
-    const float scale = 0.3f;
+    const float scale = 0.3f, *sinks = random_between(0, 1) ? random_floats(heads, 6) : NULL;
     if (random_between(0, 1)) ratoon_store_latent(k, ldk, 0, cache, bytes, NULL, 0, slots, keys, width, BLOCK);
     else ratoon_store_latent_words((int64_t[]){P(k), ldk, 0, P(cache), bytes, 0, 0, P(slots), keys, width, BLOCK});
     expect_true(ratoon_latent_attention(q, ldq, out, heads * value, 0, cache, bytes, NULL, 0, table, blocks, starts, lens, shared, 1,
-                                        heads, groups, width, value, BLOCK, NULL, scale) == 0, "latent attention", 0, 0);
+                                        heads, groups, width, value, BLOCK, NULL, scale, sinks) == 0, "latent attention", 0, 0);
     ratoon_latent_attention_words((int64_t[]){P(q), ldq, P(again), heads * value, 0, P(cache), bytes, 0, 0, P(table), blocks, P(starts),
-                                              P(lens), P(shared), 1, heads, groups, width, value, BLOCK, 0, number(scale)});
+                                              P(lens), P(shared), 1, heads, groups, width, value, BLOCK, 0, number(scale),
+                                              P(sinks)});
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             const int64_t seen = keys - rows + row + 1;
@@ -55,6 +56,7 @@ static void compare_latent(void) {
                 most_size = fmax(most_size, size * scale);
             }
             for (int64_t key = 0; key < seen; key++) total += scores[key] = exp(scores[key] - highest);
+            if (sinks) total += exp(sinks[head] - highest);
             // Of a weight: both scores, its power of two and the total; then the sum over keys. Values are at most 1.
             const double allowed = 4 * (sum_error(width) + 4 * UNIT) * most_size + 4 * EXP_ERROR + 2 * sum_error(seen) + 64 * UNIT;
             for (int64_t i = 0; i < value; i++) {

@@ -194,7 +194,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_store_kv": (None, [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 4]),
     "ratoon_latent_attention": (
         ctypes.c_int,
-        [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 6, _POINTER, _FLOAT],
+        [*[_POINTER, _INT] * 2, _INT, *[_POINTER, _INT] * 3, *[_POINTER] * 3, *[_INT] * 6, _POINTER, _FLOAT, _POINTER],
     ),
     "ratoon_store_latent": (None, [_POINTER, _INT, _INT, *[_POINTER, _INT] * 2, _POINTER, *[_INT] * 3]),
     "ratoon_head_products": (ctypes.c_int, [_POINTER, *[_INT] * 6, _POINTER, _INT, _POINTER, _INT]),

@@ -480,10 +480,10 @@ int ratoon_latent_attention(const float *q, int64_t ldq, float *out, int64_t ldo
                             int64_t block_bytes, const void *scales, int64_t scale_block_bytes, const int32_t *block_table,
                             int64_t table_width, const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared,
                             int64_t requests, int64_t heads, int64_t groups, int64_t width, int64_t value_dim,
-                            int64_t block_size, const int32_t *ends, float scale) {
+                            int64_t block_size, const int32_t *ends, float scale, const float *sinks) {
     plan plan = {.call = {q, out, cache, scales, kind, block_bytes, scale_block_bytes, block_table, query_start, seq_lens,
                           shared, ldq, ldo, table_width, requests, heads, groups, width, block_size, 0, 1, ends, NULL, 0,
-                          (float)(scale * LOG2_E), 0, NULL, value_dim}};
+                          (float)(scale * LOG2_E), 0, sinks, value_dim}};
     return run_plan(&plan);
 }
 #else

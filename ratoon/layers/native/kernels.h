@@ -132,13 +132,13 @@ void ratoon_store_kv(const float *k, int64_t ldk, const float *v, int64_t ldv, i
                      int64_t head_dim, int64_t block_size);
 
 // Latent attention (latent.c): heads read one vector [width] of each token as key, and its last `value_dim` numbers as value. They
-// are computed in `groups` of equally many heads, at most MOST_LATENT_ROWS. Returns 0, or -1 when memory ran out.
+// are computed in `groups` of equally many heads, at most MOST_LATENT_ROWS. `sinks` [heads] or NULL: as of the other. Returns 0, or -1 when memory ran out.
 #define MOST_LATENT_ROWS 64
 int ratoon_latent_attention(const float *q, int64_t ldq, float *out, int64_t ldo, int64_t kind, const void *cache,
                             int64_t block_bytes, const void *scales, int64_t scale_block_bytes, const int32_t *block_table,
                             int64_t table_width, const int32_t *query_start, const int32_t *seq_lens, const int32_t *shared,
                             int64_t requests, int64_t heads, int64_t groups, int64_t width, int64_t value_dim,
-                            int64_t block_size, const int32_t *ends, float scale);
+                            int64_t block_size, const int32_t *ends, float scale, const float *sinks);
 void ratoon_store_latent(const float *k, int64_t ldk, int64_t kind, void *cache, int64_t block_bytes, void *scales,
                          int64_t scale_block_bytes, const int64_t *slots, int64_t rows, int64_t width, int64_t block_size);
 // x [rows][heads][kept + in] → y [rows][heads][kept + out]: each head times a weight of its own, `packed_size` floats apart as

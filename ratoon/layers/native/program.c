@@ -179,7 +179,7 @@ int ratoon_store_kv_words(const int64_t *w) {
 
 int ratoon_latent_attention_words(const int64_t *w) {
     return ratoon_latent_attention(P(0), w[1], P(2), w[3], w[4], P(5), w[6], P(7), w[8], P(9), w[10], P(11), P(12), P(13), w[14],
-                                   w[15], w[16], w[17], w[18], w[19], P(20), F(21));
+                                   w[15], w[16], w[17], w[18], w[19], P(20), F(21), P(22));
 }
 
 int ratoon_store_latent_words(const int64_t *w) {

@@ -10,7 +10,7 @@ from ratoon.attention.torch_reference import TorchReferenceBackend
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import LatentSpec
 from ratoon.layers.attention import LatentAttentionLayer
-from tests.unit.attention.test_backends import MIXED, Batch
+from tests.unit.attention.test_backends import MIXED, SINKS, Batch
 
 
 def needs_of(layer, block_size=16, kept=None, **changes):
@@ -26,6 +26,8 @@ SHAPES = [
     LatentAttentionLayer(0, 3, 1, 64, 0.2, rope_dim=16),
     LatentAttentionLayer(0, 7, 1, 48, 0.3, rope_dim=16),
     LatentAttentionLayer(0, 128, 1, 48, 0.3, rope_dim=32),  # more heads than are computed together
+    LatentAttentionLayer(0, 8, 1, 64, 0.2, rope_dim=16, sinks=SINKS),
+    LatentAttentionLayer(0, 128, 1, 48, 0.3, rope_dim=32, sinks=SINKS.repeat(16)),
 ]
 needs_kernels = pytest.mark.skipif(
     bool(CpuAttentionBackend.reasons_against(needs_of(SHAPES[1]))), reason="no kernels for this processor"
@@ -48,7 +50,11 @@ class LatentBatch(Batch):
             q, k, v = self.split(sequence.double())
             scores = torch.einsum("qhd,kd->hqk", q[computed:], k[:, 0]) * self.layer.scale
             is_later = torch.ones(len(sequence), len(sequence), dtype=torch.bool).triu(1)[computed:]
-            weights = scores.masked_fill(is_later, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(is_later, float("-inf"))
+            if self.layer.sinks is not None:
+                sinks = self.layer.sinks.double().cpu()[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., : len(sequence)]
             results.append(torch.einsum("hqk,kd->qhd", weights, v[:, 0]).flatten(1))
         return results
 

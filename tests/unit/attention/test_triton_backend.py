@@ -108,12 +108,10 @@ def test_keys_of_a_short_request_are_split_and_merged(window: int | None) -> Non
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
 
 
-def test_a_sink_is_in_one_of_the_splits() -> None:
+def test_a_sink_is_added_when_splits_are_merged() -> None:
     layer = replace(GROUPED, sinks=SINKS[: GROUPED.num_heads].to(DEVICE))
     batch = Batch([130, 60, 0], [1, 3, 1], layer, 16, device=DEVICE)
     assert_as_defined(batch, TritonAttentionBackend(num_splits=3))
-    needs = AttentionNeeds("cuda", torch.float16, 16, 64, 4, 4, has_sinks=True, batch_invariant=True)
-    assert "sinks" in TritonAttentionBackend.reasons_against(needs)[-1]
 
 
 @pytest.mark.full
@@ -244,6 +242,19 @@ def test_batch_invariant_rows_are_the_same_to_the_bit_in_any_batch_and_chunk(
         assert torch.equal(got, expected)
 
 
+def test_batch_invariant_rows_with_sinks_are_the_same_to_the_bit() -> None:
+    """In a split, a program adds its tiles up alone, and sinks are added behind the last of them in any case."""
+    layer = AttentionLayer(0, 4, 2, 16, 0.25, sinks=SINKS[2:6].to(DEVICE))
+    batch = Batch([0, 66], [36, 4], layer, 16, device=DEVICE)
+    together = batch.run(TritonAttentionBackend(batch_invariant=True))
+    for got, expected in zip(together, batch.written_out(), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+    alone = Batch([66], [4], layer, 16, seed=99, device=DEVICE)
+    alone.sequences = [batch.sequences[1]]
+    (one_by_one,) = alone.run(TritonAttentionBackend(batch_invariant=True), chunks=4)
+    assert torch.equal(one_by_one, together[1])
+
+
 # ---- norm, rotation and store in one kernel ----
 
 
@@ -365,12 +376,17 @@ class DecodeStep:
 
     def run(self, backend: TritonAttentionBackend, transform: HeadTransform | None) -> tuple[Tensor, Tensor]:
         """→ what the requests get, and the cache behind the null block."""
+        return self.run_layer(self.layer, backend, transform)
+
+    def run_layer(
+        self, layer: AttentionLayer, backend: TritonAttentionBackend, transform: HeadTransform | None = None
+    ) -> tuple[Tensor, Tensor]:
         inputs = CommonAttentionMetadata(
             self.starts, self.seq_lens.numpy(), self.tables.numpy(), torch.from_numpy(self.starts).to(DEVICE),
             self.seq_lens.to(DEVICE), self.tables.to(DEVICE), self.slots.to(DEVICE), self.block_size,
             self.max_query_len, 500, True,
         )  # fmt: skip
-        layer, pages = self.layer, self.pages.to(DEVICE, copy=True)
+        pages = self.pages.to(DEVICE, copy=True)
         q, k, v = self.product.to(DEVICE, copy=True).split([layer.num_heads, *[layer.num_kv_heads] * 2], dim=1)
         out = backend.forward(layer, q, k, v, (pages,), backend.build_metadata(inputs), transform)
         return out[: len(self.slots) - 1].float(), pages[1:].float()
@@ -516,6 +532,41 @@ def test_rows_that_attend_alone_get_what_they_get_among_all(fused: bool, read: l
     torch.testing.assert_close(pages[0].transpose(2, 3)[1:], expected_pages[0][1:], rtol=0, atol=2e-6, equal_nan=True)
     _, stored = batch.run_rows(TritonAttentionBackend(), [], transform)
     torch.testing.assert_close(stored[0], pages[0], rtol=0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("queries", "dtype", "kv_dtype"),
+    [
+        ([1, 1, 1], torch.float32, torch.float32),
+        ([1, 1, 1], torch.float16, torch.float8_e4m3fn),
+        ([3, 8, 1], torch.float32, torch.float32),
+    ],
+    ids=["one token", "one token over fp8", "a few"],
+)
+def test_one_kernel_adds_sinks_once(
+    queries: list[int], dtype: torch.dtype, kv_dtype: torch.dtype, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that decode, and steps that check drafts: several rows of a branch."""
+    layer = AttentionLayer(0, 4, 2, 32, 0.2, window=40, sinks=SINKS[2:6].to(DEVICE))
+    step, tiles = DecodeStep(layer, [3, 11, 70], dtype, kv_dtype, queries), Tiles(32, 16, 4, 2, False)
+    expected, _ = step.run(TritonAttentionBackend(fused_store=False, tiles=tiles), None)
+    without, _ = step.run_layer(replace(layer, sinks=None), TritonAttentionBackend(fused_store=False, tiles=tiles))
+    monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
+    out, _ = step.run(TritonAttentionBackend(tiles=tiles, num_splits=num_splits), None)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6 if dtype == torch.float32 else 4e-3)
+    assert float((out - without).abs().max()) > 0.1, "a sink of 3 takes most of a sum"
+
+
+@pytest.mark.parametrize("num_programs", [1, 3])
+def test_one_kernel_for_any_batch_adds_sinks_once(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "choose_tile_programs", lambda *sizes: num_programs)
+    layer = AttentionLayer(0, 4, 2, 16, 0.2, sinks=SINKS[2:6].to(DEVICE))
+    step = DecodeStep(layer, [1, 65, 200], torch.float16, torch.float16)
+    expected, _ = step.run(TritonAttentionBackend(batch_invariant=True, fused_store=False), None)
+    monkeypatch.setattr(TritonAttentionBackend, "_store", None)  # not called
+    out, _ = step.run(TritonAttentionBackend(batch_invariant=True), None)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 def test_splits_of_few_keys_are_left_to_one_program() -> None:
@@ -702,6 +753,14 @@ def test_requests_that_share_a_prefix_attend_to_it_together(launches_of_prefixes
     shared, own, queries = [0, 4, 4, 0, 0, 6, 5, 0], [40, 9, 1, 20, 53, 3, 17, 50], [1, 1, 1, 1, 2, 1, 3, 50]
     SharedStep(GROUPED, shared, own, queries).assert_exact()
     assert launches_of_prefixes == [32, 0, 40]
+
+
+def test_heads_with_sinks_attend_to_a_shared_prefix_together(launches_of_prefixes: list[int]) -> None:
+    """Beams, some of which check drafts. A sink is in the sum of prefix and own keys once, also where there are none
+    of the latter but the newest."""
+    layer = AttentionLayer(0, 4, 2, 16, 0.25, sinks=SINKS[2:6].to(DEVICE))
+    SharedStep(layer, [0, 4, 4, 0, 5], [40, 9, 1, 50, 20], [1, 1, 1, 1, 3]).assert_exact()
+    assert launches_of_prefixes == [32, 40]
 
 
 def test_readers_of_one_encoder_input_read_it_together(launches_of_prefixes: list[int]) -> None:

@@ -20,7 +20,7 @@ from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.attention.triton_balanced import Balance, serves
 from ratoon.layers.attention import AttentionLayer
 from tests.triton_interpreter import repair_interpreter
-from tests.unit.attention.test_backends import BIAS
+from tests.unit.attention.test_backends import BIAS, SINKS
 
 pytestmark = pytest.mark.slow  # Triton's interpreter
 
@@ -61,7 +61,9 @@ def exact(layer: AttentionLayer, q: Tensor, pages: Tensor, inputs: CommonAttenti
         kept = pages.cpu().to(torch.float64)[blocks].permute(1, 0, 3, 2, 4).flatten(1, 2)  # [2, keys, kv_heads, D]
         keys, values = kept[:, first:length].repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=2)
         scores = torch.einsum("hd,khd->hk", q[token].cpu().double(), keys) * layer.scale
-        out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.cpu().double()[:, None]), 1)
+        out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(keys)], values)
     return out.flatten(1)
 
 
@@ -110,6 +112,14 @@ def assert_exact(
 @pytest.mark.one_in(3)
 def test_requests_that_are_cut_anywhere_are_exact(lengths: list[int], window: int | None, block_n: int) -> None:
     assert_exact(replace(GROUPED, window=window), lengths, Balance(block_n, 3, 1))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16 bits", "fp8"])
+def test_sinks_are_in_each_sum_once_wherever_requests_are_cut(kv_dtype: torch.dtype) -> None:
+    """Some requests are one program's, some are cut; heads of both KV heads have sinks of their own."""
+    layer = replace(GROUPED, num_heads=8, head_dim=32, sinks=SINKS.to(DEVICE))
+    assert_exact(layer, [131, 61, 1, 18, 32], Balance(16, 3, 1), kv_dtype=kv_dtype)
+    assert_exact(replace(layer, window=20), [32, 300, 5], Balance(16, 3, 1), kv_dtype=kv_dtype)
 
 
 def test_requests_of_other_lengths_and_padding_have_no_tiles() -> None:

@@ -27,6 +27,7 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.layers.weights import Weights
 from ratoon.models.dummy_source import DummySource
 from tests.triton_interpreter import repair_interpreter
+from tests.unit.attention.test_backends import SINKS
 from tests.unit.attention.test_latent_backends import LatentBatch
 
 pytestmark = pytest.mark.slow  # Triton's interpreter
@@ -37,6 +38,7 @@ DECODES = ([40, 7, 90], [1, 1, 1])
 SMALL = LatentAttentionLayer(0, 4, 1, 64, 0.2, rope_dim=16)
 ODD = LatentAttentionLayer(0, 3, 1, 58, 0.25, rope_dim=10)
 MANY = LatentAttentionLayer(0, 20, 1, 48, 0.25, rope_dim=16)  # more heads than a tile has
+WITH_SINKS = replace(SMALL, sinks=SINKS[:4].to(DEVICE))
 NEEDS = AttentionNeeds.of(
     [LatentAttentionLayer(0, 16, 1, 576, 0.07, rope_dim=64)], LatentSpec(16, 576, "bfloat16"), torch.device("cuda"),
     torch.bfloat16,
@@ -71,8 +73,10 @@ def check(batch: LatentBatch, backend: TritonLatentBackend, tolerance: float = 1
         (ODD, DECODES, 1),
         (MANY, ([40, 7], [1, 1]), 3),
         (MANY, MIXED, 1),
+        (WITH_SINKS, MIXED, 1),
+        (WITH_SINKS, MIXED, 3),
     ],
-    ids=["small", "small, split", "odd", "odd decodes", "many heads, split", "many heads"],
+    ids=["small", "small, split", "odd", "odd decodes", "many heads, split", "many heads", "sinks", "sinks, split"],
 )
 def test_any_mixture_of_requests_equals_the_definition(
     layer: LatentAttentionLayer, steps: tuple[list[int], list[int]], num_splits: int
