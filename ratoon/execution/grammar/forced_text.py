@@ -131,8 +131,10 @@ def _go_on(probes: Sequence[_Probe], library: GrammarLibrary) -> None:
 
 
 def _tokens_of(text: bytes, is_whole: bool, library: GrammarLibrary) -> list[int]:
+    """The tokens of a text, up to one that the library knows as special: a grammar means the text, and does not match
+    the token that is spelled like it (`<tool_call>` in some files of Qwen's models)."""
     tokens: list[int] = []
-    while text and (found := library.tokenize(text, is_whole)):
+    while text and (found := library.tokenize(text, is_whole)) and not library.is_special(found[0]):
         tokens.append(found[0])
         text = text[len(library.token_bytes(found[0])) :]
     return tokens

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.execution.grammar import llguidance_c
+from ratoon.execution.grammar.forced_text import forced_tokens
 from ratoon.execution.grammar.interface import GrammarState, Match, words_of
 from ratoon.execution.grammar.llguidance_library import Grammar, Llguidance
 from ratoon.layers import native
@@ -145,3 +148,25 @@ def test_the_c_interface_is_left_where_its_limits_are_not_as_expected(monkeypatc
     assert type(llguidance_c.open_library(json_tokenizer(), 300)) is llguidance_c.LlguidanceC
     monkeypatch.setattr(llguidance_c, "DEFAULT_LIMITS", (1,) * 8)
     assert type(llguidance_c.open_library(json_tokenizer(), 300)) is Llguidance
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("asked", [{"grammar": 'start: "{<call>" "true"'}, {"choice": ["<call>true"]}], ids=str)
+def test_text_that_is_forced_has_no_token_that_the_grammar_does_not_match(
+    asked: dict[str, Any], is_special: bool
+) -> None:
+    """A grammar means its text, and not a special token that is spelled like it."""
+    backend = Backend.from_str(json_tokenizer().backend.to_str())
+    (backend.add_special_tokens if is_special else backend.add_tokens)(["<call>"])
+    tokenizer = Tokenizer(backend, {"eos_token": "<|end|>"}, {})
+    library = Llguidance(tokenizer, tokenizer.vocab_size)
+    state, words = library.compile(StructuredOutput(**asked)).begin(), np.zeros(library.num_words, np.int32)
+    text = b""
+    while not state.is_accepting:
+        state.fill(words)
+        (forced,) = forced_tokens([state], [words], library)
+        tokens = forced or [int(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0])]
+        for token in tokens:
+            assert state.consume(token), f"{tokenizer.id_to_token(token)!r} behind {text!r}"
+            text += library.token_bytes(token)
+    assert text.endswith(b"<call>true")
