@@ -189,8 +189,9 @@ class Ranks(Program):
 
     def _report_sums(self, found: dict[str, Any]) -> str:
         rows = [[f"{found['world_size']} ranks × {found['threads']} threads, µs", "", "", "ratio"]]
-        for title, part in (("sum of float32", found["sums"]), ("choice from logits", found["choices"])):
-            for size, ways in part.items():
+        titles = {"sums": "sum of float32", "choices": "choice from logits", "exchanges": "results of experts"}
+        for part, title in titles.items():
+            for size, ways in found[part].items():
                 ours, theirs = ways.values()
                 cells = [f"{name} {format_spread(spread(values), '', 1e6)}" for name, values in ways.items()]
                 rows.append([f"  {title}, {size}", *cells, format_spread(ratios_of(theirs, ours), "×")])

@@ -1,5 +1,5 @@
-"""An executor with two workers, each a rank of a tensor-parallel group on a thread of its own. Plans reach them as
-frames, as between processes. Named in the `executor` setting of engines under test."""
+"""An executor with workers of which each is a rank of a tensor-parallel group on a thread of its own. Plans reach them
+as frames, as between processes. Named in the `executor` setting of engines under test."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ WORLD_SIZE = 2
 class RankExecutor(ThreadedExecutor):
     def __init__(self, config: EngineConfig, model: ModelConfig, tensors: TensorSource, timer: StartupTimer) -> None:
         super().__init__()
-        meeting = Meeting(WORLD_SIZE)
-        self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(WORLD_SIZE)]
+        size, dispatch = WORLD_SIZE, config.expert_parallel_dispatch
+        meeting = Meeting(size)
+        self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(size)]
         self.workers = [
             Worker(
                 config,
                 model,
                 tensors,
                 StartupTimer(),
-                ModelPart(Shard(rank, WORLD_SIZE, Rank(meeting, rank), config.enable_expert_parallel)),
+                ModelPart(Shard(rank, size, Rank(meeting, rank), config.enable_expert_parallel, dispatch)),
             )
-            for rank in range(WORLD_SIZE)
+            for rank in range(size)
         ]
         self.facts, *_ = self.rank_facts = bring_up(self._on_all)
         self._on_all("enter_thread")

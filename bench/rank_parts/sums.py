@@ -1,5 +1,5 @@
-"""Collectives of CPU ranks, which are processes: a sum in shared memory and by gloo, and the choice of tokens by all
-ranks or by one.
+"""Collectives of CPU ranks, which are processes: a sum in shared memory and by gloo, the choice of tokens by all ranks
+or by one, and results of experts by all-to-all or by a sum.
 
 Run as a program, it is a rank; the first one prints what was measured as JSON.
 """
@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from ratoon.distributed.collectives import GroupCollective, leave_group, share_memory
 from ratoon.distributed.shared_memory import SharedMemoryCollective
+from ratoon.layers.expert_exchange import ExpertExchange
 from ratoon.layers.native import library
+from ratoon.layers.shard import Shard
 
 ROWS, COLUMNS = 32, 4096
 SIZES = {
@@ -31,6 +33,13 @@ SIZES = {
 }
 VOCABULARIES = (49152, 128256)
 CHOICE_ROWS = (1, 32)
+# Rows, their width, experts of a row, and all of them
+EXCHANGES = {
+    f"{rows} × {columns}, {top_k} of {experts} experts": (rows, columns, top_k, experts)
+    for rows, columns, top_k, experts in (
+        (128, 2048, 2, 8), (512, 2048, 2, 8), (2048, 2048, 2, 8), (512, 2048, 8, 128), (2048, 2048, 8, 128),
+    )
+}  # fmt: skip
 SECONDS = 100.0
 
 
@@ -78,8 +87,12 @@ def run_rank(rank: int, world_size: int, rendezvous: str, threads: int, rounds: 
         for size in VOCABULARIES
         for rows in CHOICE_ROWS
     }
+    shard = Shard(rank, world_size, shared, True, "all_to_all")
+    exchanges = {
+        name: measure_exchange(shard, shared, *sizes, rounds, repeats // 8) for name, sizes in EXCHANGES.items()
+    }
     if rank == 0:
-        print(json.dumps({"sums": sums, "choices": choices}))
+        print(json.dumps({"sums": sums, "choices": choices, "exchanges": exchanges}))
     leave_group()
 
 
@@ -112,6 +125,33 @@ def measure_choices(
     for _ in range(rounds):
         times["all ranks choose"].append(time_of(by_all, shared, repeats))
         times["one rank chooses"].append(time_of(by_one, shared, repeats))
+    return times
+
+
+def measure_exchange(
+    shard: Shard,
+    shared: SharedMemoryCollective,
+    rows: int,
+    columns: int,
+    top_k: int,
+    num_experts: int,
+    rounds: int,
+    repeats: int,
+) -> dict[str, list[float]]:
+    """From what each rank's experts have made of the rows to the sums on all ranks. A router prefers no expert."""
+    generator = torch.Generator().manual_seed(7)
+    experts = torch.rand(rows, num_experts, generator=generator).topk(top_k).indices.int()
+    exchange, y = ExpertExchange(shard, num_experts, torch.device("cpu")), torch.ones(rows, columns)
+    sliced = exchange.slice_rows(rows)
+
+    def by_exchange() -> None:
+        exchange.gather_rows(exchange.combine(y, experts, sliced), sliced)
+
+    times: dict[str, list[float]] = {"all-to-all": [], "all-reduce": []}
+    for _ in range(rounds):
+        times["all-to-all"].append(time_of(by_exchange, shared, max(1, repeats)))
+        times["all-reduce"].append(time_of(partial(shared.all_reduce, y), shared, max(1, repeats)))
+        y.fill_(1.0)
     return times
 
 

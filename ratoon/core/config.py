@@ -537,6 +537,13 @@ class EngineConfig:
         "each of several ranks has some of the experts of a mixture whole, not a part of every expert; no effect on "
         "other models",
     )
+    expert_parallel_dispatch: str = setting(
+        "auto",
+        "how the results of such experts come together: all_reduce: summed over all rows on all ranks; all_to_all: in "
+        "large steps each rank adds up some of the rows, and gets for them only what experts have computed; auto: the "
+        "latter where it sends less (docs/experts.md)",
+        one_of("auto", "all_reduce", "all_to_all"),
+    )
     expert_metrics: bool = setting(
         False, "count the rows that the router of each layer sends to each expert, for /metrics (docs/experts.md)"
     )

@@ -47,7 +47,7 @@ NO_EFFECT: dict[str, type] = {
     "trust_remote_code": bool, "disable_custom_all_reduce": bool, "max_seq_len_to_capture": int,
     "compilation_config": str, "distributed_executor_backend": str, "worker_cls": str, "runner": str, "task": str,
     "download_dir": str, "served_model_name": str, "disable_async_output_proc": bool, "async_scheduling": bool,
-    "headless": bool, "max_cpu_loras": int, "fully_sharded_loras": bool,
+    "headless": bool, "max_cpu_loras": int, "fully_sharded_loras": bool, "all2all_backend": str,
 }  # fmt: skip
 # Settings of one meaning each that no table covers
 SPECIAL = {

@@ -1,6 +1,6 @@
-"""Sums and concatenations over the ranks of a stage: through shared memory between CPU ranks of one host, otherwise
-by torch.distributed, which is gloo between CPUs and NCCL between GPUs. It also takes rows to the next stage, and by it
-alone ranks find each other.
+"""Sums, concatenations and exchanges of rows over the ranks of a stage: through shared memory between CPU ranks of one
+host, otherwise by torch.distributed, which is gloo between CPUs and NCCL between GPUs. It also takes rows to the next
+stage, and by it alone ranks find each other.
 
 NCCL's kernels run on the current stream, so they are a part of CUDA graphs like any other. torch's symmetric memory,
 which is faster than NCCL for the small sums of a decode, is not used: it needs several GPUs that reach each other's
@@ -10,6 +10,7 @@ memory, and has not been measured here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -37,7 +38,7 @@ class GroupCollective(Collective):
     def __init__(self, group: dist.ProcessGroup, on_cuda: bool) -> None:
         self.can_be_captured = on_cuda  # NCCL's calls run on the current stream
         self._group = group
-        self._world_size = dist.get_world_size(group)
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -50,6 +51,12 @@ class GroupCollective(Collective):
         parts = x.new_empty(self._world_size * len(x), width)  # [ranks · T, width]
         dist.all_gather_into_tensor(parts, x, group=self._group)
         return parts.view(-1, *x.shape).transpose(0, 1).reshape(len(x), -1)[:, :size]
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        sizes = [of_rank[self._rank] for of_rank in counts]
+        y = x.new_empty(sum(sizes), x.shape[1])
+        dist.all_to_all_single(y, x.contiguous(), sizes, list(counts[self._rank]), group=self._group)
+        return y
 
 
 class GroupLink(StageLink):
@@ -123,9 +130,10 @@ def make_shard(launch: WorkerLaunch, own: Collective | None, links: HostLinks | 
     num_shards = launch.config.tensor_parallel_size
     if num_shards > num_together:
         assert links is not None, "a stage is on several hosts"
-        own = HostCollective(links, own, num_shards, num_together)
-    is_expert_parallel = launch.config.enable_expert_parallel and num_shards > 1
-    return Shard(launch.rank % num_shards, num_shards, own, is_expert_parallel)
+        own = HostCollective(links, own, launch.rank % num_shards, num_shards, num_together)
+    config = launch.config
+    is_expert_parallel = config.enable_expert_parallel and num_shards > 1
+    return Shard(launch.rank % num_shards, num_shards, own, is_expert_parallel, config.expert_parallel_dispatch)
 
 
 def open_collective(group: dist.ProcessGroup, on_cuda: bool) -> Collective:

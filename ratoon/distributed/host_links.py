@@ -8,6 +8,7 @@ request. Rows of a GPU pass through host memory here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,23 @@ class HostLinks(StageLink):
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Returns the tensors of all hosts of the stage, in their order. They have the same shape and dtype."""
         x = x.contiguous()
-        name, data = self._rank.to_bytes(4, "little"), as_bytes(x.cpu())
-        for taker in self._part_takers:
-            taker.send_multipart([name, data])
+        self._send_parts([as_bytes(x.cpu())] * len(self._part_takers))
         return [x if rank == self._rank else self._part_of(rank, x) for rank in self._stage_ranks]
+
+    def exchange_rows(self, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+        """Sends each host of the stage its own part, [n, H]; returns what each has sent here, of which it is known how
+        many rows they are."""
+        others = [part for part, rank in zip(parts, self._stage_ranks, strict=True) if rank != self._rank]
+        self._send_parts([as_bytes(part.cpu()) for part in others])
+        return [
+            part if rank == self._rank else self._part_of(rank, part.new_empty(count, part.shape[1]))
+            for part, count, rank in zip(parts, counts, self._stage_ranks, strict=True)
+        ]
+
+    def _send_parts(self, parts: Sequence[Any]) -> None:
+        name = self._rank.to_bytes(4, "little")
+        for taker, data in zip(self._part_takers, parts, strict=True):
+            taker.send_multipart([name, data])
 
     def _part_of(self, rank: int, like: Tensor) -> Tensor:
         assert self._parts is not None, "the stage is on this host"

@@ -1,4 +1,5 @@
-"""Sums and concatenations over ranks that are processes of one host, by kernels (layers/native/ranks.c).
+"""Sums, concatenations and exchanges of rows over ranks that are processes of one host, by kernels
+(layers/native/ranks.c).
 
 The memory has no name: the first rank makes it and hands its descriptor to the others through a socket, so that it is
 gone when the last of them ends, however that ends. Linux alone has both.
@@ -14,6 +15,7 @@ import secrets
 import socket
 import struct
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +44,7 @@ class SharedMemoryCollective(Collective):
         """`descriptor`: memory for so many ranks, all zero at first, which may be closed afterwards."""
         kernels = library()
         assert kernels is not None
-        self._kernels = kernels
+        self._kernels, self._rank = kernels, rank
         self._memory = mmap.mmap(descriptor, kernels.ratoon_group_bytes(world_size))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._group = kernels.ratoon_open_group(address, rank, world_size, int(seconds * 1e9))
@@ -64,6 +66,15 @@ class SharedMemoryCollective(Collective):
         x = x if x.stride(1) == 1 else x.contiguous()
         y = new_floats(len(x), size)
         if self._kernels.ratoon_all_gather(self._group, x.data_ptr(), x.stride(0), len(x), size, y.data_ptr()):
+            raise DeviceLostError(RANK_LOST)
+        return y
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.all_to_all(x.float(), counts).to(x.dtype)
+        x, table = x.contiguous(), torch.tensor(counts, dtype=torch.int64)
+        y = new_floats(sum(of_rank[self._rank] for of_rank in counts), x.shape[1])
+        if self._kernels.ratoon_all_to_all(self._group, x.data_ptr(), x.shape[1], table.data_ptr(), y.data_ptr()):
             raise DeviceLostError(RANK_LOST)
         return y
 

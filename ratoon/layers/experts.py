@@ -2,7 +2,8 @@
 
 A router chooses the experts of a row; what they make of it is added up, times weights of the router, and with shared
 experts, which every row goes to. Of several ranks each has a part of every expert, or, with expert parallelism, some of
-the experts whole; in both cases the ranks' results are summed. The arithmetic is that of `Ops.make_router` and
+the experts whole. In both cases the ranks' results are summed; whole experts' results in large steps by all-to-all,
+where the layer has an exchange (expert_exchange.py). The arithmetic is that of `Ops.make_router` and
 `Ops.make_experts`.
 """
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from ratoon.core.errors import ModelError
 from ratoon.layers.adapters import AdapterRows
+from ratoon.layers.expert_exchange import ExpertExchange, may_exchange
 from ratoon.layers.mlp import GATED_NAMES, GatedMLP
 from ratoon.layers.norm import LinearInput, Normed
 from ratoon.layers.ops import ExpertGate, ExpertWeights, RoutingRule, WeightUse
@@ -47,11 +49,13 @@ class ExpertMLP:
         "add",
         "add_gated",
         "counts",
+        "exchange",
         "experts",
         "logits",
         "num_experts",
         "reduce",
         "route",
+        "route_own",
         "shared",
         "shared_gate",
     )
@@ -83,21 +87,49 @@ class ExpertMLP:
         self.route = ops.make_router(rule, choice_bias, self.counts)
         taken = _take_experts(weights, hidden_size, inner, rule.num_experts, names.projections, bias)
         self.experts = ops.make_experts(taken, own_experts(weights, rule.num_experts), gate or ExpertGate())
+        self.exchange: ExpertExchange | None = None
+        if may_exchange(shard, rule.top_k, names.shared is not None):
+            self.exchange = ExpertExchange(shard, rule.num_experts, weights.device)
+        # An exchange counts the rows of all ranks once it knows their routes.
+        self.route_own = self.route if self.exchange is None else ops.make_router(rule, choice_bias)
         self.shared: GatedMLP | None = None
         if names.shared is not None:
-            self.shared = GatedMLP(weights / names.shared, hidden_size, shared_inner, reduces=False)
+            # With an exchange, the owner of a row computes shared experts for it, and has them whole.
+            of_shared = weights if self.exchange is None else weights.replicated(adapted=True)
+            self.shared = GatedMLP(of_shared / names.shared, hidden_size, shared_inner, reduces=False)
         self.add, self.add_gated = ops.add, ops.add_gated
         self.reduce = shard.all_reduce
 
     def __call__(self, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor:
         if isinstance(x, Normed):
             x = x.compute()
+        exchange = self.exchange
+        if exchange is not None and len(x) >= exchange.least_rows:
+            return self._exchange_rows(exchange, x, adapters)
         logits = self.logits(x)  # [T, E], and the gate of shared experts behind it
         y = self.experts(x, self.route(logits[:, : self.num_experts]))
-        if self.shared is not None:
-            shared = self.shared(x, adapters)
-            y = self.add_gated(y, shared, logits[:, self.num_experts :]) if self.shared_gate else self.add(y, shared)
-        return y if self.reduce is None else self.reduce(y)
+        if exchange is None:
+            y = self._add_shared(y, x, logits, adapters)
+        if self.reduce is not None:
+            y = self.reduce(y)
+        return y if exchange is None else self._add_shared(y, x, logits, adapters)
+
+    def _exchange_rows(self, exchange: ExpertExchange, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        rows = exchange.slice_rows(len(x))
+        own = x[rows.own]
+        logits = self.logits(own)
+        routes = exchange.gather_routes(self.route_own(logits[:, : self.num_experts]), rows)
+        if self.counts is not None:
+            self.counts += torch.bincount(routes.experts.flatten(), minlength=self.num_experts)
+        y = exchange.combine(self.experts(x, routes), routes.experts, rows)
+        y = self._add_shared(y, own, logits, None if adapters is None else adapters.select(rows.own))
+        return exchange.gather_rows(y, rows)
+
+    def _add_shared(self, y: Tensor, x: Tensor, logits: Tensor, adapters: AdapterRows | None) -> Tensor:
+        if self.shared is None:
+            return y
+        shared = self.shared(x, adapters)
+        return self.add_gated(y, shared, logits[:, self.num_experts :]) if self.shared_gate else self.add(y, shared)
 
     def add_to(self, stream: Tensor, x: LinearInput, adapters: AdapterRows | None = None) -> Tensor | None:
         return self(x, adapters)

@@ -7,7 +7,7 @@ head. Processes and the transport between them belong to `distributed`; layers o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,12 @@ class Collective(Protocol):
         the columns that `Shard.cut_vocabulary` gives it."""
         ...
 
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """The rows that all ranks have for this one, in the order of ranks: [n, H]. A rank's x has its rows for all
+        ranks, in their order too. counts[source][target]: rows from each rank to each, the same on all of them. Its
+        sizes are those of the moment: neither a graph nor a recorded pass may hold a call."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -44,6 +50,7 @@ class Shard:
     world_size: int = 1
     collective: Collective | None = None
     expert_parallel: bool = False  # each rank has some of the experts of a layer whole, not a part of each
+    expert_dispatch: str = "all_reduce"  # how these ranks' results come together: that, all_to_all, or auto
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or (self.collective is None) != (self.world_size == 1):

@@ -145,11 +145,13 @@ class Weights:
         elsewhere.adapter_targets, elsewhere.adapter_tables, elsewhere.requests = {}, {}, []
         return elsewhere
 
-    def replicated(self) -> Weights:
-        """The same view for layers that every rank has whole, and that adapters do not change: encoders of pictures."""
+    def replicated(self, adapted: bool = False) -> Weights:
+        """The same view for layers that every rank has whole. Unless they are `adapted`, adapters do not change them:
+        encoders of pictures."""
         whole = copy(self)
         whole.shard = Shard()
-        whole.adapter_targets, whole.adapter_tables = {}, {}
+        if not adapted:
+            whole.adapter_targets, whole.adapter_tables = {}, {}
         return whole
 
     def for_encoder(self) -> Weights:

@@ -4,6 +4,7 @@ in quantised blocks. The files are written as llama.cpp's converter writes them,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
 from ratoon.models.expert_source import with_experts_apart
 from ratoon.models.source import resolve_model
+from tests.golden import tiny_mixtures
 from tests.golden.dense_step import dense_logits
 from tests.golden.test_gguf_models import ARCHITECTURES, reorder_rows
 from tests.golden.tiny_mixtures import (
@@ -154,18 +156,26 @@ def test_experts_stay_in_the_bits_of_their_file(kind: Type, tmp_path: Path) -> N
     assert 0 < (kept - decoded).norm() < 0.03 * decoded.norm()
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_ranks_take_their_part_of_quantised_experts(expert_parallel: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "world_size"), [(None, 2), ("all_reduce", 2), ("all_to_all", 2), ("all_to_all", 4)]
+)
+def test_ranks_take_their_part_of_quantised_experts(
+    dispatch: str | None, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: a part of every expert; otherwise some of them whole, and rows are exchanged where that is asked for."""
+    monkeypatch.setattr(tiny_mixtures, "EXPERTS", 8)
     tiny = tiny_mixtral(inner=128)
     found = resolve_model(str(convert(tiny, "llama", tmp_path / "m.gguf", Type.Q8_0)))
     whole = build_model(found.config, found.tensors, TorchOps(), CPU, torch.float32)
-    ids = random_token_ids(9)
+    ids = random_token_ids(70)
 
     def logits_of(shard: Shard) -> torch.Tensor:
-        part = ModelPart(Shard(shard.rank, shard.world_size, shard.collective, expert_parallel))
+        if dispatch is not None:
+            shard = replace(shard, expert_parallel=True, expert_dispatch=dispatch)
+        part = ModelPart(shard)
         return dense_logits(build_model(found.config, found.tensors, TorchOps(), CPU, torch.float32, part=part), ids)
 
-    for logits in on_all_ranks(2, logits_of):
+    for logits in on_all_ranks(world_size, logits_of):
         torch.testing.assert_close(logits, dense_logits(whole, ids), atol=2e-5, rtol=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
+from tests.golden import tiny_mixtures
 from tests.golden.dense_step import dense_logits
 from tests.golden.engines import engine, greedy, oracle_tokens, run, scheduler_of, tiny_model, tokens_of
 from tests.golden.hidden_oracle import oracle_states
+from tests.golden.tiny_latent_models import LATENT_MODELS
 from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import random_token_ids
 from tests.rank_executor import NAME
-from tests.unit.layers.ranks import Meeting, Rank
+from tests.unit.layers.ranks import Meeting, Rank, on_all_ranks
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # of logits that reach about 3
@@ -153,15 +156,45 @@ def test_two_ranks_answer_as_one_worker(family: str, expert_parallel: bool, monk
         check_hidden_states(llm, family)
 
 
+LONG_PROMPTS = [random_token_ids(length, seed=length) for length in (81, 70, 18)]  # steps of more than 64 rows
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_ranks_that_exchange_rows_have_the_logits_of_transformers(
+    family: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight experts of two or four ranks, whose results go by all-to-all: with biases, and with shared experts."""
+    monkeypatch.setattr(tiny_mixtures, "EXPERTS", 8)
+    tiny, ids = {**MIXTURES, **LATENT_MODELS}[family](), LONG_PROMPTS[0]
+
+    def logits_of(shard: Shard) -> torch.Tensor:
+        part = ModelPart(replace(shard, expert_parallel=True, expert_dispatch="all_to_all"))
+        return dense_logits(build_model(tiny.config, tiny.source, TorchOps(), CPU, torch.float32, part=part), ids)
+
+    found = on_all_ranks(world_size, logits_of)
+    assert all(torch.equal(logits, found[0]) for logits in found), "the same bits on all ranks"
+    torch.testing.assert_close(found[0], tiny.oracle_logits(ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_ranks_that_exchange_rows_answer_as_one_worker(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "make_ops", lambda *arguments: TorchOps())  # ranks are threads here
+    exchange = {"enable_expert_parallel": True, "expert_parallel_dispatch": "all_to_all"}
+    with engine(family, executor=NAME, attention_backend="torch", **exchange) as llm:
+        outputs = run(llm, LONG_PROMPTS, greedy(6))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 6) for prompt in LONG_PROMPTS]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
 @pytest.mark.slow
-def test_ranks_in_processes_share_out_experts_and_count_their_rows() -> None:
-    """With the kernels of the CPU, in recorded passes."""
-    family = "qwen3_moe with dense layers"
-    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_metrics": True}
-    with engine(family, **settings) as llm:
-        outputs = run(llm, PROMPTS, greedy(20))
-        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 20) for prompt in PROMPTS]
+@pytest.mark.parametrize(("family", "world_size"), [("qwen3_moe with dense layers", 2), ("glm4_moe", 4)])
+def test_ranks_in_processes_share_out_experts_and_count_their_rows(family: str, world_size: int) -> None:
+    """With the kernels of the CPU: prompts by all-to-all, and answers in recorded passes."""
+    settings = {"tensor_parallel_size": world_size, "enable_expert_parallel": True, "expert_metrics": True}
+    with engine(family, expert_parallel_dispatch="all_to_all", **settings) as llm:
+        outputs = run(llm, LONG_PROMPTS, greedy(20))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 20) for prompt in LONG_PROMPTS]
 
 
 def test_ranks_that_can_t_share_out_experts_are_refused() -> None:

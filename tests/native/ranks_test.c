@@ -1,5 +1,5 @@
-// Ranks, here threads over one memory: sums in the order of ranks, to the bit, and columns side by side; and a rank that does
-// not come.
+// Ranks, here threads over one memory: sums in the order of ranks, to the bit, columns side by side, and rows that go from each
+// to each; and a rank that does not come.
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +17,8 @@ typedef struct {
     // Of a sum: [CALLS][count] in place. Of a concatenation: x [rows, width] with rows of ldx floats, y [rows, total].
     float *x, *y;
     int64_t count, rows, ldx, total;
+    // Of an exchange: counts [world, world] of rows of `total` floats
+    const int64_t *counts;
     int failed;
 } rank_work;
 
@@ -33,6 +35,14 @@ static void *gather(void *argument) {
     struct rank_group *group = ratoon_open_group(w->memory, w->rank, w->world, w->limit);
     for (int call = 0; call < CALLS; call++)
         w->failed |= ratoon_all_gather(group, w->x, w->ldx, w->rows, w->total, w->y);
+    ratoon_close_group(group);
+    return NULL;
+}
+
+static void *exchange(void *argument) {
+    rank_work *w = argument;
+    struct rank_group *group = ratoon_open_group(w->memory, w->rank, w->world, w->limit);
+    for (int call = 0; call < CALLS; call++) w->failed |= ratoon_all_to_all(group, w->x, w->total, w->counts, w->y);
     ratoon_close_group(group);
     return NULL;
 }
@@ -96,6 +106,34 @@ static void check_gather(int64_t world, int64_t rows, int64_t total) {
     release_all();
 }
 
+// Rows that a rank has before those for `target`, or that it gets before those from `source`.
+static int64_t rows_ahead(const int64_t *counts, int64_t world, int64_t source, int64_t target, int is_sent) {
+    int64_t rows = 0;
+    for (int64_t i = 0; i < (is_sent ? target : source); i++) rows += counts[is_sent ? source * world + i : i * world + target];
+    return rows;
+}
+
+static void check_exchange(int64_t world, int64_t most_rows, int64_t width) {
+    rank_work ranks[MOST_RANKS] = {{0}};
+    int64_t counts[MOST_RANKS * MOST_RANKS];
+    for (int64_t i = 0; i < world * world; i++) counts[i] = random_between(0, most_rows);
+    for (int64_t r = 0; r < world; r++) {
+        ranks[r] = (rank_work){.total = width, .counts = counts};
+        ranks[r].x = random_floats(rows_ahead(counts, world, r, world, 1) * width + 1, 1);
+        ranks[r].y = guarded_floats(rows_ahead(counts, world, world, r, 0) * width);
+    }
+    run_ranks(ranks, world, exchange);
+    int64_t wrong = 0;
+    for (int64_t s = 0; s < world; s++)
+        for (int64_t t = 0; t < world; t++) {
+            const float *sent = ranks[s].x + rows_ahead(counts, world, s, t, 1) * width;
+            const float *taken = ranks[t].y + rows_ahead(counts, world, s, t, 0) * width;
+            for (int64_t i = 0; i < counts[s * world + t] * width; i++) wrong += !same_bits(sent[i], taken[i]);
+        }
+    expect_true(wrong == 0, "every rank has the rows for it in the order of ranks", world, width);
+    release_all();
+}
+
 // The first of two ranks waits in vain; the other one comes afterwards.
 static void check_absence(void) {
     rank_work rank = {.memory = new_memory(2), .world = 2, .limit = SECOND / 20, .count = 10, .x = random_floats(10 * CALLS, 1)};
@@ -118,6 +156,10 @@ void check_ranks(void) {
         check_gather(world, 3, random_between(world, 20000));
         check_gather(world, 70, 4 * 4099 + 1);      // rows in several calls' worth of a buffer
         check_gather(world, 2, 4 * (1 << 18) + 7);  // a row that no buffer holds
+        check_exchange(world, 0, 8);
+        check_exchange(world, 3, 5);
+        check_exchange(world, 40, random_between(1, 3000));
+        check_exchange(world, 2, (1 << 18) + 3);  // parts that begin in the midst of a buffer
     }
     check_gather(4, 2, 5);  // the last rank has no column
     check_absence();

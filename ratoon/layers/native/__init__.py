@@ -215,6 +215,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_close_group": (None, [_POINTER]),
     "ratoon_all_reduce": (ctypes.c_int, [_POINTER, _POINTER, _INT]),
     "ratoon_all_gather": (ctypes.c_int, [_POINTER, _POINTER, _INT, _INT, _INT, _POINTER]),
+    "ratoon_all_to_all": (ctypes.c_int, [_POINTER, _POINTER, _INT, _POINTER, _POINTER]),
     "ratoon_run_program": (_INT, [_POINTER, _INT]),
     "ratoon_time_program": (_INT, [_POINTER, _INT, _POINTER]),
     "ratoon_prepare_decodes": (_INT, [_POINTER, _POINTER, _INT]),

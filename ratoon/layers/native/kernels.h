@@ -167,6 +167,9 @@ void ratoon_close_group(struct rank_group *group);
 int ratoon_all_reduce(struct rank_group *group, float *x, int64_t count);  // in place
 // y [rows, total]: all ranks' x side by side. A rank has an equal part of the columns, rounded up; the last ones have the rest.
 int ratoon_all_gather(struct rank_group *group, const float *x, int64_t ldx, int64_t rows, int64_t total, float *y);
+// x: rows of `width` floats in the order of the ranks that they are for. y gets the rows for this rank, in the order of the ranks
+// that they are from. counts [world, world]: the rows from each rank to each rank, the same numbers on all of them.
+int ratoon_all_to_all(struct rank_group *group, const float *x, int64_t width, const int64_t *counts, float *y);
 
 // Attention of whole sequences to themselves: request i has rows starts[i] … starts[i + 1] - 1, each of which sees all of them.
 // Heads lie side by side in a row. What is multiplied is rounded to bf16. `scratch` has so many bytes as the first function

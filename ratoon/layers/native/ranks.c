@@ -1,4 +1,5 @@
-// Sums and concatenations over ranks, which are processes of one host, through memory that all of them have mapped.
+// Sums, concatenations and exchanges of rows over ranks, which are processes of one host, through memory that all of them have
+// mapped.
 //
 // Every rank has a line of its own in that memory and two buffers. A call is: write to the own buffer, announce it, wait until
 // all others have announced theirs, read all buffers. Calls take turns between the two buffers, so that one wait is enough: a
@@ -261,5 +262,47 @@ int ratoon_all_gather(struct rank_group *g, const float *x, int64_t ldx, int64_t
             g->turn ^= 1;
         }
     }
+    return 0;
+}
+
+// ---- exchanges ----
+
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The rows that a rank writes to its buffer for the ranks before `target`. It keeps those for itself.
+static int64_t rows_before(const int64_t *counts, int64_t world, int64_t source, int64_t target) {
+    int64_t rows = 0;
+    for (int64_t t = 0; t < target; t++) rows += t == source ? 0 : counts[source * world + t];
+    return rows;
+}
+
+// Copies what a buffer, which has the numbers of its rank's rows from `done` on, holds of those from `first` to `end`.
+static void take_part(const float *buffer, int64_t done, int64_t first, int64_t end, float *y) {
+    const int64_t from = larger_of(first, done), until = at_most(end, done + BUFFER_FLOATS);
+    if (from < until) copy_floats(buffer + from - done, y + from - first, until - from);
+}
+
+int ratoon_all_to_all(struct rank_group *g, const float *x, int64_t width, const int64_t *counts, float *y) {
+    const int64_t world = g->world, rank = g->rank, own = counts[rank * world + rank] * width;
+    // Rows for this rank itself are in the midst of x: those for the ranks behind it are written as if they were not there.
+    const int64_t before = rows_before(counts, world, rank, rank) * width, sent = rows_before(counts, world, rank, world) * width;
+    int64_t longest = 0;  // all ranks cut a call alike, by the one that sends most
+    for (int64_t r = 0; r < world; r++) longest = larger_of(longest, rows_before(counts, world, r, world) * width);
+    for (int64_t done = 0; done < longest; done += BUFFER_FLOATS) {
+        const int64_t end = at_most(done + BUFFER_FLOATS, sent), middle = at_most(larger_of(before, done), end);
+        float *buffer = buffer_of(g, rank, g->turn);
+        if (done < middle) copy_floats(x + done, buffer, middle - done);
+        if (middle < end) copy_floats(x + own + middle, buffer + middle - done, end - middle);
+        if (meet(g)) return -1;
+        float *to = y;
+        for (int64_t r = 0; r < world; r++) {
+            const int64_t count = counts[r * world + rank] * width, first = rows_before(counts, world, r, rank) * width;
+            if (r != rank) take_part(buffer_of(g, r, g->turn), done, first, first + count, to);
+            to += count;
+        }
+        g->turn ^= 1;
+    }
+    for (int64_t r = 0; r < rank; r++) y += counts[r * world + rank] * width;
+    copy_floats(x + before, y, own);
     return 0;
 }

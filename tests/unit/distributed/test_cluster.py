@@ -22,6 +22,7 @@ from ratoon.distributed.cluster import SECRET_VARIABLE, EncryptedContext, keys_o
 from ratoon.distributed.host_collective import HostCollective
 from ratoon.distributed.host_links import HostLinks, as_bytes
 from tests.golden.nodes import Relay
+from tests.unit.layers.ranks import Meeting, Rank
 from tests.waiting import wait_until
 
 LOCALHOST = "127.0.0.1"
@@ -118,7 +119,7 @@ def test_a_stage_on_three_hosts_has_the_same_sums_and_columns_on_all(dtype: torc
             link.connect(endpoints)
 
         def work(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            collective = HostCollective(links[rank], None, 3, 1)
+            collective = HostCollective(links[rank], None, rank, 3, 1)
             # Ten columns: four of the first ranks, two of the last
             columns = parts[rank][:, : 2 if rank == 2 else 4]
             first = collective.all_reduce(parts[rank].clone())
@@ -138,6 +139,37 @@ def test_a_stage_on_three_hosts_has_the_same_sums_and_columns_on_all(dtype: torc
         assert all(map(torch.equal, links[0].exchange(parts[0]), parts))
         with pytest.raises(EngineError, match=r"bytes have come for \[5, 4\]"):
             links[0].exchange(parts[0])
+    finally:
+        for link in links:
+            link.close()
+
+
+@pytest.mark.parametrize("on_each", [1, 2])
+def test_rows_go_from_each_rank_of_several_hosts_to_each(on_each: int) -> None:
+    """Two hosts, with one rank or two of the stage. Rows say where they are from and where they go."""
+    world_size = 2 * on_each
+    ranks, keys = range(world_size), new_keys()
+    config = EngineConfig("m", tensor_parallel_size=world_size, nnodes=2)
+    firsts = [rank // on_each * on_each for rank in ranks]
+    links = [HostLinks(WorkerLaunch(config, rank, firsts[rank], on_each, 0, LOCALHOST), keys) for rank in ranks]
+    meetings = [Meeting(on_each), Meeting(on_each)]
+    counts = [[(3 * source + target) % 4 for target in ranks] for source in ranks]
+
+    def rows(source: int, target: int) -> torch.Tensor:
+        return torch.tensor([[source, target, row] for row in range(counts[source][target])]).reshape(-1, 3).float()
+
+    def work(rank: int) -> torch.Tensor:
+        own = Rank(meetings[rank // on_each], rank % on_each) if on_each > 1 else None
+        collective = HostCollective(links[rank], own, rank, world_size, on_each)
+        return collective.all_to_all(torch.cat([rows(rank, target) for target in ranks]), counts)
+
+    try:
+        endpoints = [link.listen() for link in links]
+        for link in links:
+            link.connect(endpoints)
+        with ThreadPoolExecutor(world_size) as pool:
+            for rank, found in enumerate(pool.map(work, ranks)):
+                assert torch.equal(found, torch.cat([rows(source, rank) for source in ranks]))
     finally:
         for link in links:
             link.close()

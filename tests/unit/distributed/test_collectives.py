@@ -1,5 +1,5 @@
-"""Sums and concatenations over ranks that are processes: the same bits on all, through shared memory on one host, and
-by gloo where it can't be shared."""
+"""Sums, concatenations and exchanges of rows over ranks that are processes: the same bits on all, through shared memory
+on one host, and by gloo where it can't be shared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ import hashlib, json, os, secrets, sys, time
 import torch
 import torch.distributed as dist
 from ratoon.distributed import collectives
-from tests.unit.distributed.test_collectives import SIZES, VOCABULARY, tensor_of, vocabulary_of
+from tests.unit.distributed.test_collectives import SIZES, VOCABULARY, rows_between, tensor_of, vocabulary_of
 rank, world_size, repeats = map(int, sys.argv[1:4])
 if sys.argv[4] == "apart":
     collectives.identity_of_host = lambda: secrets.token_bytes(32)
@@ -48,6 +48,9 @@ for _ in range(repeats):
     for size in SIZES:
         digest.update(collective.all_reduce(tensor_of(rank, *size)).numpy().tobytes())
     digest.update(collective.all_gather(vocabulary_of(rank, world_size), VOCABULARY).numpy().tobytes())
+counts, rows, expected = rows_between(rank, world_size)
+for dtype in (torch.float32, torch.bfloat16):
+    assert torch.equal(collective.all_to_all(rows.to(dtype), counts), expected.to(dtype)), dtype
 halves = collective.all_reduce(torch.full((2, 3), 0.5 + rank, dtype=torch.bfloat16))
 print(json.dumps([digest.hexdigest(), halves.tolist()]), flush=True)
 collectives.leave_group()
@@ -61,6 +64,20 @@ def tensor_of(rank: int, rows: int, columns: int) -> torch.Tensor:
 def vocabulary_of(rank: int, world_size: int) -> torch.Tensor:
     each = -(-VOCABULARY // world_size)
     return torch.arange(3 * VOCABULARY).view(3, -1).float()[:, rank * each : (rank + 1) * each]
+
+
+def rows_between(rank: int, world_size: int) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
+    """How many rows go from each rank to each, none from the last to the first; what this rank sends and gets."""
+    ranks = range(world_size)
+    counts = [
+        [(5 * source + 3 * target) % 7 * (source - target < world_size - 1) for target in ranks] for source in ranks
+    ]
+
+    def rows(source: int, target: int) -> torch.Tensor:
+        return tensor_of(10 * source + target, counts[source][target], 3000)
+
+    sent = torch.cat([rows(rank, target) for target in ranks])
+    return counts, sent, torch.cat([rows(source, rank) for source in ranks])
 
 
 def start_ranks(world_size: int, folder: Path, apart: str = "", repeats: int = 1) -> list[subprocess.Popen[str]]:
@@ -175,6 +192,8 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever() -> None:
     assert 0.2 <= time.monotonic() - begin < 10
     with pytest.raises(DeviceLostError, match="another rank"):  # it comes too late, and the group is broken
         second.all_gather(torch.ones(2, 2), 4)
+    with pytest.raises(DeviceLostError, match="another rank"):
+        second.all_to_all(torch.ones(2, 2), [[1, 1], [1, 1]])
     os.close(descriptor)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TypeVar
@@ -47,6 +47,11 @@ class Rank:
         found = torch.cat(self.meeting.exchange(self.rank, x), dim=1)
         assert found.shape[1] == size
         return found
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        assert len(x) == sum(counts[self.rank])
+        found = self.meeting.exchange(self.rank, x)
+        return torch.cat([part.split(list(sizes))[self.rank] for part, sizes in zip(found, counts, strict=True)])
 
 
 def on_all_ranks(world_size: int, work: Callable[[Shard], Result]) -> list[Result]:

@@ -76,6 +76,7 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
         "group_bytes",
         "open_group",
         "close_group",
+        "all_to_all",  # of steps that are too large to be recorded
     }
     assert kernels.functions.keys() - kernels.words.keys() <= {f"ratoon_{name}" for name in setup}
 
