@@ -3,7 +3,7 @@
 
 import { ApiError, call, chunks } from "./api.js";
 import { keepRecording, listener, recordingOf } from "./recordings.js";
-import { branchRequest, chatRequest, SettingError } from "./request.js";
+import { branchRequest, chatRequest, modelOf, SettingError } from "./request.js";
 import { announce, changed, state, touch } from "./store.js";
 import { addMessage, leafOf, newId, readSegment } from "./tree.js";
 
@@ -12,6 +12,15 @@ import { addMessage, leafOf, newId, readSegment } from "./tree.js";
 /** @typedef {import("./types").Attachment} Attachment */
 
 const MAX_ROUNDS = 8; // of canned answers in a row: a model that calls the same tool forever ends here
+
+const WAITING = "waiting for "; // that comments of a stream begin with
+
+/** What is done when an answer has ended: it may have loaded its model. */
+let onAnswered = () => {};
+
+export function whenAnswered(/** @type {() => void} */ action) {
+  onAnswered = action;
+}
 
 /** Running requests, by the id of the first message that they write.
  * @type {Map<string, AbortController>} */
@@ -55,7 +64,8 @@ async function ask(parent, text, attachments) {
 export async function retry(old) {
   const asked = state.tree.messages[/** @type {string} */ (old.parent)];
   const first = pathHasNoAnswer(asked);
-  if (first && old.requestId && old.promptIds?.length && !state.settings.tools.length && !asked.attachments?.length) {
+  const same = (modelOf(old) || state.model) === state.model; // another model has a template and tokens of its own
+  if (first && same && old.requestId && old.promptIds?.length && !state.settings.tools.length && !asked.attachments?.length) {
     await branch(old, 0, null);
   } else {
     await answer(asked);
@@ -115,7 +125,7 @@ export async function branch(old, at, token) {
     branchOf: old.id,
     branchAt: at,
   });
-  const request = prepared(() => branchRequest(old, at, token?.id ?? null, state.settings, state.model));
+  const request = prepared(() => branchRequest(old, at, token?.id ?? null, state.settings, modelOf(old) || state.model));
   if (request) await run(request, blank, promptIds);
 }
 
@@ -166,7 +176,8 @@ async function run(request, blank, promptIds) {
   running.set(tree.cursor, controller);
   changed();
   try {
-    for await (const chunk of chunks(request.path, request.body, controller.signal)) {
+    for await (const chunk of chunks(request.path, request.body, controller.signal, (text) => wait(written[0], text))) {
+      written[0].waiting = undefined;
       for (const choice of chunk.choices ?? []) {
         const message = at(choice.index);
         message.firstSeconds ??= choice.token_ids?.length || choice.best_so_far ? (performance.now() - started) / 1000 : null;
@@ -182,9 +193,10 @@ async function run(request, blank, promptIds) {
   running.delete(written[0].id);
   for (const message of written) {
     message.seconds = (performance.now() - started) / 1000;
-    message.preview = undefined;
+    message.preview = message.waiting = undefined;
     touch(message);
   }
+  onAnswered();
   const [first] = written;
   announce(
     first.status === "failed"
@@ -193,6 +205,16 @@ async function run(request, blank, promptIds) {
   );
   if (request.body.use_beam_search && first.status === "done") await score(written);
   return written;
+}
+
+/** The server says that the request waits for its model, which has to be loaded.
+ * @param {Message} message @param {string} text */
+function wait(message, text) {
+  if (!text.startsWith(WAITING)) return;
+  const shown = text[0].toUpperCase() + text.slice(1);
+  if (!message.waiting) announce(shown);
+  message.waiting = shown;
+  touch(message);
 }
 
 /** @param {Message} message @param {unknown} error @param {boolean} stopped */
@@ -292,6 +314,12 @@ function readWhole(message, chunk, promptIds) {
   }
 }
 
+/** The model of an answer as a field of requests about it. @param {Message} message */
+function modelField(message) {
+  const model = modelOf(message) || state.model;
+  return model ? { model } : {};
+}
+
 /** A search returns no log-probabilities of single tokens: one request reads them for all of its answers.
  * @param {Message[]} found */
 async function score(found) {
@@ -299,7 +327,7 @@ async function score(found) {
   if (prompts.some((ids) => ids.includes(null)) || !found[0].promptIds?.length) return;
   try {
     const alternatives = Math.max(1, Math.min(20, state.settings.alternatives));
-    const json = { prompt: prompts, echo: true, max_tokens: 0, prompt_logprobs: alternatives, ...(state.model ? { model: state.model } : {}) };
+    const json = { prompt: prompts, echo: true, max_tokens: 0, prompt_logprobs: alternatives, ...modelField(found[0]) };
     const { choices } = await (await call("/v1/completions", { json })).json();
     for (const [index, message] of found.entries()) {
       const begin = message.promptIds?.length ?? 0;
@@ -367,7 +395,8 @@ async function hear(asked) {
   changed();
   const started = performance.now();
   try {
-    for await (const chunk of chunks(sent.path, form, controller.signal)) {
+    for await (const chunk of chunks(sent.path, form, controller.signal, (text) => wait(written, text))) {
+      written.waiting = undefined;
       readHeard(written, chunk);
       touch(written);
     }

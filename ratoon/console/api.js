@@ -47,10 +47,10 @@ export async function call(path, { method, json, form, signal, admin = false } =
   throw new ApiError(response.status, problem);
 }
 
-/** Server-sent events as they arrive: their name and their data.
- * @param {Response} response
+/** Server-sent events as they arrive: their name and their data. Comments go to `onComment`.
+ * @param {Response} response @param {(text: string) => void} [onComment]
  * @returns {AsyncGenerator<{event: string, data: string}>} */
-export async function* events(response) {
+export async function* events(response, onComment) {
   const reader = /** @type {ReadableStream<Uint8Array>} */ (response.body).getReader();
   const decoder = new TextDecoder();
   let rest = "";
@@ -62,7 +62,7 @@ export async function* events(response) {
       rest = rest.replace(/\r\n/g, "\n");
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {
-        const found = readEvent(rest.slice(0, end));
+        const found = readEvent(rest.slice(0, end), onComment);
         rest = rest.slice(end + 2);
         if (found) yield found;
       }
@@ -73,21 +73,24 @@ export async function* events(response) {
   }
 }
 
-function readEvent(/** @type {string} */ block) {
+/** @param {string} block @param {(text: string) => void} [onComment] */
+function readEvent(block, onComment) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
     if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
     else if (line.startsWith("event:")) event = line.slice(6).trim();
+    else if (line.startsWith(":")) onComment?.(line.slice(1).trim());
   }
   return data.length ? { event, data: data.join("\n") } : null;
 }
 
-/** The chunks of a streamed answer to JSON or to a form. An error within the stream is thrown.
- * @param {string} path @param {unknown} body @param {AbortSignal} signal */
-export async function* chunks(path, body, signal) {
+/** The chunks of a streamed answer to JSON or to a form. An error within the stream is thrown. Comments, by which a server
+ * says that a request waits for its model, go to `onComment`.
+ * @param {string} path @param {unknown} body @param {AbortSignal} signal @param {(text: string) => void} [onComment] */
+export async function* chunks(path, body, signal, onComment) {
   const response = await call(path, { ...(body instanceof FormData ? { form: body } : { json: body }), signal });
-  for await (const { data } of events(response)) {
+  for await (const { data } of events(response, onComment)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.status ?? 500, chunk);

@@ -4,6 +4,7 @@
 
 import { call } from "./api.js";
 import { classes, html, useEffect, useState } from "./dom.js";
+import { modelOf } from "./request.js";
 import { changed, state } from "./store.js";
 import { heat, percent, visible } from "./tokens.js";
 
@@ -64,8 +65,9 @@ async function look(message, index) {
   const before = (message.promptIds?.length ?? 0) - 1;
   if (before < 0) throw new Error("The number of tokens before this answer is not known");
   const positions = shownTokens(message, index).map((item) => before + item.index);
+  const model = modelOf(message) || state.model;
   const json = {
-    ...(state.model ? { model: state.model } : {}),
+    ...(model ? { model } : {}),
     original_request_id: message.requestId,
     ...(message.choice ? { choice: message.choice } : {}),
     positions,

@@ -1,7 +1,7 @@
 // @ts-check
 // The page: its frame, its views, its keys. Everything that is drawn begins here.
 
-import { isRunning, retry, stopAll } from "./answers.js";
+import { isRunning, retry, stopAll, whenAnswered } from "./answers.js";
 import { call } from "./api.js";
 import { Compare } from "./compare.js";
 import { classes, html, render, useEffect, useRef, useState } from "./dom.js";
@@ -80,7 +80,13 @@ function ModelPicker() {
   return html`<select class="model" aria-label="Model" value=${state.model} onChange=${(/** @type {any} */ event) => {
     state.model = event.target.value;
     changed();
-  }}>${state.models.map((name) => html`<option value=${name} selected=${name === state.model}>${name}</option>`)}</select>`;
+  }}>${state.models.map((name) => html`<option value=${name} selected=${name === state.model}>${name}${stateOf(name)}</option>`)}</select>`;
+}
+
+/** What stands behind a model's name that is not loaded: " (unloaded)". @param {string} name */
+function stateOf(name) {
+  const found = state.modelStates[name];
+  return found && found !== "loaded" ? ` (${found})` : "";
 }
 
 function Menu() {
@@ -270,6 +276,9 @@ async function loadModels() {
     state.modalities = Object.fromEntries(
       data.filter((/** @type {any} */ model) => Array.isArray(model.input_modalities)).map((/** @type {any} */ model) => [String(model.id), model.input_modalities]),
     );
+    state.modelStates = Object.fromEntries(
+      data.filter((/** @type {any} */ model) => typeof model.state === "string").map((/** @type {any} */ model) => [String(model.id), model.state]),
+    );
     if (!state.models.includes(state.model)) state.model = state.models[0] ?? "";
   } catch (error) {
     announce(/** @type {Error} */ (error).message, !state.askKey);
@@ -279,6 +288,9 @@ async function loadModels() {
 
 async function start() {
   restore();
+  whenAnswered(() => {
+    if (Object.keys(state.modelStates).length) loadModels();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed); // canvases have no style sheet
   render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));
   try {

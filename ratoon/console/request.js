@@ -165,6 +165,12 @@ export function protocolMessages(path) {
   return [...(system ? [{ role: "system", content: system }] : []), ...path.map(protocolMessage)];
 }
 
+/** The model that an answer was asked of; empty where that was left to the server. @param {Message} answer */
+export function modelOf(answer) {
+  const model = answer.sent?.body.model;
+  return typeof model === "string" ? model : "";
+}
+
 /** The request for the answer to a message: a continuation of the answer before it, where there is one.
  * @param {Tree} tree @param {Message} message @param {Settings} settings @param {string} model */
 export function chatRequest(tree, message, settings, model) {
@@ -173,7 +179,9 @@ export function chatRequest(tree, message, settings, model) {
   const parent = last >= 0 ? path[last] : null;
   const added = path.slice(last + 1);
   const options = { ...(model ? { model } : {}), ...optionFields(settings), ...toolFields(settings), ...answerFields(settings, true) };
-  const body = parent?.requestId
+  // Another model has nothing of an answer to inherit: it reads the whole conversation.
+  const inherits = parent?.requestId && (modelOf(parent) || model) === model;
+  const body = inherits
     ? {
         messages: added.map(protocolMessage),
         continuation_of: parent.requestId,

@@ -34,6 +34,9 @@ export const state = {
   /** What each model reads, where the server says it.
    * @type {Record<string, string[]>} */
   modalities: {},
+  /** Whether each model is loaded, where the server has several: its word for it.
+   * @type {Record<string, string>} */
+  modelStates: {},
   view: "talk",
   tree: emptyTree(),
   settings: defaultSettings(),

@@ -4,7 +4,7 @@
 import { answer, edit, giveResults, goOn, goTo, isRunning, retry, send, stopAll, transcribe } from "./answers.js";
 import { classes, html, useEffect, useLayoutEffect, useRef, useState } from "./dom.js";
 import { listener, modalitiesOf, Player, Segments } from "./recordings.js";
-import { asCurl, asPython } from "./request.js";
+import { asCurl, asPython, modelOf } from "./request.js";
 import { announce, changed, state } from "./store.js";
 import { AnswerText, copyText, forksOf } from "./tokens.js";
 import { pathTo, removeBranch, siblingsOf, walk } from "./tree.js";
@@ -80,7 +80,7 @@ function hearsOnly(model) {
 
 /** @param {{message: Message}} props */
 function MessageView({ message }) {
-  const name = message.role === "user" ? "You" : message.role === "tool" ? "Tool result" : state.model || "Model";
+  const name = message.role === "user" ? "You" : message.role === "tool" ? "Tool result" : modelOf(message) || state.model || "Model";
   const marked = state.marked === message.id;
   return html`<article
     class=${classes("message", message.role, marked && "marked")}
@@ -137,6 +137,7 @@ function Answer({ message }) {
   return html`
     <${AnswerText} message=${message} version=${message.version} coloured=${state.coloured} rendered=${state.rendered} touched=${touched} forks=${forksOf(message)} />
     ${running && html`<span class="caret" aria-hidden="true"></span>`}
+    ${running && message.waiting && html`<p class="muted waiting">${message.waiting}</p>`}
     ${(message.segments?.length ?? 0) > 0 && html`<${Segments} message=${message} />`}
     ${(message.calls ?? []).map((called) => html`<div class="call"><span class="badge">call</span> <code>${called.name}(${called.arguments})</code></div>`)}
     ${message.error && html`<p class="error" role="alert">${message.error.param && html`<code>${message.error.param}</code> `}${message.error.message}</p>`}

@@ -114,7 +114,7 @@ export function layOut(tree) {
 
 /** @param {Tree} tree */
 export function writeTree(tree) {
-  const messages = Object.values(tree.messages).map(({ version, preview, ...message }) => message);
+  const messages = Object.values(tree.messages).map(({ version, preview, waiting, ...message }) => message);
   return { format: FORMAT, version: 1, cursor: tree.cursor, roots: tree.roots, messages };
 }
 

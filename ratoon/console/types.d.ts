@@ -67,6 +67,7 @@ export interface Message {
   promptIds?: number[];
   calls?: ToolCall[];
   preview?: string;
+  waiting?: string; // for its model, in the words of the server
   finish?: string | null;
   error?: { message: string; param?: string | null; status?: number } | null;
   usage?: { prompt: number; completion: number; cached: number } | null;

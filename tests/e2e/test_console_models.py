@@ -1,0 +1,86 @@
+"""The console of a server with several models, in a browser: they are listed, the chosen one answers, and a request
+that waits until its model is loaded says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.consoles import Console, browser
+from tests.e2e.servers import Server, serving
+from tests.unit.api.server.harness import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Engines start as processes that import everything: that takes longer than a stream waits before it says so."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("one", "two"):
+        write_tiny_model(folder / name)
+    with serving(folder / "one", f"second={folder / 'two'}", has_forks=False) as started:
+        yield started
+
+
+@pytest.fixture
+def console(chromium: Any, server: Server) -> Iterator[Console]:
+    opened = Console(chromium, server.url)
+    yield opened.open()
+    opened.close()
+
+
+def listed(console: Console) -> list[str]:
+    return console.page.locator("select.model option").all_inner_texts()
+
+
+def test_models_are_listed_and_the_chosen_one_is_loaded_and_answers(console: Console) -> None:
+    page = console.page
+    assert listed(console) == ["one (unloaded)", "second (unloaded)"]
+    assert page.locator("select.model").input_value() == "one", "the first, until another is chosen"
+    page.select_option("select.model", "second")
+    console.set(temperature=0, max_tokens=4)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.fill("#composer", "Hello")
+        page.press("#composer", "Enter")
+    assert asked.value.post_data_json["model"] == "second"
+    waiting = page.wait_for_selector(".message.assistant .waiting").inner_text()
+    assert waiting.startswith("Waiting for second: loading, ")
+    console.idle()
+    assert page.locator(".waiting").count() == 0
+    assert page.locator(".message.assistant .who").all_inner_texts() == ["second"]
+    assert page.locator(".message.assistant .error").count() == 0
+    console.wait_for("document.querySelector('select.model').options[1].text === 'second'")
+    assert listed(console) == ["one (unloaded)", "second"]
+
+
+def test_another_model_goes_on_with_the_text_and_branches_stay_with_their_own(console: Console) -> None:
+    page = console.page
+    page.select_option("select.model", "second")
+    console.set(temperature=0, max_tokens=4)
+    console.ask("Hello")
+    page.select_option("select.model", "one")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        console.ask("And now?")
+    body = asked.value.post_data_json
+    assert body["model"] == "one" and "continuation_of" not in body
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"], (
+        "it has inherited nothing"
+    )
+    assert page.locator(".message.assistant .who").all_inner_texts() == ["second", "one"]
+    with page.expect_request("**/v1/completions") as asked:
+        page.locator(".message.assistant >> text=Go on").first.click()
+    console.idle()
+    assert asked.value.post_data_json["model"] == "second", "tokens and memory of the answer are its model's"
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.locator(".message.assistant >> text=Retry").first.click()
+    console.idle()
+    assert asked.value.post_data_json["model"] == "one", "a new answer is the chosen model's"
