@@ -35,6 +35,11 @@ def browser() -> Iterator[Any]:
             started.close()
 
 
+def module_of(name: str) -> str:
+    """An expression whose value is a module of the page: the one that the page itself has, at its address."""
+    return f"await import(new URL('{name}', document.querySelector('script[type=module]').src).href)"
+
+
 class Console:
     """A page of the console, what it asked for, and what went wrong in it."""
 
@@ -93,9 +98,7 @@ class Console:
 
     def run(self, module: str, expression: str, *arguments: Any) -> Any:
         """The value of an expression over `m`, a module of the page, and `a`, the arguments."""
-        return self.page.evaluate(
-            f"async (a) => {{ const m = await import('/console/{module}'); return {expression}; }}", arguments
-        )
+        return self.page.evaluate(f"async (a) => {{ const m = {module_of(module)}; return {expression}; }}", arguments)
 
     def close(self) -> None:
         self.context.close()

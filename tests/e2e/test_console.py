@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ratoon.console import FOLDER
-from tests.e2e.consoles import Console, browser
+from tests.e2e.consoles import Console, browser, module_of
 from tests.e2e.servers import Server, serving
 from tests.waiting import wait_until
 
@@ -53,6 +53,34 @@ def test_scripts_are_small_and_the_libraries_versions_are_written_down():
     licences = (FOLDER / "vendor" / "LICENSES.md").read_text()
     for path in (FOLDER / "vendor").glob("*.js"):
         assert re.search(rf"`{re.escape(path.name)}` \|.*\| \d+\.\d+\.\d+ \| (MIT|Apache-2\.0)", licences), path.name
+
+
+def test_the_page_is_painted_after_two_answers_and_asks_for_all_scripts_at_once(chromium: Any, server: Server):
+    """The page and its style sheet are enough for the first paint. No script is answered before all have been asked
+    for: were one found by reading another, this would wait forever. Opening the page again asks for none of them."""
+    console = Console(chromium, server.url)
+    scripts = {f"/{path.relative_to(FOLDER)}" for path in FOLDER.rglob("*.js")}
+    held: dict[str, Any] = {}
+    console.page.route("**/*.js", lambda route: held.__setitem__(route.request.url, route))
+    console.page.goto(server.url, wait_until="commit")
+    painted = "performance.getEntriesByType('paint').some((entry) => entry.name === 'first-contentful-paint')"
+    console.wait_for(painted)
+    blocking = "performance.getEntriesByType('resource').filter((one) => one.renderBlockingStatus === 'blocking')"
+    (style,) = console.page.evaluate(f"{blocking}.map((one) => one.name)")
+    assert style.endswith("/style.css")
+    wait_until("all scripts are asked for", lambda: len(held) == len(scripts) or console.page.wait_for_timeout(20))
+    assert {url[len(style) - len("/style.css") :] for url in held} == scripts
+    assert all(url.startswith(style.removesuffix("style.css")) for url in held)
+    for route in held.values():
+        route.continue_()
+    console.page.wait_for_selector(".bar .model:not(:empty)")
+    console.page.unroute("**/*.js")
+    console.open()  # with the browser's cache, which is off while requests are held
+    console.open()
+    from_network = "performance.getEntriesByType('resource').filter((one) => one.transferSize > 0)"
+    found = console.page.evaluate(f"{from_network}.map((one) => new URL(one.name).pathname)")
+    assert set(found) <= {"/console/config.json", "/v1/models"}, "all files are kept"
+    console.close()
 
 
 def test_a_conversation_streams_and_each_turn_inherits_the_one_before(console: Console):
@@ -536,7 +564,7 @@ def test_a_picture_for_a_model_of_text_gets_the_servers_error(console: Console):
 def test_what_was_sent_can_be_sent_again_from_python_and_curl(console: Console, server: Server, tmp_path: Path):
     console.set(temperature=0, max_tokens=4)
     console.ask("It's “new”: a\\b\n'quoted'")
-    sent = "Object.values((await import('/console/store.js')).state.tree.messages).find((x) => x.sent).sent"
+    sent = f"Object.values(({module_of('store.js')}).state.tree.messages).find((x) => x.sent).sent"
     program = console.run("request.js", f"m.asPython({sent}, document.baseURI, false)")
     path = tmp_path / "program.py"
     path.write_text(program)

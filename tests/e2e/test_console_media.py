@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import real_models
-from tests.e2e.consoles import Console, browser
+from tests.e2e.consoles import Console, browser, module_of
 from tests.e2e.servers import ROOT, Server, serving
 from tests.e2e.test_images import NUM_TOKENS, OPTIONS, Reader, example, picture, png
 
@@ -64,7 +64,7 @@ def test_a_dropped_recording_becomes_text_with_segments(console: Console, tmp_pa
     drop(console, 'jfk\'s "own".wav', "audio/wav", SPEECH.read_bytes())
     page.wait_for_selector(".segments li")
     console.idle()
-    sent = "Object.values((await import('/console/store.js')).state.tree.messages).find((x) => x.sent).sent"
+    sent = f"Object.values(({module_of('store.js')}).state.tree.messages).find((x) => x.sent).sent"
     fields = {"model": "whisper-tiny", "prompt": CONTEXT, "response_format": "verbose_json", "stream": "true"}
     assert console.run("request.js", sent)["body"] == fields
     assert WORDS in console.answers()[0]

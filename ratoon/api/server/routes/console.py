@@ -1,13 +1,16 @@
 """The console: the page for browsers at /, and its files below /console/. They need no key and have no data: what the
 page shows, it asks for, with the key that is typed into it.
 
-Files are read and compressed once, and again when they have changed. Only those of the types below are served.
+Files are read and compressed once, and again when they have changed. Only those of the types below are served. The page
+names them below a tag of their contents (/console/v-TAG/…), under which a browser keeps them: opening the page again is
+one request for it and those for its data.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +41,9 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+TAG_MARK = "v-"  # begins the part of a path that has the tag
+LASTING = "public, max-age=31536000, immutable"
+REFERENCE = b'="console/'  # of the page to a file
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -78,14 +84,24 @@ def describe(context: ServerContext) -> dict[str, Any]:
 
 def page_response(request: Request) -> Response | None:
     """The page; None where it is turned off, or not installed."""
-    return file_response(request, PAGE) if context_of(request).settings.console else None
+    page = find(PAGE) if context_of(request).settings.console else None
+    return None if page is None else _respond(request, _with_tag(page, contents_tag()))
 
 
-def file_response(request: Request, name: str) -> Response | None:
+def file_response(request: Request, path: str) -> Response | None:
+    """A file by its path, which may begin with a tag. Below the tag of another version it is the file of this one, and
+    is not kept."""
+    tag, _, name = path.partition("/")
+    if not tag.startswith(TAG_MARK):
+        tag, name = "", path
     found = find(name)
-    if found is None:
-        return None
+    return None if found is None else _respond(request, found, lasts=tag == TAG_MARK + contents_tag())
+
+
+def _respond(request: Request, found: ConsoleFile, lasts: bool = False) -> Response:
     headers = {**exchange_of(request.scope).headers(), **HEADERS, "ETag": found.etag, "Vary": "Accept-Encoding"}
+    if lasts:
+        headers["Cache-Control"] = LASTING
     if _has_token(header(request.scope, b"if-none-match"), found.etag):
         return Response(status_code=304, headers=headers)
     body = found.body
@@ -122,10 +138,30 @@ def find(name: str) -> ConsoleFile | None:
 
 @lru_cache(MAX_FILES)
 def _read(path: Path, changed: int, size: int) -> ConsoleFile:
-    body = path.read_bytes()
+    return _pack(TYPES[path.suffix], path.read_bytes())
+
+
+def _pack(content_type: str, body: bytes) -> ConsoleFile:
     compressed = gzip.compress(body, mtime=0)
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    return ConsoleFile(TYPES[path.suffix], body, compressed if len(compressed) < len(body) else None, etag)
+    return ConsoleFile(content_type, body, compressed if len(compressed) < len(body) else None, etag)
+
+
+def contents_tag() -> str:
+    """The same text as long as all files have the same contents. A change is noticed within a second."""
+    return _tag_of(FOLDER, int(time.monotonic()))
+
+
+@lru_cache(1)
+def _tag_of(folder: Path, second: int) -> str:
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in TYPES)
+    found = [(name, file.etag) for name in names if (file := find(name)) is not None]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+@lru_cache(1)
+def _with_tag(page: ConsoleFile, tag: str) -> ConsoleFile:
+    return _pack(page.content_type, page.body.replace(REFERENCE, REFERENCE + f"{TAG_MARK}{tag}/".encode()))
 
 
 def _has_token(value: bytes | None, token: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 
 import pytest
 
@@ -77,6 +78,29 @@ async def test_files_have_types_and_tags_and_are_compressed_where_that_is_accept
         (files / "app.js").write_bytes(b"export {};")
         changed = await client.get("/console/app.js", headers={"if-none-match": tag})
         assert (changed.status, changed.body) == (200, b"export {};")
+
+
+@on_event_loop
+async def test_a_browser_keeps_files_below_the_tag_of_their_contents(files, monkeypatch):
+    (files / "index.html").write_text('<link rel="stylesheet" href="console/style.css" />')
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    async with scripted() as client:
+        page = (await client.get("/", headers=BROWSER)).body.decode()
+        (path,) = re.findall(r'href="(console/v-[0-9a-f]{16}/style\.css)"', page)
+        kept = await client.get(f"/{path}", headers={})
+        assert (kept.status, kept.body) == (200, b"body { margin: 0 }")
+        assert kept.headers["cache-control"] == "public, max-age=31536000, immutable"
+        (files / "app.js").write_bytes(b"export {};")
+        now += 1
+        changed = await client.get("/", headers=BROWSER)
+        assert changed.headers["cache-control"] == "no-cache" and path not in changed.body.decode()
+        old = await client.get(f"/{path}", headers={})
+        assert (old.status, old.headers["cache-control"]) == (200, "no-cache"), "it is not what that tag stood for"
+        for wrong in ("v-/style.css", "v-1/../style.css", "v-1/.hidden.js", "v-1", "v-1/v-1/style.css"):
+            answer = await client.get(f"/console/{wrong}", headers={})
+            assert answer.status == (200 if wrong == "v-/style.css" else 404), wrong
+            assert answer.headers.get("cache-control") in ("no-cache", None)
 
 
 @pytest.mark.parametrize(
