@@ -398,7 +398,7 @@ class ResponseStore:
             if with_conversations:
                 yield from (one for one in self._conversations.get(owner, {}).values() if one is not newest)
         if isinstance(newest, StoredConversation):
-            if with_conversations:
+            if with_conversations and newest.id in self._conversations.get(newest.owner, ()):
                 yield newest
         elif not newest.is_running:
             yield newest

@@ -38,6 +38,10 @@ from ratoon.api.server.threads import off_loop
 router = APIRouter(tags=["OpenAI"])
 FIELD = "items"
 MESSAGE = {"role": "user", "content": "Hello"}
+NOTHING_IS_KEPT = (
+    "this server keeps no conversations (--max-responses 0): send the whole conversation in the input of each "
+    "response, or start the server with a larger --max-responses"
+)
 
 
 @router.post(
@@ -49,6 +53,8 @@ MESSAGE = {"role": "user", "content": "Hello"}
 async def create_conversation(request: Request) -> Response:
     context, exchange = context_of(request), exchange_of(request.scope)
     asked = await read_body(request, ConversationRequest)
+    if not context.settings.max_responses:
+        raise ApiError(400, NOTHING_IS_KEPT, code="conversations_not_kept")
     items = await _read_items(context, exchange, asked.items or [], 0)
     turn = Turn(None, await off_loop(exchange.body_size, partial(store_items, items))) if items else None
     made = StoredConversation(new_id("conv"), exchange.tenant, turn, dict(asked.metadata or {}))

@@ -190,6 +190,18 @@ async def test_a_conversation_is_no_longer_than_a_response_can_read():
         assert error["param"] == "items" and "at most 4096 (--max-body)" in error["message"]
 
 
+@on_event_loop
+async def test_a_server_that_keeps_nothing_makes_no_conversation():
+    async with scripted(say("x"), max_responses=0) as client:
+        error = await ask(client, "POST", PATH, {"items": [HELLO]}, status=400)
+        assert error["code"] == "conversations_not_kept" and "--max-responses 0" in error["message"]
+        error = await ask(client, "POST", PATH, {"metadata": {"a": 3}}, status=400)
+        assert error["param"].startswith("metadata")  # what is wrong with a body is told before
+        answer = await client.open("POST", "/v1/responses", {"input": "Hi", "conversation": "conv_1"}).answer()
+        assert answer.status == 404 and answer.error["code"] == "conversation_not_found"
+        assert text_of(await create(client, "Hi")) == "x"  # a response needs no store
+
+
 # ---- with a model ----
 
 
@@ -303,6 +315,16 @@ def test_the_store_is_bounded_in_number_and_bytes_and_the_owner_of_most_loses_fi
     assert few.turn is not None
     conversation_of(small, "huge", "a", "z" * 20_000)
     assert small.num_bytes <= 12_000 and small.find_conversation("huge", "a") is None, "more than there is room for"
+
+
+def test_a_store_of_none_drops_a_conversation_at_once_also_while_responses_run():
+    store = ResponseStore(0, 3000)
+    running = StoredResponse("r", "x", b"", True, Turn(None, store_items([item("y" * 4000)])))
+    running.status = IN_PROGRESS
+    store.add(running)
+    assert store.num_bytes > 3000, "what runs is not evicted"
+    made = conversation_of(store, "c", "x", "first")
+    assert store.find_conversation(made.id, "x") is None and store.find("r", "x") is running
 
 
 def test_a_log_is_read_back_with_conversations_and_written_anew(tmp_path, monkeypatch):
