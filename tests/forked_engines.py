@@ -39,6 +39,22 @@ PRELOADED = [
 ]
 
 
+class Handed:
+    """A descriptor that a child gets with its arguments. It is duplicated while they are encoded, so that it travels to
+    the fork itself: otherwise this process would keep a copy until the child asks for it, and a child that is killed
+    before would seem to live on, because its end of a pipe stays open here."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (DupFd(self._descriptor),)
+
+
+def _same(handed: Any) -> Any:
+    return handed
+
+
 class ForkedProcess:
     """The part of Popen that the parent of such a process uses."""
 
@@ -52,7 +68,7 @@ class ForkedProcess:
         errors = sys.__stderr__.fileno()
         shown = errors if stdout == subprocess.DEVNULL else stdout
         try:
-            files = [DupFd(descriptor) for descriptor in (lifeline, shown, errors, *pass_fds)]
+            files = [Handed(descriptor) for descriptor in (lifeline, shown, errors, *pass_fds)]
             self._process = multiprocessing.get_context("forkserver").Process(
                 target=_run_module, args=(module, env, files), daemon=True
             )

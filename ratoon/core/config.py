@@ -312,8 +312,9 @@ class CacheConfig:
     )
     kv_connector: str | None = setting(
         None,
-        "a tier for blocks behind host memory: lmcache (docs/tiers.md), or one that a package registers by this name "
-        "(docs/plugins.md); needs swap_memory, through which its blocks pass",
+        "a tier for blocks behind host memory: lmcache (docs/tiers.md); peers or nixl, which move blocks between "
+        "engines (docs/prefill-decode.md) and may be given beside kv_files; or one that a package registers by this "
+        "name (docs/plugins.md); needs swap_memory, through which its blocks pass",
     )
     kv_connector_options: dict[str, Any] = setting({}, "an object of what the connector is given")
     kv_files: str | None = setting(
@@ -323,8 +324,16 @@ class CacheConfig:
         metavar="FOLDER",
     )
     encoder_folder: str | None = None  # for outputs of media encoders alone, where engines of one client share them
+    encoder_folder_bytes: int = 2**30  # that they take at most
+    rank_folder: str | None = None  # a private one, in which ranks reach what moves their blocks to other engines
     kv_files_bytes: int = setting(
         16 * 2**30, "that the files of kv_files take at most, such as 100GiB", name="kv_files_size", size=True
+    )
+    kv_files_io: str = setting(
+        "system",
+        "what reads and writes the files of kv_files: system (calls of the operating system), or nixl (the POSIX "
+        "backend of NIXL, which the extra nixl brings)",
+        one_of("system", "nixl"),
     )
 
     kv_events: str | None = setting(
@@ -344,13 +353,25 @@ class CacheConfig:
         return self.swap_bytes or (0 if self.kv_files is None else HOST_BYTES_FOR_FILES)
 
     @property
-    def connector(self) -> tuple[str, dict[str, Any]] | None:
-        """The name of the connector and what it is given. None: blocks go to host memory at most."""
+    def connectors(self) -> list[tuple[str, dict[str, Any]]]:
+        """The names of connectors and what they are given. None: blocks go to host memory at most. Two: the first moves
+        blocks between engines, and the second keeps them."""
+        found = []
+        if self.kv_connector is not None:
+            inner = {} if self.rank_folder is None else {"rank_folder": self.rank_folder}
+            found.append((self.kv_connector, {**self.kv_connector_options, **inner}))
         if self.kv_files is not None:
-            return "files", {"folder": self.kv_files, "max_bytes": self.kv_files_bytes}
-        return None if self.kv_connector is None else (self.kv_connector, self.kv_connector_options)
+            options = {"folder": self.kv_files, "max_bytes": self.kv_files_bytes, "io": self.kv_files_io}
+            found.append(("files", options))
+        return found
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether the connector moves blocks between engines that run."""
+        return self.kv_connector in MOVING_CONNECTORS
 
 
+MOVING_CONNECTORS = ("peers", "nixl")
 HOST_BYTES_FOR_FILES = 2**30  # of memory through which blocks of files pass, where swap_memory is not given
 
 MAX_LORA_RANK = 256  # that kernels are made for
@@ -754,11 +775,17 @@ def verify_engine_config(config: EngineConfig) -> None:
     if interval is not None and interval % block_size:
         raise ConfigError("state_interval", f"{interval} is no multiple of block_size ({block_size})", "one of these")
     _verify_connector(config.cache)
+    if config.cache.moves_blocks and config.num_ranks > 1 and (config.nnodes > 1 or config.executor not in OF_HOST):
+        problem = f"{config.cache.kv_connector!r} moves blocks of ranks that are processes of one host"
+        raise ConfigError("kv_connector", problem, "nnodes 1, and executor auto or mp")
     if config.cache.kv_events is not None and not config.cache.enable_prefix_caching:
         raise ConfigError("kv_events", "no block can be found without a prefix cache", "leave enable_prefix_caching on")
     if config.cache.kv_events_replay is not None and config.cache.kv_events is None:
         raise ConfigError("kv_events_replay", "has no effect without kv_events", "set kv_events too")
     _verify_nodes(config)
+
+
+OF_HOST = ("auto", "mp")  # executors whose ranks are processes of this host, with nnodes 1
 
 
 def _verify_nodes(config: EngineConfig) -> None:
@@ -782,14 +809,16 @@ def _verify_nodes(config: EngineConfig) -> None:
 def _verify_connector(cache: CacheConfig) -> None:
     if cache.kv_connector is None and cache.kv_connector_options:
         raise ConfigError("kv_connector_options", "are given to no connector", "set kv_connector too")
-    if cache.connector is None:
+    if not cache.connectors:
         return
     name = "kv_connector" if cache.kv_files is None else "kv_files"
-    if cache.kv_files is not None and cache.kv_connector is not None:
-        raise ConfigError("kv_files", "and kv_connector both name what is behind host memory", "one of the two")
+    if cache.kv_files is not None and cache.kv_connector is not None and not cache.moves_blocks:
+        problem = f"and kv_connector {cache.kv_connector!r} both keep what leaves host memory"
+        raise ConfigError("kv_files", problem, f"one of the two; beside kv_files: {' or '.join(MOVING_CONNECTORS)}")
+    first = cache.connectors[0][0]
     if not cache.host_bytes or cache.preemption_mode == "recompute":
-        problem = f"the blocks of {cache.connector[0]!r} pass through host memory, and there is none for them"
+        problem = f"the blocks of {first!r} pass through host memory, and there is none for them"
         raise ConfigError(name, problem, "swap_memory above 0, and no preemption_mode recompute")
     if not cache.enable_prefix_caching:
-        problem = f"{cache.connector[0]!r} finds blocks by the hashes of prefixes, which are not computed"
+        problem = f"{first!r} finds blocks by the hashes of prefixes, which are not computed"
         raise ConfigError(name, problem, "leave enable_prefix_caching on")

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.futures import all_done
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.plugins import KV_CONNECTORS, PluginError, find_plugin, plugin_names
 
@@ -109,6 +110,10 @@ class BlockMover(ABC):
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Keep these bytes. An exception is logged, and the block is not kept."""
 
+    def send(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        """Keep these bytes for the transfers of a TransferIndex that have this block."""
+        self.save(key, parts)
+
     @abstractmethod
     def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Write the bytes of this block into `parts`. False, or an exception, which is logged: it is not there, or is
@@ -132,6 +137,17 @@ class BlockMover(ABC):
         return
 
 
+def fill(parts: Sequence[memoryview], content: memoryview | bytearray | bytes) -> bool:
+    """Writes the bytes of a block to its parts. False: it has another size."""
+    if len(content) != sum(part.nbytes for part in parts):
+        return False
+    start, view = 0, memoryview(content)
+    for part in parts:
+        part[:] = view[start : start + part.nbytes]
+        start += part.nbytes
+    return True
+
+
 class IndexOfRanks(BlockIndex):
     """The indexes of all ranks of a model, each of which has its part of a block: a block can be loaded if all parts
     of it can be."""
@@ -153,6 +169,14 @@ class IndexOfRanks(BlockIndex):
         answers = [index.offer(key) for index in self._indexes]
         return any(answers)
 
+    def supersede(self, key: bytes) -> None:
+        for index in self._indexes:
+            index.supersede(key)
+
+    def prolong(self, key: bytes) -> None:
+        for index in self._indexes:
+            index.prolong(key)
+
     def lose(self, key: bytes) -> None:
         for index in self._indexes:
             index.lose(key)
@@ -160,6 +184,52 @@ class IndexOfRanks(BlockIndex):
     def close(self) -> None:
         for index in self._indexes:
             index.close()
+
+
+class TransferIndexOfRanks(IndexOfRanks, TransferIndex):
+    """The same for a connector that moves blocks between engines: each rank sends its parts to the same rank of the
+    other engine, which must have as many. The address has the addresses of all."""
+
+    def __init__(self, indexes: Sequence[TransferIndex]) -> None:
+        super().__init__(indexes)
+        self._transfers = list(indexes)
+        self.address = BETWEEN_ADDRESSES.join(index.address for index in indexes)
+
+    def begin_sending(self, name: str) -> None:
+        for index in self._transfers:
+            index.begin_sending(name)
+
+    def send(self, name: str, key: bytes) -> bool:
+        """All ranks save their part if one does: a plan is the same for all."""
+        answers = [index.send(name, key) for index in self._transfers]
+        return any(answers)
+
+    def skip(self, name: str, key: bytes) -> None:
+        for index in self._transfers:
+            index.skip(name, key)
+
+    def end_sending(self, name: str) -> None:
+        for index in self._transfers:
+            index.end_sending(name)
+
+    def receive(
+        self, name: str, address: str, is_there: Callable[[bytes], bool], is_awaited: bool = True
+    ) -> Future[None]:
+        addresses = verified_addresses(address, len(self._transfers))
+        parts = zip(self._transfers, addresses, strict=True)
+        return all_done([index.receive(name, one, is_there, is_awaited) for index, one in parts])
+
+
+BETWEEN_ADDRESSES = ","  # of the ranks of one engine
+
+
+def verified_addresses(address: str, num_ranks: int) -> list[str]:
+    """Returns the address of each rank of another engine. ValueError: it has more or fewer than this one."""
+    addresses = address.split(BETWEEN_ADDRESSES)
+    if len(addresses) != num_ranks:
+        problem = f"its blocks are in the parts of {len(addresses)} ranks, those of this engine in {num_ranks}"
+        raise ValueError(f"{address}: {problem}: both need the same tensor_parallel_size and pipeline_parallel_size")
+    return addresses
 
 
 class KVConnector(ABC):
@@ -181,7 +251,10 @@ class KVConnector(ABC):
 def open_index(connector: KVConnector, fingerprints: Sequence[KVFingerprint]) -> BlockIndex:
     """The scheduler's half for an engine whose ranks have blocks of these kinds."""
     indexes = [connector.open_index(fingerprint) for fingerprint in fingerprints]
-    return indexes[0] if len(indexes) == 1 else IndexOfRanks(indexes)
+    if len(indexes) == 1:
+        return indexes[0]
+    transfers = [index for index in indexes if isinstance(index, TransferIndex)]
+    return TransferIndexOfRanks(transfers) if len(transfers) == len(indexes) else IndexOfRanks(indexes)
 
 
 def block_key(group: int, block_hash: bytes) -> bytes:
@@ -200,6 +273,8 @@ def open_connector(name: str, options: Mapping[str, Any]) -> KVConnector:
         raise ConfigError("kv_connector", f"no package registers {name!r}", f"one of these: {known}")
     try:
         made = make(dict(options))
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError("kv_connector_options", f"{name} refuses {dict(options)!r}: {error}", "others") from error
     if not isinstance(made, KVConnector):

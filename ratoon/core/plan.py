@@ -117,10 +117,13 @@ class BlockTransfer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ConnectorTransfer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A block that moves between a slot of host memory and a KV connector."""
+    """A block that moves between a slot of host memory and a KV connector. Of one that is saved: whether the connector
+    keeps it, and whether it is sent to another engine. At least one is so."""
 
     slot: int
     key: bytes
+    is_kept: bool = True
+    is_sent: bool = False
 
 
 class BeamStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratoon.core.config import (
+    OF_HOST,
     AdapterConfig,
     CacheConfig,
     EngineConfig,
@@ -124,13 +125,15 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
         return
     name = "prefill_engines" if own.prefill_engines else "encode_engines" if own.encode_engines else "move_roots"
     cache = engine.cache
-    has_other = cache.kv_files is not None or cache.kv_connector not in (None, "peers", "nixl")
+    has_other = cache.kv_connector is not None and not cache.moves_blocks
+    has_far_ranks = engine.num_ranks > 1 and engine.executor not in OF_HOST
     problems = {
         "engines on nodes of a Ray cluster do not reach each other": own.ray,
         "engines that step together (data_parallel_lockstep) are alike": engine.data_parallel_lockstep,
         "the caller chooses engines (data_parallel_external_lb)": own.data_parallel_external_lb,
-        f"blocks of {engine.num_ranks} ranks are in as many parts": engine.num_ranks > 1,
-        "another connector is behind host memory (kv_files or kv_connector)": has_other,
+        f"the ranks of executor {engine.executor!r} are not processes of this host": has_far_ranks,
+        f"an engine that only encodes can't be {engine.num_ranks} ranks": own.encode_engines and engine.num_ranks > 1,
+        f"kv_connector {cache.kv_connector!r} moves no blocks between engines": has_other,
         "blocks pass through host memory (preemption_mode recompute)": cache.preemption_mode == "recompute",
         "blocks are found by hashes of prefixes (enable_prefix_caching)": not cache.enable_prefix_caching,
     }

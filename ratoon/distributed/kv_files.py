@@ -3,7 +3,8 @@ engines of a host that use the folder.
 
 A file is a block. Its name is the block's key, and its first bytes are a header with a checksum over the key and the
 content, so that a torn or damaged file is found when it is read: it is removed, and the block is computed. A file gets
-its name when it is complete. Files are written behind the steps by one thread, and read by several. Together they take
+its name when it is complete. Files are written behind the steps by one thread, and read by several; how their bytes are
+moved is in kv_file_io.py. Together they take
 no more than the given number of bytes: those that were not used for the longest time are removed. The time of a file's
 last change says when it was used: in the distant past for what only superseded roots of sessions need, in the future
 for what is to be kept for a day. Only the user that runs the engine may read them. What is not here: which blocks are
@@ -17,7 +18,6 @@ import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +28,10 @@ import xxhash
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, fill
 from ratoon.core.sizes import parse_size
+from ratoon.distributed.kv_file_io import SYSTEM, FileIO, open_file_io, verify_file_io
+from ratoon.distributed.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,6 @@ MAGIC = b"ratoonKV"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ16s")  # magic, version, bytes of the key, bytes of the content, checksum; the key follows
 DEFAULT_BYTES = 16 * 2**30
-MAX_QUEUED_BYTES = 256 * 2**20  # that wait to be written; what comes beyond is not kept
 NUM_READERS = 8  # threads that load blocks: a disk is fastest with several requests
 SECONDS_WITHOUT_PROGRESS = 5.0  # after which what is read or written is given up: the device has stalled
 SECONDS_BETWEEN_LOOKS = 2.0  # at what other engines wrote and removed
@@ -53,21 +54,22 @@ SECONDS_UNFINISHED = 600.0  # after which an unfinished file belongs to an engin
 
 class FilesConnector(KVConnector):
     def __init__(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(set(options) - {"folder", "max_bytes"})
+        unknown = sorted(set(options) - {"folder", "max_bytes", "io"})
         folder, size = options.get("folder"), options.get("max_bytes", DEFAULT_BYTES)
         if unknown or not isinstance(folder, str) or not folder:
-            raise ValueError('{"folder": PATH} is needed, and "max_bytes" may be given')
+            raise ValueError('{"folder": PATH} is needed, and "max_bytes" and "io" may be given')
         try:
             self._max_bytes = parse_size("max_bytes", size)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        self._io = verify_file_io(options.get("io", SYSTEM))
         self._root = Path(folder).expanduser()
 
     def open_index(self, fingerprint: KVFingerprint) -> FilesIndex:
         return FilesIndex(self._folder_for(fingerprint))
 
     def open_mover(self, fingerprint: KVFingerprint) -> FilesMover:
-        return FilesMover(self._root, self._folder_for(fingerprint), self._max_bytes)
+        return FilesMover(self._root, self._folder_for(fingerprint), self._max_bytes, self._io)
 
     def open_encoder_store(self, fingerprint: KVFingerprint) -> FilesMover:
         return self.open_mover(fingerprint)
@@ -191,15 +193,12 @@ def _keys_in(folder: str) -> set[bytes]:
 
 
 class FilesMover(BlockMover):
-    def __init__(self, root: Path, folder: Path, max_bytes: int) -> None:
+    def __init__(self, root: Path, folder: Path, max_bytes: int, io: str = SYSTEM) -> None:
         self._root = root
         self._folder = folder
         self._max_bytes = max_bytes
-        self._queue: deque[bytes] = deque()
-        self._queued: dict[bytes, bytearray] = {}  # content of blocks that are not written yet
-        self._queued_bytes = 0
-        self._changed = threading.Condition()
-        self._closed = False
+        self._io_name = io
+        self._io_of_writer: FileIO | None = None
         self._silent_until = 0.0
         self._num_bytes = sum(file.size for file in _files_of(root))  # as far as is known: others write, too
         self._num_bytes_since_count = 0
@@ -212,46 +211,30 @@ class FilesMover(BlockMover):
         for reader in self._readers:
             reader.start()
         self._stalled_until = 0.0
-        self._writer = threading.Thread(target=self._write_all, name="kv-files-write", daemon=True)
-        self._writer.start()
+        self._queue = WriteBehind("kv-files-write", self._write_all)
 
     # ---- save ----
 
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Takes a copy, which is written later."""
-        size = sum(part.nbytes for part in parts)
-        if self._queued_bytes + size > MAX_QUEUED_BYTES or time.monotonic() < self._silent_until:
-            return
-        content = bytearray(b"".join(parts))
-        with self._changed:
-            if key not in self._queued:
-                self._queue.append(key)
-                self._queued_bytes += size
-            self._queued[key] = content
-            self._changed.notify()
+        if time.monotonic() >= self._silent_until:
+            self._queue.put(key, parts)
 
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                key = self._queue.popleft()
-                content = self._queued[key]
+    def _write_all(self, blocks: Mapping[bytes, bytearray]) -> None:
+        for key, content in blocks.items():
             try:
                 if time.monotonic() >= self._silent_until:
                     self._write(key, content)
             except OSError as error:
                 self._silent_until = time.monotonic() + SECONDS_AFTER_FAILURE
                 logger.warning("blocks are not written to %s for a while: %s", self._folder, error)
-            with self._changed:
-                self._queued_bytes -= len(content)
-                del self._queued[key]
-                self._changed.notify_all()
 
     def _write(self, key: bytes, content: bytearray) -> None:
         path = _path_of(self._folder, key)
+        if _is_written(path, HEADER.size + len(key) + len(content)):  # by another engine, with the same content
+            return
+        if self._io_of_writer is None:
+            self._io_of_writer = open_file_io(self._io_name)
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         self._num_written += 1
         unfinished = f"{path}.{os.getpid()}-{self._num_written}{UNFINISHED}"
@@ -259,7 +242,7 @@ class FilesMover(BlockMover):
         try:
             try:
                 head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, content)) + key
-                _write_whole(handle, [head, content])
+                self._io_of_writer.write(handle, [head, content])
             finally:
                 os.close(handle)
             os.rename(unfinished, path)
@@ -318,14 +301,15 @@ class FilesMover(BlockMover):
     def _read_all(self) -> None:
         """Each reader has a buffer: what comes from a device that had stalled must not reach memory that has another
         use by then."""
-        buffer = bytearray()
+        buffer, io = bytearray(), None
         while (read := self._reads.get()) is not None:
             try:
                 if not read.has_ended:
                     size = sum(part.nbytes for part in read.parts)
                     if len(buffer) != size:
                         buffer = bytearray(size)
-                    if self._read(read.key, buffer):
+                    io = io or open_file_io(self._io_name)
+                    if self._read(read.key, buffer, io):
                         read.fill(buffer)
             except Exception:
                 logger.warning("block %s can't be loaded from %s", read.key.hex(), self._folder, exc_info=True)
@@ -333,9 +317,9 @@ class FilesMover(BlockMover):
                 read.done.put(None)
                 read = None  # the memory of a block that has arrived is not kept here
 
-    def _read(self, key: bytes, content: bytearray) -> bool:
+    def _read(self, key: bytes, content: bytearray, io: FileIO) -> bool:
         """Reads a block, from the queue or from its file. False: it is not there, or is damaged."""
-        waiting = self._queued.get(key)
+        waiting = self._queue.get(key)
         if waiting is not None:
             if len(waiting) != len(content):
                 return False
@@ -347,11 +331,10 @@ class FilesMover(BlockMover):
         except FileNotFoundError:
             return False
         try:
-            is_good = _read_block(handle, key, content)
+            is_good = _read_block(io, handle, key, content)
             if is_good:
                 with suppress(OSError):
-                    if os.fstat(handle).st_mtime < time.time():  # it was used; if it is kept for a day, it stays so
-                        os.utime(handle)
+                    _note_use(handle)
         finally:
             os.close(handle)
         if not is_good:
@@ -362,22 +345,14 @@ class FilesMover(BlockMover):
 
     def flush(self) -> None:
         """Waits until all that was saved is written."""
-        with self._changed:
-            while self._queued:
-                self._changed.wait()
+        self._queue.flush()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         for _ in self._readers:
             self._reads.put(None)
-        num_left = -1
-        while self._writer.is_alive() and len(self._queue) != num_left:
-            num_left = len(self._queue)
-            self._writer.join(SECONDS_WITHOUT_PROGRESS)
-        if self._writer.is_alive():  # a daemon: the process can end without it
-            logger.warning("%s has stalled: %d blocks are not written", self._folder, num_left + 1)
+        num_left = self._queue.close(SECONDS_WITHOUT_PROGRESS)
+        if num_left:
+            logger.warning("%s has stalled: %d blocks are not written", self._folder, num_left)
 
 
 class Read:
@@ -394,7 +369,7 @@ class Read:
     def fill(self, content: bytearray) -> None:
         with self._lock:
             if not self.has_ended:
-                self._is_filled = _fill(content, self.parts)
+                self._is_filled = fill(self.parts, content)
 
     def end(self) -> bool:
         """Returns whether the memory has been filled. It is not written to from now on."""
@@ -428,41 +403,30 @@ def _checksum(key: bytes, content: bytearray) -> bytes:
     return digest.digest()
 
 
-def _write_whole(handle: int, parts: Sequence[bytes | bytearray]) -> None:
-    """A write may be cut short, for example where the disk is full: the next one then says why."""
-    left = [memoryview(part) for part in parts]
-    while left:
-        num_written = os.writev(handle, left)
-        while left and num_written >= left[0].nbytes:
-            num_written -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][num_written:]
+def _note_use(file: int | str) -> None:
+    """A file was used. If it is kept for a day, it stays so."""
+    if os.stat(file).st_mtime < time.time():
+        os.utime(file)
 
 
-def _read_block(handle: int, key: bytes, content: bytearray) -> bool:
+def _is_written(path: str, size: int) -> bool:
+    """Whether a file of this name is there, which then counts as used. One that is damaged is found when it is read."""
+    try:
+        if os.stat(path).st_size != size:
+            return False
+        _note_use(path)
+    except OSError:
+        return False
+    return True
+
+
+def _read_block(io: FileIO, handle: int, key: bytes, content: bytearray) -> bool:
     """Reads the content. False: the file is not what it should be."""
     head = bytearray(HEADER.size + len(key))
-    size = len(content)
-    if os.readv(handle, [head]) != len(head):
+    if not io.read(handle, [head, content]):
         return False
     magic, version, key_bytes, num_bytes, checksum = HEADER.unpack_from(head)
-    expected = (MAGIC, VERSION, len(key), size, key)
+    expected = (MAGIC, VERSION, len(key), len(content), key)
     if (magic, version, key_bytes, num_bytes, bytes(head[HEADER.size :])) != expected:
         return False
-    left = memoryview(content)
-    while left:
-        num_read = os.readv(handle, [left])
-        if not num_read:
-            return False
-        left = left[num_read:]
-    return not os.read(handle, 1) and _checksum(key, content) == checksum
-
-
-def _fill(content: bytearray, parts: Sequence[memoryview]) -> bool:
-    if len(content) != sum(part.nbytes for part in parts):
-        return False
-    start = 0
-    for part in parts:
-        part[:] = memoryview(content)[start : start + part.nbytes]
-        start += part.nbytes
-    return True
+    return _checksum(key, content) == checksum

@@ -1,5 +1,7 @@
 """The connector `peers`: blocks of the KV cache go from the engine that computes a prompt to the one that goes on with
-it, while the prompt is computed. Options, and the two halves of the connector over one exchange (kv_exchange.py)."""
+it, while the prompt is computed. Options, and the two halves of the connector over one exchange (kv_exchange.py). Of
+several ranks each has an exchange, in the engine's process, which the process of the rank reaches by a socket
+(kv_links.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from urllib.parse import urlsplit
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex
+from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex, fill, verified_addresses
 from ratoon.core.sizes import parse_size
 from ratoon.distributed.cluster import EXPECTED_SECRET, LEAST_SECRET, SECRET_VARIABLE
 from ratoon.distributed.kv_exchange import TCP, PeerExchange
+from ratoon.distributed.kv_links import LinkedMover, RankLink, address_of
 
 DEFAULT_BYTES = 2**30  # of the outbox, and of the inbox
 OPTIONS = ("folder", "listen", "max_bytes", "peers", "secret_file")
+RANK_FOLDER = "rank_folder"  # of an engine with several ranks, which adds it to its options
 
 # Exchanges whose worker's half is open, and whose other half is not yet. Both are opened by one engine, one after the
 # other.
@@ -30,7 +34,7 @@ class PeersConnector(KVConnector):
     exchange_class: type[PeerExchange] = PeerExchange
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(set(options) - set(OPTIONS))
+        unknown = sorted(set(options) - {*OPTIONS, RANK_FOLDER})
         folder, listen = options.get("folder"), options.get("listen")
         peers = options.get("peers", [])
         if unknown:
@@ -54,21 +58,41 @@ class PeersConnector(KVConnector):
         self._peers = peers
         self._secret = None if listen is None else _read_secret(options.get("secret_file"))
         self._name = repr(sorted(options.items()))
+        self._rank_folder: str | None = options.get(RANK_FOLDER)
+        self._num_ranks = 0  # whose index was opened, in the order of ranks
 
-    def open_mover(self, fingerprint: KVFingerprint) -> PeersMover:
-        num_bytes = sum(fingerprint.layout.tensor_bytes)
-        made = self.exchange_class(
-            self._address, self._secret, num_bytes, self._max_bytes, fingerprint.digest, list(self._peers)
-        )
+    def open_mover(self, fingerprint: KVFingerprint) -> BlockMover:
+        if self._rank_folder is not None:
+            return LinkedMover(address_of(self._rank_folder, fingerprint))
+        made = self._make_exchange(fingerprint, 0)
         _half_open.setdefault((self._name, fingerprint.digest), deque()).append(made)
         return PeersMover(made)
 
+    def _make_exchange(self, fingerprint: KVFingerprint, rank: int) -> PeerExchange:
+        num_bytes = sum(fingerprint.layout.tensor_bytes)
+        peers = [_of_rank(peer, rank) for peer in self._peers]
+        return self.exchange_class(
+            _of_rank(self._address, rank), self._secret, num_bytes, self._max_bytes, fingerprint.digest, peers
+        )
+
     def open_index(self, fingerprint: KVFingerprint) -> PeersIndex:
+        if self._rank_folder is not None:
+            made = self._make_exchange(fingerprint, self._num_ranks)
+            self._num_ranks += 1
+            return PeersIndex(made, RankLink(made, address_of(self._rank_folder, fingerprint)))
         waiting = _half_open.get((self._name, fingerprint.digest))
         if not waiting:
             problem = "the connector has both halves in one process, and the worker is in another one"
             raise ConfigError("executor", problem, "uniproc, with this kv_connector")
         return PeersIndex(waiting.popleft())
+
+
+def _of_rank(address: str, rank: int) -> str:
+    """The address of a rank, by that of the first: its port is higher. Ranks of one host share a folder."""
+    head, colon, port = address.rpartition(":")
+    if not rank or not address.startswith(TCP) or not port.isdecimal() or port == "0":
+        return address
+    return f"{head}{colon}{int(port) + rank}"
 
 
 def _read_secret(file: Any) -> str:
@@ -88,9 +112,10 @@ def _read_secret(file: Any) -> str:
 
 
 class PeersIndex(TransferIndex):
-    def __init__(self, exchange: PeerExchange) -> None:
+    def __init__(self, exchange: PeerExchange, link: RankLink | None = None) -> None:
         self.exchange = exchange
         self.address = exchange.address
+        self._link = link
 
     def find(self, key: bytes) -> bool:
         return key in self.exchange.inbox
@@ -116,9 +141,12 @@ class PeersIndex(TransferIndex):
     def receive(
         self, name: str, address: str, is_there: Callable[[bytes], bool], is_awaited: bool = True
     ) -> Future[None]:
+        (address,) = verified_addresses(address, 1)
         return self.exchange.receive(name, address, is_there, is_awaited)
 
     def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
         self.exchange.close()
 
 
@@ -131,13 +159,7 @@ class PeersMover(BlockMover):
 
     def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         content = self._exchange.inbox.take(key)
-        if content is None or len(content) != sum(part.nbytes for part in parts):
-            return False
-        start = 0
-        for part in parts:
-            part[:] = memoryview(content)[start : start + part.nbytes]
-            start += part.nbytes
-        return True
+        return content is not None and fill(parts, content)
 
     def close(self) -> None:
         self._exchange.close()

@@ -19,9 +19,8 @@ import mmap
 import os
 import secrets
 import struct
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import shake_256
@@ -32,7 +31,8 @@ import xxhash
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, fill
+from ratoon.distributed.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ SECONDS_AFTER_FAILURE = 10.0  # in which it is not asked
 SECONDS_BETWEEN_REGISTRATIONS = 300.0  # a server drops what it has not heard of for an hour
 SECONDS_OF_A_MISS = 1.0  # in which a block that was not there is not asked for again
 MAX_KEYS = 200_000  # that an index remembers
-MAX_QUEUED_BYTES = 256 * 2**20  # that wait to be saved; what comes beyond is not kept
 BLOCKS_AT_ONCE = 64  # that are asked for, before their answers are read
 MIN_CHUNK = 8  # tokens of a chunk: as many 31-bit numbers are made of a key
 CHECKSUM_BYTES = 16
@@ -256,7 +255,7 @@ class Server:
         fits = self._memory is not None and 0 <= slot.offset <= len(self._memory) - self._size
         return slot if fits and slot.length >= self._size else None
 
-    def write(self, slot: Slot, key: bytes, content: bytes) -> None:
+    def write(self, slot: Slot, key: bytes, content: bytes | bytearray) -> None:
         assert self._memory is not None
         self._memory[slot.offset : slot.offset + self._size] = content + checksum(key, content)
 
@@ -268,7 +267,7 @@ class Server:
         return content if checksum(key, content) == data[-CHECKSUM_BYTES:] else None
 
 
-def checksum(key: bytes, content: bytes) -> bytes:
+def checksum(key: bytes, content: bytes | bytearray) -> bytes:
     digest = xxhash.xxh3_128(key)
     digest.update(content)
     return digest.digest()
@@ -351,48 +350,20 @@ class LMCacheMover(BlockMover):
     def __init__(self, server: Server, server_of_writer: Server) -> None:
         self._server = server
         self._writing = server_of_writer
-        self._queue: deque[bytes] = deque()
-        self._queued: dict[bytes, bytes] = {}  # content of blocks that are not saved yet
-        self._queued_bytes = 0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._writer = threading.Thread(target=self._save_all, name="lmcache-save", daemon=True)
-        self._writer.start()
+        self._queue = WriteBehind("lmcache-save", self._save_all, BLOCKS_AT_ONCE)
 
     # ---- save ----
 
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Takes a copy, which is saved later."""
-        content = b"".join(parts)
-        if self._queued_bytes + len(content) > MAX_QUEUED_BYTES or self._writing.is_silent:
-            return
-        with self._changed:
-            if key not in self._queued:
-                self._queue.append(key)
-                self._queued_bytes += len(content)
-                self._queued[key] = content
-            self._changed.notify()
+        if not self._writing.is_silent:
+            self._queue.put(key, parts)
 
-    def _save_all(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                keys = [self._queue.popleft() for _ in range(min(len(self._queue), BLOCKS_AT_ONCE))]
-            try:
-                self._save({key: self._queued[key] for key in keys})
-            except ServerGoneError:
-                pass  # it was logged
-            except Exception:
-                logger.warning("blocks can't be saved to the LMCache server", exc_info=True)
-            with self._changed:
-                for key in keys:
-                    self._queued_bytes -= len(self._queued.pop(key))
-                self._changed.notify_all()
+    def _save_all(self, blocks: Mapping[bytes, bytearray]) -> None:
+        with suppress(ServerGoneError):  # it was logged
+            self._save(blocks)
 
-    def _save(self, blocks: Mapping[bytes, bytes]) -> None:
+    def _save(self, blocks: Mapping[bytes, bytearray]) -> None:
         server = self._writing
         names = [server.key(key, server.new_request()) for key in blocks]
         answers = server.call([(PREPARE_STORE, [name, server.instance]) for name in names])
@@ -418,7 +389,9 @@ class LMCacheMover(BlockMover):
         return loaded
 
     def _load_some(self, wanted: Sequence[tuple[bytes, Sequence[memoryview]]]) -> list[bool]:
-        content = {key: waiting for key, _ in wanted if (waiting := self._queued.get(key)) is not None}
+        content: dict[bytes, bytes | bytearray] = {
+            key: waiting for key, _ in wanted if (waiting := self._queue.get(key)) is not None
+        }
         try:
             content |= self._fetch([key for key, _ in wanted if key not in content])
         except ServerGoneError:
@@ -444,25 +417,10 @@ class LMCacheMover(BlockMover):
 
     def flush(self) -> None:
         """Waits until all that was taken is saved, or given up."""
-        with self._changed:
-            while self._queued:
-                self._changed.wait()
+        self._queue.flush()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._writer.join()  # each of its calls has a limit
+        while self._queue.close(SECONDS_WITHOUT_ANSWER):  # each of its calls has a limit
+            pass
         self._server.close()
         self._writing.close()
-
-
-def fill(parts: Sequence[memoryview], content: bytes) -> bool:
-    """False: the content has another size."""
-    if len(content) != sum(part.nbytes for part in parts):
-        return False
-    start = 0
-    for part in parts:
-        part[:] = content[start : start + part.nbytes]
-        start += part.nbytes
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ratoon.core.config import CacheConfig, EngineConfig, fit_to_device, fit_to_
 from ratoon.core.errors import ConfigError
 from ratoon.engine.core import EngineCore
 from ratoon.engine.processes.garbage import no_garbage_collection
+from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.engine.processes.torch_parts import without_unused_parts
 from ratoon.execution.passes.cuda_driver import end_compiler, starting_driver
 from ratoon.models.source import ModelSource
@@ -42,12 +44,22 @@ def build_core(config: EngineConfig, source: ModelSource, timer: StartupTimer, i
         note_missing_bytecode(sys.modules[package])
     tensors = open_tensors(config, source)
     config = fit_to_stages(fit_to_model(fit_to_device(config, gpu_bytes(config.device)), source.config))
+    directory = None
+    if config.cache.moves_blocks and (config.num_ranks > 1 or config.executor == "mp"):
+        directory = SocketDirectory()  # in which ranks reach what moves their blocks
+        config = config.with_(cache=replace(config.cache, rank_folder=str(directory.path)))
     try:
         with no_garbage_collection():
             executor = executor_class(config)(config, source.config, tensors, timer)
+        core = EngineCore(config, executor)
+    except BaseException:
+        if directory is not None:
+            directory.remove()
+        raise
     finally:
         end_compiler()
-    core = EngineCore(config, executor)
+    if directory is not None:
+        core.when_closed = directory.remove
     if config.cache.kv_events is not None:
         core.publish_events(_open_publisher(config.cache, index))
     logger.info("%s is ready: %s", source.name, describe(core))

@@ -15,14 +15,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
-from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_connector, open_index
+from ratoon.core.futures import all_done
+from ratoon.core.kv_chain import open_connectors
+from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_index
 from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
@@ -45,26 +47,6 @@ logger = logging.getLogger(__name__)
 SHORT_STEP_SECONDS = 0.002  # in which a host may not get done what it has to do for a step of many requests
 IDLE_ROW = "idle"  # the runner's name of the row of an idle step; a request's has eight random characters behind it
 MAX_SECONDS_OF_WAITING = 0.05  # in a step without any work, for requests that are being prepared
-
-
-def all_done(futures: Sequence[Future[Any]]) -> Future[None]:
-    """A future that is done when all of these are, with the first error among them. To cancel it cancels all."""
-    whole: Future[None] = Future()
-    left, lock = [len(futures)], threading.Lock()
-
-    def note(_: Future[Any]) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0]:
-                return
-        failed = next((one.exception() for one in futures if not one.cancelled() and one.exception()), None)
-        with suppress(InvalidStateError):  # it was cancelled
-            whole.set_result(None) if failed is None else whole.set_exception(failed)
-
-    for future in futures:
-        future.add_done_callback(note)
-    whole.add_done_callback(lambda done: [one.cancel() for one in futures] if done.cancelled() else None)
-    return whole
 
 
 class StepDepth:
@@ -105,9 +87,9 @@ class EngineCore:
             facts.draft_cost,
         )
         self._index: BlockIndex | None = None  # of blocks in a KV connector
-        if config.cache.connector is not None:
+        if config.cache.connectors:
             fingerprints = facts.rank_fingerprints or [facts.kv_config.fingerprint]
-            self._index = open_index(open_connector(*config.cache.connector), fingerprints)
+            self._index = open_index(open_connectors(config.cache.connectors), fingerprints)
             self.scheduler.kv_cache.store.connect(self._index)
         self._sending: dict[str, tuple[KVTransfer, int]] = {}  # by request id, with the length of the prompt
         self.preparing = PreparedRequests()
@@ -124,6 +106,7 @@ class EngineCore:
         self._running.set()
         self._sleep_level = 0  # 0: awake
         self._publisher: KVEventPublisher | None = None
+        self.when_closed: Callable[[], None] = lambda: None
         self.num_passes = 0  # of the model over tokens, submitted so far
 
     def publish_events(self, publisher: KVEventPublisher) -> None:
@@ -463,3 +446,4 @@ class EngineCore:
             self._index.close()
         if self._publisher is not None:
             self._publisher.close()
+        self.when_closed()

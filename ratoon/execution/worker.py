@@ -21,6 +21,7 @@ from msgspec.structs import asdict, replace
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.kv import KVCacheConfig, SwapCosts
+from ratoon.core.kv_chain import open_connectors
 from ratoon.core.kv_connector import BlockMover, KVConnector, open_connector
 from ratoon.core.media import MediaInput
 from ratoon.core.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -67,7 +68,6 @@ logger = logging.getLogger(__name__)
 # Bytes. Smaller ones are loaded before the kernels are compiled; both need the interpreter, so they come second.
 SMALL_WEIGHTS = 4 * 2**30
 
-ENCODER_FILES = 2**30  # bytes of outputs of encoders that engines share, where they have no other files
 ALLOCATOR_PATIENCE = 0.3  # seconds
 
 
@@ -107,8 +107,8 @@ class Worker:
         if self._config.encodes_only and self._model_config.media is None:
             problem = "this model has no encoder of images that engines could run for others"
             raise ConfigError("encode_engines", problem, "leave it out")
-        if cache.connector is not None:
-            self._connector = open_connector(*cache.connector)
+        if cache.connectors:
+            self._connector = open_connectors(cache.connectors)
         self._choices = choices = choose_parts(self._config, self._model_config, self._tensors, self._part)
         self._device = choices.device
         self._kernels = compile_ahead(choices)
@@ -171,7 +171,7 @@ class Worker:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover, has_ranks=config.num_ranks > 1)
         if config.cache.encoder_folder is not None:
-            files = {"folder": config.cache.encoder_folder, "max_bytes": ENCODER_FILES}
+            files = {"folder": config.cache.encoder_folder, "max_bytes": config.cache.encoder_folder_bytes}
             self._connect_encoder(open_connector("files", files))
         elif self._connector is not None:
             self._connect_encoder(self._connector)

@@ -66,7 +66,8 @@ class BlockStore:
         self._copies = copies
         self._stores: dict[int, int] = {}  # slot → device block that is read in the next plan
         self._loads: list[BlockTransfer] = []  # of the next plan
-        self._saves: dict[int, bytes] = {}  # slot → key, of stores of the next plan
+        self._saves: dict[int, bytes] = {}  # slot → key, of stores of the next plan that the connector keeps
+        self._sends: dict[int, bytes] = {}  # the same, of those that go to another engine
         self._fetches: dict[int, bytes] = {}  # slot → key, of loads of the next plan
         self._fetching: dict[int, bytes] = {}  # the same, of loads under way
         self._arriving: dict[int, Arrival] = {}  # by device block
@@ -139,7 +140,7 @@ class BlockStore:
                 if slots is None:
                     index.skip(name, key)
                 else:
-                    self._saves[slots[0].block_id] = key
+                    self._sends[slots[0].block_id] = key
                     self.release(slots)
 
     def has(self, key: bytes) -> bool:
@@ -179,7 +180,7 @@ class BlockStore:
         """A new slot, with one reference. `is_saved`: the connector is offered it, too."""
         assert self.tier is not None
         (slot,) = self.tier.get_new_blocks(1)
-        self._saves.pop(slot.block_id, None)  # of the content before, in the same plan
+        self._forget_saves(slot.block_id)  # of the content before, in the same plan
         if block_hash is not None:
             self.tier.cache_full_block(slot, block_hash, group, block.in_memory)
             if self.index is not None and is_saved and not block.in_memory:
@@ -188,6 +189,10 @@ class BlockStore:
                     self._saves[slot.block_id] = key
         self._stores[slot.block_id] = self._copies.source_of(block.block_id)
         return slot
+
+    def _forget_saves(self, slot: int) -> None:
+        self._saves.pop(slot, None)
+        self._sends.pop(slot, None)
 
     @property
     def null_slot(self) -> Block:
@@ -279,13 +284,14 @@ class BlockStore:
             self.fetch_seconds *= FORGOTTEN
         return False
 
-    def load(self, slots: Sequence[Block]) -> list[Block]:
+    def load(self, slots: Sequence[Block], in_memory: bool = False) -> list[Block]:
         """Device blocks that get the content of these slots, each with a reference for the caller. They arrive with the
-        result of a step. There must be as many free blocks."""
+        result of a step. There must be as many free blocks. `in_memory`: what comes from the connector is not to be
+        written to files."""
         tier = self.tier
         assert tier is not None
         tier.touch(slot for slot in slots if slot.block_id != OUTSIDE)  # before slots are taken, which may evict them
-        slots = [self._fetch(slot) if slot.block_id == OUTSIDE else slot for slot in slots]
+        slots = [self._fetch(slot, in_memory) if slot.block_id == OUTSIDE else slot for slot in slots]
         # All slots have references before blocks are taken: what these evict is offered to the tier.
         blocks = self._pool.get_new_blocks(len(slots))
         self._pool.touch(blocks)
@@ -297,22 +303,23 @@ class BlockStore:
                 self._arriving_hashes[slot.group, slot.block_hash] = block
         return blocks
 
-    def _fetch(self, wanted: Block) -> Block:
+    def _fetch(self, wanted: Block, in_memory: bool) -> Block:
         """A new slot, with one reference, for a block of the connector."""
         assert self.tier is not None and wanted.block_hash is not None
         (slot,) = self.tier.get_new_blocks(1)
         self._stores.pop(slot.block_id, None)  # of the content before, in the same plan
-        self._saves.pop(slot.block_id, None)
-        self.tier.cache_full_block(slot, wanted.block_hash, wanted.group)
+        self._forget_saves(slot.block_id)
+        self.tier.cache_full_block(slot, wanted.block_hash, wanted.group, in_memory)
         key = block_key(wanted.group, wanted.block_hash)
         self._fetches[slot.block_id] = self._fetching[slot.block_id] = key
         return slot
 
-    def bring(self, found: Sequence[Block]) -> list[Block]:
-        """The blocks that `lookup` found, all on the device: slots are loaded. Each has a reference for the caller."""
+    def bring(self, found: Sequence[Block], in_memory: bool = False) -> list[Block]:
+        """The blocks that `lookup` found, all on the device: slots are loaded, as `load` does. Each has a reference for
+        the caller."""
         self._pool.touch(block for block in found if not self.is_slot(block))  # before blocks are taken
         slots = [block for block in found if self.is_slot(block)]
-        loaded = iter(self.load(slots) if slots else ())
+        loaded = iter(self.load(slots, in_memory) if slots else ())
         return [next(loaded) if self.is_slot(block) else block for block in found]
 
     @property
@@ -339,11 +346,14 @@ class BlockStore:
 
     def take_connector_transfers(self) -> tuple[list[ConnectorTransfer], list[ConnectorTransfer]]:
         """The fetches and saves of the next plan. Each is returned once."""
-        fetches, saves = (
-            [ConnectorTransfer(slot, key) for slot, key in kept.items()] for kept in (self._fetches, self._saves)
-        )
+        fetches = [ConnectorTransfer(slot, key) for slot, key in self._fetches.items()]
+        saves = [
+            ConnectorTransfer(slot, key, slot in self._saves, slot in self._sends)
+            for slot, key in (self._saves | self._sends).items()
+        ]
         self._fetches.clear()
         self._saves.clear()
+        self._sends.clear()
         return fetches, saves
 
     def take_report(self, report: TransferReport) -> set[int]:
@@ -381,7 +391,7 @@ class BlockStore:
             if slot in self._fetching and self.index is not None:
                 self.index.lose(self._fetching[slot])
             self._stores.pop(slot, None)
-            self._saves.pop(slot, None)
+            self._forget_saves(slot)
         for arrival in self._arriving.values():
             arrival.is_valid = arrival.is_valid and arrival.slot.block_id not in lost
 

@@ -554,7 +554,7 @@ class KVCacheManager:
         num_free = self._count_free(([block for block in found if not self.store.is_slot(block)],))
         if num_slots + num_free + num_wanted > self.pool.num_free_blocks:
             return False
-        blocks = iter(self.store.bring(found))
+        blocks = iter(self.store.bring(found, branch.stays_in_memory))
         branch.block_tables = [list(islice(blocks, len(hit))) for hit in hit_blocks]
         self._loading[branch] = num_tokens
         return True

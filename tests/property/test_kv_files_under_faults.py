@@ -154,7 +154,7 @@ def test_what_is_read_is_what_was_saved_or_nothing(happening: list[tuple[str, in
             assert made.engines[1].read(number) == whole(number)
         for engine in made.engines:
             engine.close()
-        assert not any(engine.mover._queued or engine.mover._queued_bytes for engine in made.engines)
+        assert not any(len(engine.mover._queue) or engine.mover._queue._num_bytes for engine in made.engines)
         last = made.start()
         last.close()
         assert not list(made.folder.rglob(f"*{kv_files.UNFINISHED}")), "a part of a file is left"
@@ -196,7 +196,7 @@ def test_a_device_that_stalls_in_a_write_does_not_keep_an_engine_from_ending(tmp
     monkeypatch.setattr(kv_files.os, "writev", stalled)
     opened = Opened(tmp_path)
     opened.save(1, 2)
-    wait_until("the writer has begun", lambda: len(opened.mover._queue) == 1)
+    wait_until("the writer has begun", lambda: opened.mover._queue.num_waiting == 1)
     assert opened.read(1) == whole(1), "what waits is read from memory"
     opened.close()
     goes_on.set()

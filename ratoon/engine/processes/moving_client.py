@@ -78,7 +78,9 @@ class MovingClient(DPLBAsyncMPClient):
         options = {"folder": str(self._directory.path)}
         name = self._config.cache.kv_connector or "peers"
         cache = replace(self._config.cache, kv_connector=name, kv_connector_options=options)
-        if self._encodings.engines:
+        if self._encodings.engines and cache.kv_files is not None:  # they outlive the service, as blocks do
+            cache = replace(cache, encoder_folder=cache.kv_files, encoder_folder_bytes=cache.kv_files_bytes)
+        elif self._encodings.engines:
             folder = self._directory.path / ENCODED
             folder.mkdir(mode=0o700, exist_ok=True)
             cache = replace(cache, encoder_folder=str(folder))
@@ -321,7 +323,7 @@ def _name_behind(request_id: str) -> str | None:
 
 def _config_that_encodes(config: EngineConfig) -> EngineConfig:
     """The settings of an engine that only runs the encoder. It keeps no blocks, and drafts nothing."""
-    cache = replace(config.cache, kv_connector=None, kv_connector_options={}, swap_bytes=0)
+    cache = replace(config.cache, kv_connector=None, kv_connector_options={}, kv_files=None, swap_bytes=0)
     return config.with_(encodes_only=True, cache=cache, speculation=SpeculationConfig())
 
 

@@ -115,10 +115,14 @@ class ConnectorMoves:
 
     def _save(self, saves: list[ConnectorTransfer]) -> None:
         for save in saves:
-            try:
-                self._mover.save(save.key, [part.toreadonly() for part in self._slots.host_parts(save.slot)])
-            except Exception:
-                logger.warning("block %s can't be saved to the connector", save.key.hex(), exc_info=True)
+            parts = [part.toreadonly() for part in self._slots.host_parts(save.slot)]
+            # One after the other: a block that can't be kept is sent none the less
+            for is_wanted, hand_over in ((save.is_sent, self._mover.send), (save.is_kept, self._mover.save)):
+                try:
+                    if is_wanted:
+                        hand_over(save.key, parts)
+                except Exception:
+                    logger.warning("block %s can't be saved to the connector", save.key.hex(), exc_info=True)
 
     def settle(self, slots: Iterable[int]) -> None:
         """These slots are about to be written: waits until the connector has what is to be saved of them."""

@@ -37,8 +37,8 @@ def cut_kv_memory(cache: CacheConfig, geometry: Geometry, device: torch.device, 
     groups, cross = geometry.groups, geometry.cross
     price = bytes_per_block(groups if cross is None else (*groups, cross), geometry.attached)
     num_host_blocks = 0 if cache.preemption_mode == "recompute" else cache.host_bytes // price
-    if cache.connector is not None and not num_host_blocks:
-        problem = f"{cache.host_bytes:,} bytes hold no block, through which those of {cache.connector[0]!r} pass"
+    if cache.connectors and not num_host_blocks:
+        problem = f"{cache.host_bytes:,} bytes hold no block, through which those of {cache.connectors[0][0]!r} pass"
         raise ConfigError("swap_memory", problem, f"at least {price:,} bytes; many blocks at a time need more")
     if num_host_blocks and device.type == "cuda":
         step_bytes += staging_size(price, num_host_blocks)[0] * price

@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import stat
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import block_key, open_connector
-from ratoon.distributed import kv_files
+from ratoon.distributed import kv_files, write_behind
 from ratoon.distributed.kv_files import FilesConnector, FilesIndex, FilesMover
 from tests.waiting import wait_until
 
@@ -198,15 +200,94 @@ def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_files, "MAX_QUEUED_BYTES", 3 * sum(SIZES))
+    monkeypatch.setattr(write_behind, "MAX_QUEUED_BYTES", 3 * sum(SIZES))
+    goes_on, write = threading.Event(), os.writev
+
+    def stalled(handle, parts):
+        goes_on.wait()
+        return write(handle, parts)
+
+    monkeypatch.setattr(os, "writev", stalled)
     opened = Opened(tmp_path / "kv")
-    with opened.mover._changed:  # the writer can't take any
-        opened.mover._queued_bytes = 5 * sum(SIZES)
-    opened.save(1)
-    assert opened.read(1) is None
-    with opened.mover._changed:
-        opened.mover._queued_bytes = 0
+    opened.save(*range(5))
+    assert [opened.read(number) is not None for number in range(5)] == [True, True, True, False, False]
+    goes_on.set()
+    opened.mover.flush()
+    assert len(files_in(tmp_path)) == 3
     opened.close()
+
+
+def test_what_another_engine_has_written_is_not_written_again(opened, tmp_path):
+    opened.save(1)
+    opened.mover.flush()
+    (file,) = files_in(tmp_path)
+    os.utime(file, (1e9, 1e9))
+    before = file.stat()
+    opened.mover.save(key(1), content(1))  # as an engine does that has not seen the file yet
+    opened.mover.flush()
+    assert file.stat().st_ino == before.st_ino, "it is the same file"
+    assert file.stat().st_mtime > 1e9 + 1, "and was used"
+    file.write_bytes(b"cut")
+    opened.mover.save(key(1), content(1))
+    opened.mover.flush()
+    assert opened.read(1) == whole(1)
+
+
+# ---- by NIXL ----
+
+
+@pytest.fixture
+def nixl():
+    pytest.importorskip("nixl._api", reason="the extra nixl is not installed")
+
+
+@pytest.mark.usefixtures("nixl")
+def test_nixl_writes_and_reads_the_same_files_as_the_system(tmp_path):
+    first = Opened(tmp_path / "kv", io="nixl")
+    first.save(*range(20))
+    first.mover.flush()
+    by_system = Opened(tmp_path / "kv")
+    by_system.save(20)
+    by_system.mover.flush()
+    assert len(files_in(tmp_path)) == 21
+    assert all(by_system.read(number) == whole(number) for number in range(21))
+    by_system.close()
+    second = Opened(tmp_path / "kv", io="nixl")
+    parts = [[memoryview(bytearray(size)) for size in SIZES] for _ in range(21)]
+    assert second.mover.load_all([(key(number), parts[number]) for number in range(21)]) == [True] * 21
+    assert [[bytes(part) for part in one] for one in parts] == [whole(number) for number in range(21)]
+    for number, damage in enumerate((lambda data: data[:-1], lambda data: data + b"x", lambda data: b"")):
+        file = Path(kv_files._path_of(tmp_path / "kv" / KIND.digest, key(number)))
+        file.write_bytes(damage(file.read_bytes()))
+        assert second.read(number) is None and not file.exists()
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("nixl")
+def test_nixl_that_can_not_write_loses_blocks_and_nothing_else(tmp_path, monkeypatch):
+    opened = Opened(tmp_path / "kv", io="nixl")
+    with monkeypatch.context() as refusing:  # the file can be made, and not be written
+        make = os.open
+        refusing.setattr(os, "open", lambda path, flags, *rest: make(path, flags & ~os.O_WRONLY | os.O_RDONLY, *rest))
+        opened.save(1)
+        opened.mover.flush()
+    assert opened.read(1) is None and not list(tmp_path.rglob("*.*"))
+    opened.mover._silent_until = 0.0
+    opened.index.lose(key(1))
+    opened.save(1)
+    opened.mover.flush()
+    assert opened.read(1) == whole(1)
+    opened.close()
+
+
+def test_nixl_that_is_not_there_is_an_error_of_the_setting(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="kv_files_io: 'tape' is unknown"):
+        connector(tmp_path, io="tape")
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(ConfigError, match=r"kv_files_io: NIXL can't be imported .*pip install 'ratoon\[nixl\]'"):
+        open_connector("files", {"folder": str(tmp_path), "io": "nixl"})
 
 
 @pytest.mark.parametrize("options", [{}, {"folder": 3}, {"folder": "a", "size": 1}, {"folder": "a", "max_bytes": "x"}])
