@@ -171,7 +171,8 @@ class Worker:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover, has_ranks=config.num_ranks > 1)
         if config.cache.encoder_folder is not None:
-            files = {"folder": config.cache.encoder_folder, "max_bytes": config.cache.encoder_folder_bytes}
+            cache = config.cache
+            files = {"folder": cache.encoder_folder, "max_bytes": cache.encoder_folder_bytes, "io": cache.kv_files_io}
             self._connect_encoder(open_connector("files", files))
         elif self._connector is not None:
             self._connect_encoder(self._connector)
