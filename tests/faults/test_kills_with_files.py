@@ -44,6 +44,7 @@ def is_whole(path: Path) -> bool:
 
 async def survive(folder: Path, num_kills: int) -> None:
     dice, killed, seen = random.Random(4), set(), set()
+    interrupted: set[int] = set()  # engines whose last start was ended by a kill
     settings = SETTINGS | {"kv_files": str(folder), "swap_memory": "1MiB", "num_blocks": 40, "data_parallel_size": 2}
 
     async def keep_streaming(llm: AsyncLLM, seed: int, right: dict[int, list[int]]) -> None:
@@ -54,15 +55,23 @@ async def survive(folder: Path, num_kills: int) -> None:
         while len(killed) < num_kills:
             await asyncio.sleep(0.3 * dice.random())
             # One that was killed a moment ago may not be missed yet
-            engines = [one.pid for one in llm.health().engines if one.pid is not None and one.pid not in killed]
+            engines = [one for one in llm.health().engines if one.pid is not None and one.pid not in killed]
             # A request that sees three deaths and no token counts as their cause: wait for its token.
             has_strikes = any(entry.strikes >= MAX_STRIKES - 1 for entry in llm._client._ledger._entries.values())
-            if len(engines) == 2 and llm.health().state == EngineState.OK and not has_strikes:
-                seen.update(engines)
-                chosen = dice.choice(engines)
-                with suppress(ProcessLookupError):
-                    os.kill(chosen, signal.SIGKILL)
-                    killed.add(chosen)
+            if len(engines) < 2 or llm.health().state != EngineState.OK or has_strikes:
+                continue
+            seen.update(one.pid for one in engines)
+            chosen = dice.choice(engines)
+            # While it starts, too, but not again and again: an engine whose starts fail five times in a row is given up
+            if chosen.state == EngineState.OK:
+                interrupted.discard(chosen.index)
+            elif chosen.index in interrupted:
+                continue
+            else:
+                interrupted.add(chosen.index)
+            with suppress(ProcessLookupError):
+                os.kill(chosen.pid, signal.SIGKILL)
+                killed.add(chosen.pid)
 
     async with AsyncLLM(model_name(), **SETTINGS) as llm:
         right = [await read_stream(llm, seed) for seed in range(NUM_STREAMS)]
