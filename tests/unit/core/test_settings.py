@@ -26,7 +26,8 @@ from ratoon.core.speculation import SpeculationConfig
 
 NOT_SET_BY_PEOPLE = {
     "model", "cache", "scheduler", "speculation", "adapters", "media", "whole_images", "whole_prompts",
-    "max_steps_of_branch", "num_rounds", "free_rows", "encodes_only", "encoder_folder",
+    "max_steps_of_branch", "num_rounds", "free_rows", "encodes_only", "encoder_folder", "encoder_folder_bytes",
+    "rank_folder",
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {
@@ -37,6 +38,7 @@ SPECIAL = {
     "policy": "priority",
     "kv_cache_dtype": "fp8",
     "preemption_mode": "swap",
+    "kv_files_io": "nixl",
     "quantization": "int8",
     "speculate": "ngram",
     "speculate_tokens": "9",
