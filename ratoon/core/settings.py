@@ -121,6 +121,9 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
         raise ConfigError(f"{lacking}_engines", problem, "at least 1")
     if own.prefill_engines and own.num_replicas > 1:
         raise ConfigError("num_replicas", "and prefill_engines both say how many engines there are", "one of the two")
+    if own.encode_engines and engine.num_ranks > 1:
+        problem = f"an engine that only encodes can't be {engine.num_ranks} ranks"
+        raise ConfigError("encode_engines", problem, "leave it out, or have one rank")
     if not own.moves_blocks:
         return
     name = "prefill_engines" if own.prefill_engines else "encode_engines" if own.encode_engines else "move_roots"
@@ -132,7 +135,6 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
         "engines that step together (data_parallel_lockstep) are alike": engine.data_parallel_lockstep,
         "the caller chooses engines (data_parallel_external_lb)": own.data_parallel_external_lb,
         f"the ranks of executor {engine.executor!r} are not processes of this host": has_far_ranks,
-        f"an engine that only encodes can't be {engine.num_ranks} ranks": own.encode_engines > 0 and engine.num_ranks > 1,
         f"kv_connector {cache.kv_connector!r} moves no blocks between engines": has_other,
         "blocks pass through host memory (preemption_mode recompute)": cache.preemption_mode == "recompute",
         "blocks are found by hashes of prefixes (enable_prefix_caching)": not cache.enable_prefix_caching,

@@ -88,6 +88,16 @@ def test_answers_are_those_of_one_engine_and_only_the_encoding_engine_encodes(
 
 
 @pytest.mark.slow
+def test_outputs_of_encoders_are_in_the_files_and_outlive_the_service(tmp_path: Path) -> None:
+    with served() as llm:
+        right = ask(llm)
+    for num_runs in (4 * NUM_INPUTS[FAMILY], 0):
+        with served(encode_engines=1, kv_files=str(tmp_path), **SPLIT) as llm:
+            assert ask(llm) == right
+            assert [stats["num_media_runs"] for stats in stats_of(llm)] == [0, 0, num_runs]
+
+
+@pytest.mark.slow
 def test_requests_go_on_when_the_engine_that_encodes_has_died() -> None:
     with served() as llm:
         right = ask(llm)
@@ -111,8 +121,11 @@ def test_requests_go_on_when_the_engine_that_encodes_has_died() -> None:
     ("settings", "problem"),
     [
         ({"encode_engines": -1}, "encode_engines: -1 is out of range"),
-        ({"encode_engines": 1, "kv_files": "/tmp"}, "encode_engines: another connector"),
-        ({"encode_engines": 1, "tensor_parallel_size": 2}, "encode_engines: blocks of 2 ranks"),
+        (
+            {"encode_engines": 1, "kv_connector": "lmcache", "swap_memory": "1MiB"},
+            "encode_engines: kv_connector 'lmcache' moves no blocks",
+        ),
+        ({"encode_engines": 1, "tensor_parallel_size": 2}, "encode_engines: an engine that only encodes can't be 2"),
         ({"encode_engines": 1, "ray": True}, "encode_engines: engines on nodes of a Ray"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_root_moves_to_an_engine_with_less_to_do(monkeypatch: pytest.MonkeyPat
         ({"decode_engines": 2}, "prefill_engines: 0 is out of range"),
         ({**SPLIT, "num_replicas": 2}, "num_replicas: and prefill_engines"),
         ({**SPLIT, "tensor_parallel_size": 2, "executor": "ray"}, "prefill_engines: the ranks of executor 'ray'"),
-        ({**SPLIT, "tensor_parallel_size": 2, "encode_engines": 1}, "prefill_engines: an engine that only encodes"),
+        ({**SPLIT, "tensor_parallel_size": 2, "encode_engines": 1}, "encode_engines: an engine that only encodes"),
         ({**SPLIT, "kv_connector": "lmcache"}, "prefill_engines: kv_connector 'lmcache' moves no blocks"),
         ({"kv_connector": "lmcache", "kv_files": "/tmp"}, "kv_files: and kv_connector 'lmcache' both keep"),
         ({**SPLIT, "enable_prefix_caching": False}, "prefill_engines: blocks are found by hashes"),
