@@ -111,7 +111,7 @@ def test_a_load_that_takes_longer_than_computing_is_not_made_and_tried_again_lat
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"kv_connector": "memory"}, "kv_files: and kv_connector both"),
+        ({"kv_connector": "memory"}, "kv_files: and kv_connector 'memory' both"),
         ({"preemption_mode": "recompute"}, "kv_files: .*pass through host memory"),
         ({"enable_prefix_caching": False}, "leave enable_prefix_caching on"),
         ({"kv_files_size": 0}, "kv_files_size"),
