@@ -8,6 +8,7 @@ exist, whatever methods a worker may have.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -190,8 +191,18 @@ def encode_result(result: Any) -> list[Buffer]:
     return encode(result)
 
 
+# Ranks answer on a thread each. msgspec prepares what it knows of a type when that is first used, and a second thread
+# that uses the type meanwhile finds it half prepared, and crashes the process (msgspec 0.22).
+_one_at_a_time = threading.Lock()
+
+
 def decode_result(name: str, frames: Sequence[Buffer]) -> Any:
     """The result of a call of this name. Raises WireError for one of another type."""
+    with _one_at_a_time:
+        return _decode_result(name, frames)
+
+
+def _decode_result(name: str, frames: Sequence[Buffer]) -> Any:
     result = WORKER_METHODS[name].result
     if result is not WorkerFacts:
         return Decoder(result).decode(frames)
