@@ -25,6 +25,7 @@ from tests.golden.every_kind import ask_everything, encoder_prompts, greedy, ope
 from tests.golden.grammar_engines import FAMILY, grammar_folder
 from tests.golden.test_encoder_decoder_api import folder_of
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import wait_until
 
 SPLIT = {"prefill_engines": 1, "decode_engines": 2, "prefill_threshold": 1, "swap_memory": "4MiB"}
 LONG = [random_token_ids(length, seed=length) for length in (100, 67, 90)]
@@ -230,8 +231,8 @@ def test_lost_and_damaged_blocks_are_computed(tmp_path: Path) -> None:
         for turn in range(6):
             name, prompt = f"turn-{turn}", [turn, *LONG[0][1:]] if turn else LONG[0]
             run(core_of(first), EngineCoreRequest(f"p{turn}", prompt, greedy(1), kv_transfer=KVTransfer(name)))
+            wait_until("all blocks are kept, which a thread does", lambda: outbox.num_kept == 6)
             kept = sorted(outbox._kept.items(), key=lambda one: one[1].slot)
-            assert len(kept) == 6
             victim = draws.randrange(6)
             if turn % 2:
                 outbox.release(kept[victim][0], name)
