@@ -39,6 +39,7 @@ SPECIAL = {
     "kv_cache_dtype": "fp8",
     "preemption_mode": "swap",
     "kv_files_io": "nixl",
+    "expert_parallel_dispatch": "all_to_all",
     "quantization": "int8",
     "speculate": "ngram",
     "speculate_tokens": "9",
