@@ -43,7 +43,7 @@ def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -
         "no:schemathesis",
         *(str(TESTS / name) for name in KERNEL_TESTS),
     ]
-    environment = {**os.environ, native.VARIABLE: kernel_set, "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, native.VARIABLE: kernel_set, "PYTEST_ADDOPTS": "", "RATOON_TESTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
