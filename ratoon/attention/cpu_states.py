@@ -8,13 +8,17 @@ A page holds the state of each head transposed, [state_size][head_dim], so that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
-from ratoon.core.kv import KVCacheSpec, StateSpec
+from ratoon.attention.interface import (
+    AttentionNeeds,
+    CommonAttentionMetadata,
+    LayerCache,
+    StateBackend,
+)
+from ratoon.core.kv import KVCacheSpec
 from ratoon.layers.attention import StateSpaceLayer
 from ratoon.layers.native import library, reason_for_none
 from ratoon.layers.native.recording import new_floats
@@ -42,7 +46,7 @@ class CpuScanMetadata:
         return *arrays, self.num_tokens, self.table_width, self.num_requests
 
 
-class CpuStateBackend(AttentionBackend):
+class CpuStateBackend(StateBackend):
     name = "cpu states"
     supports_recording = True
 
@@ -53,9 +57,7 @@ class CpuStateBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        reasons = []
-        if needs.content != StateSpec.content:
-            reasons.append(f"reads {StateSpec.content}, not {needs.content}")
+        reasons = cls.reasons_of_content(needs)
         if needs.device_type != "cpu":
             reasons.append(f"runs on the CPU, not on {needs.device_type}")
         if needs.dtype != torch.float32:
@@ -84,12 +86,6 @@ class CpuStateBackend(AttentionBackend):
 
     def update_metadata(self, metadata: CpuScanMetadata, inputs: CommonAttentionMetadata) -> bool:
         return inputs is metadata.inputs or self.build_metadata(inputs).places == metadata.places
-
-    def store(self, layer: Any, k: Tensor, v: Tensor, kv_cache: LayerCache, metadata: Any) -> None:
-        raise NotImplementedError("a state-space layer has no keys and values")
-
-    def attend(self, layer: Any, q: Tensor, kv_cache: LayerCache, metadata: Any) -> Tensor:
-        raise NotImplementedError("a state-space layer does not attend")
 
     def scan(
         self, layer: StateSpaceLayer, projected: Tensor, kv_cache: LayerCache, metadata: CpuScanMetadata

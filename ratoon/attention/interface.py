@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec
+from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec, StateSpec
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform, StateSpaceLayer
 
 # Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
@@ -244,3 +244,18 @@ def _floats(kv_cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
     cache, *scales = kv_cache
     keys = cache[blocks.long(), 0].float()
     return keys * scales[0][blocks.long(), 0].float()[..., None] if scales else keys
+
+
+class StateBackend(AttentionBackend):
+    """A backend of layers that keep states and attend to nothing: `scan` is its forward pass."""
+
+    @staticmethod
+    def reasons_of_content(needs: AttentionNeeds) -> list[str]:
+        """Returns the reason against a group of layers that keep something else than states."""
+        return [] if needs.content == StateSpec.content else [f"reads {StateSpec.content}, not {needs.content}"]
+
+    def store(self, layer: Any, k: torch.Tensor, v: torch.Tensor, kv_cache: LayerCache, metadata: Any) -> None:
+        raise NotImplementedError("a state-space layer has no keys and values")
+
+    def attend(self, layer: Any, q: torch.Tensor, kv_cache: LayerCache, metadata: Any) -> torch.Tensor:
+        raise NotImplementedError("a state-space layer does not attend")

@@ -9,13 +9,16 @@ request, and through each in chunks that are products of matrices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
-from ratoon.core.kv import StateSpec
+from ratoon.attention.interface import (
+    AttentionNeeds,
+    CommonAttentionMetadata,
+    LayerCache,
+    StateBackend,
+)
 from ratoon.layers.attention import StateSpaceLayer
 
 Tensor = torch.Tensor
@@ -32,12 +35,12 @@ class ScanMetadata:
     pages: list[int]
 
 
-class TorchStateBackend(AttentionBackend):
+class TorchStateBackend(StateBackend):
     name = "torch states"
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        reasons = [] if needs.content == StateSpec.content else [f"reads {StateSpec.content}, not {needs.content}"]
+        reasons = cls.reasons_of_content(needs)
         if needs.batch_invariant:
             reasons.append("the order of its sums depends on the batch")
         return reasons
@@ -46,12 +49,6 @@ class TorchStateBackend(AttentionBackend):
         is_single = inputs.max_query_len == 1 and len(inputs.slot_mapping) == len(inputs.seq_lens)
         pages = [] if is_single else (inputs.slot_mapping // inputs.block_size).tolist()
         return ScanMetadata(inputs, inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), pages)
-
-    def store(self, layer: Any, k: Tensor, v: Tensor, kv_cache: LayerCache, metadata: Any) -> None:
-        raise NotImplementedError("a state-space layer has no keys and values")
-
-    def attend(self, layer: Any, q: Tensor, kv_cache: LayerCache, metadata: Any) -> Tensor:
-        raise NotImplementedError("a state-space layer does not attend")
 
     def scan(self, layer: StateSpaceLayer, projected: Tensor, kv_cache: LayerCache, metadata: ScanMetadata) -> Tensor:
         gate, inputs, time_steps = split(layer, projected)

@@ -280,8 +280,8 @@ def _store_output(out_ptr, out, tile, half, sizes: gl.constexpr):
 
 @gluon.jit
 def _with_sinks(sinks_ptr, peak, total, tile, half, sizes: gl.constexpr, LAYOUT: gl.constexpr):
-    """What the weighted sums of rows are multiplied by, where each head has a score in base e that has no value. Rows
-    behind the last of the request have no sum, and are not stored."""
+    """Returns the factor of each row's weighted sum, where each head has a sink: a score in base e without a value.
+    Rows behind the last of the request have no sum, and are not stored."""
     _, heads, in_rows = _rows_of(tile, half, sizes, LAYOUT)
     sinks = gl.load(sinks_ptr + heads, mask=in_rows, other=0.0) * 1.4426950408889634
     top = gl.maximum(peak, sinks)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.interface import (
+    AttentionBackend,
+    AttentionNeeds,
+    CommonAttentionMetadata,
+    LayerCache,
+    StateBackend,
+)
 from ratoon.attention.triton_plan import power_of_two
-from ratoon.core.kv import StateSpec
 from ratoon.layers.attention import StateSpaceLayer
 
 Tensor = torch.Tensor
@@ -56,7 +61,7 @@ class TritonScanMetadata:
     num_requests: int
 
 
-class TritonStateBackend(AttentionBackend):
+class TritonStateBackend(StateBackend):
     """`batch_invariant`: a row's result is the same to the bit in any batch and any chunk. Then prompts are computed
     token after token."""
 
@@ -68,9 +73,7 @@ class TritonStateBackend(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, needs: AttentionNeeds) -> list[str]:
-        reasons = []
-        if needs.content != StateSpec.content:
-            reasons.append(f"reads {StateSpec.content}, not {needs.content}")
+        reasons = cls.reasons_of_content(needs)
         if needs.device_type != "cuda":
             reasons.append(f"runs on CUDA, not on {needs.device_type}")
         elif torch.cuda.is_available() and torch.cuda.get_device_capability() < _MIN_CAPABILITY:
@@ -87,12 +90,6 @@ class TritonStateBackend(AttentionBackend):
 
     def build_metadata(self, inputs: CommonAttentionMetadata) -> TritonScanMetadata:
         return TritonScanMetadata(inputs, inputs.seq_lens_device.shape[0])
-
-    def store(self, layer: Any, k: Tensor, v: Tensor, kv_cache: LayerCache, metadata: Any) -> None:
-        raise NotImplementedError("a state-space layer has no keys and values")
-
-    def attend(self, layer: Any, q: Tensor, kv_cache: LayerCache, metadata: Any) -> Tensor:
-        raise NotImplementedError("a state-space layer does not attend")
 
     def scan(
         self, layer: StateSpaceLayer, projected: Tensor, kv_cache: LayerCache, metadata: TritonScanMetadata

@@ -187,8 +187,8 @@ class IndexOfRanks(BlockIndex):
 
 
 class TransferIndexOfRanks(IndexOfRanks, TransferIndex):
-    """The same for a connector that moves blocks between engines: each rank sends its parts to the same rank of the
-    other engine, which must have as many. The address has the addresses of all."""
+    """The index of all ranks for a connector that moves blocks between engines: each rank sends its parts to the same
+    rank of the other engine, which must have as many. The address has the addresses of all."""
 
     def __init__(self, indexes: Sequence[TransferIndex]) -> None:
         super().__init__(indexes)

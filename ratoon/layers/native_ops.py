@@ -219,7 +219,7 @@ class Kept16Bits:
 
 
 class Encoder16Bits:
-    """The same weights in the layers of an encoder."""
+    """The format of weights kept in 16 bits, for the layers of an encoder: their products are EncoderLinear."""
 
     def __init__(self, kept: Kept16Bits) -> None:
         self.name = kept.name

@@ -155,7 +155,7 @@ class Weights:
         return whole
 
     def for_encoder(self) -> Weights:
-        """The same view for the layers of an encoder, whose sequences run whole."""
+        """Returns a view of these weights for the layers of an encoder, whose sequences run whole."""
         view = copy(self)
         view.ops = self.ops.for_encoders()
         return view

@@ -124,7 +124,7 @@ class PrefixCache:
             self.add(branch, num_tokens)
 
     def plan_is_made(self) -> None:
-        """What the step of a plan writes can be found by those behind it."""
+        """Adds what the step of a plan writes: the steps behind it can find that."""
         written, self._written = self._written, {}
         for branch, num_tokens in written.items():
             self.add(branch, num_tokens)

@@ -63,7 +63,7 @@ def test_steps_of_few_tokens_and_whole_prompts_have_the_same_bits_if_they_must()
 
 
 def test_a_padded_step_reads_nothing_but_tensors_on_the_device() -> None:
-    """As in a CUDA graph: rows and requests of padding, and arrays on the host that belong to no step."""
+    """A CUDA graph has rows and requests of padding, and arrays on the host that belong to no step."""
     batch, backend = StateBatch([6, 12, 9], PLAIN, 4, device=DEVICE), TritonStateBackend()
     pages = batch.pages_of(backend)
     first = batch.step(backend, pages, [0, 0, 0], [5, 8, 8])

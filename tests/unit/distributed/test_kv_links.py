@@ -58,7 +58,7 @@ def test_blocks_go_from_a_rank_to_the_same_rank_of_another_engine(
 def test_an_engine_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_links, "SECONDS_WITHOUT_ANSWER", 0.05)
     monkeypatch.setattr(kv_links, "MILLISECONDS_TO_SEND_THE_REST", 0)
-    mover = LinkedMover(f"ipc://{tmp_path}/nobody")
+    mover = LinkedMover(f"ipc://{tmp_path}/no-listener")
     assert mover.load_all([(block(number)[0], memory()) for number in range(3)]) == [False] * 3
     mover.close()
 

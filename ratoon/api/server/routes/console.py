@@ -148,7 +148,7 @@ def _pack(content_type: str, body: bytes) -> ConsoleFile:
 
 
 def contents_tag() -> str:
-    """The same text as long as all files have the same contents. A change is noticed within a second."""
+    """Returns a text that changes with the contents of the files. A change is noticed within a second."""
     return _tag_of(FOLDER, int(time.monotonic()))
 
 
