@@ -195,7 +195,7 @@ def test_prompts_that_are_computed_apart(family: str, drafts: dict[str, Any], fo
     with served(family, **drafts, **SPLIT) as llm:
         check(llm, family, adapter, rounds=1)
         stores = figures_of(llm)
-        assert stores[0]["stored"] > 20 and sum(store["loaded"] for store in stores[1:]) > 20
+        assert stores[0]["stored"] > 20 and any(store["loaded"] for store in stores[1:])
 
 
 @pytest.mark.full
