@@ -119,9 +119,10 @@ class EngineRun:
         self._names = {"model": shape.name, "variant": variant, "engine": engine}
         self._settings = engine_settings(comparison.args, variant, engine)
         self._model = prepare_model(shape, comparison.args.work_folder)
-        facts = Shape.read(shape)
-        self._floors = floors_of(facts, VARIANTS[variant].precision, comparison.sizes)
-        self._source = PromptSource(SEED, facts.vocab_size)
+        precision = VARIANTS[variant].precision
+        self._floors = floors_of(Shape.read(shape), precision, comparison.sizes) if Shape.describes(shape) else {}
+        config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+        self._source = PromptSource(SEED, config["vocab_size"])
         self._engine: EngineProcess | None = None
 
     def measure(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 BYTES_PER_SECOND = 4.39e12  # reads of an H200's memory, as measured
 OPERATIONS_PER_SECOND = 790e12  # a bf16 product of 8192³ there, as measured
+# A config with one of these describes a model whose steps read less than all weights or all keys and values.
+OTHER_FORMS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Shape:
             fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
             fields["vocab_size"],
         )
+
+    @staticmethod
+    def describes(folder: Path) -> bool:
+        """Whether the arithmetic here holds for the model: it has no experts, windows, latent keys or states."""
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return all(fields.get(name) is None for name in OTHER_FORMS)
 
     @property
     def layer_weights(self) -> int:
