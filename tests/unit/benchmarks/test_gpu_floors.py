@@ -61,7 +61,7 @@ def test_throughput_ends_with_the_longest_answer(floors: Any) -> None:
     assert with_short == pytest.approx(alone * 101 / 100, rel=1e-3)
 
 
-def test_only_models_that_read_all_they_have_in_a_step_have_a_floor() -> None:
+def test_only_models_that_read_all_they_have_in_a_step_have_a_floor(floors: Any) -> None:
     described = {folder.name for folder in (GPU_FOLDER / "models").iterdir() if floors.Shape.describes(folder)}
     assert {"qwen3-0.6b", "llama3-8b"} <= described
     assert described.isdisjoint({"qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "gemma3-4b", "granite4-h-350m"})
