@@ -2,7 +2,8 @@
 
     python3 bench/gpu/first_use.py [--model qwen3-0.6b] [--tokenizer TOKENIZER.json] [--process] [--idle SECONDS]
 
-Each kind runs three times with other tokens, in a process that has answered nothing before. On a machine whose kernels
+Each kind runs three times with other tokens, in a process that has answered nothing before. "new schema" has another
+schema each time, so that each of its requests compiles one; "schema" has one that the first request compiles. On a machine whose kernels
 are compiled the first should take at most 1.5 times the second; run it twice to see that: the first run compiles.
 `--process`: the engine has a process of its own, as that of a server, which prepares what it expects while it has no
 work; `--idle`: seconds without work before the first kind.
@@ -11,6 +12,7 @@ work; `--idle`: seconds without work before the first kind.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -23,7 +25,7 @@ from compare_parts.models import copy_model
 from ratoon import LLM, BeamSearchParams, SamplingParams
 
 SHAPES = Path(__file__).parent / "models"
-SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 100}
+NEW_SCHEMA = itertools.count(100)  # the least items of the next one
 
 
 def kinds(llm: LLM, with_grammars: bool) -> dict[str, Callable[[], object]]:
@@ -58,9 +60,15 @@ def kinds(llm: LLM, with_grammars: bool) -> dict[str, Callable[[], object]]:
         "256 requests": generate(256, 128, 64, temperature=0.0),
     }
     if with_grammars:
-        found["schema"] = generate(1, 128, temperature=0.0, structured_output={"json_schema": SCHEMA})
-        found["32 schemas"] = generate(32, 128, temperature=0.0, structured_output={"json_schema": SCHEMA})
+        same = schema_of(99)
+        found["new schema"] = lambda: generate(1, 128, temperature=0.0, structured_output=schema_of(next(NEW_SCHEMA)))()
+        found["schema"] = generate(1, 128, temperature=0.0, structured_output=same)
+        found["32 schemas"] = generate(32, 128, temperature=0.0, structured_output=same)
     return found
+
+
+def schema_of(least_items: int) -> dict[str, object]:
+    return {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": least_items}}
 
 
 def main() -> None:
