@@ -3,10 +3,10 @@
     python3 bench/gpu/first_use.py [--model qwen3-0.6b] [--tokenizer TOKENIZER.json] [--process] [--idle SECONDS]
 
 Each kind runs three times with other tokens, in a process that has answered nothing before. "new schema" has another
-schema each time, so that each of its requests compiles one; "schema" has one that the first request compiles. On a machine whose kernels
-are compiled the first should take at most 1.5 times the second; run it twice to see that: the first run compiles.
-`--process`: the engine has a process of its own, as that of a server, which prepares what it expects while it has no
-work; `--idle`: seconds without work before the first kind.
+schema each time, so that each of its requests compiles one; "schema" has one that the first request compiles. On a
+machine whose kernels are compiled the first should take at most 1.5 times the second; run it twice to see that: the
+first run compiles. `--process`: the engine has a process of its own, as that of a server, which prepares what it
+expects while it has no work; `--idle`: seconds without work before the first kind.
 """
 
 from __future__ import annotations
