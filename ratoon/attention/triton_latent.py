@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 LOG2_E = 1.4426950408889634
 MAX_VALUE_DIM = 512  # with 64 rows, sums take half of the registers of a program
 MAX_ROPE_DIM = 128
-MERGED_ROWS = 2  # of a program
+MERGED_PART = 64  # numbers of a value that a program puts together
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 64
 _MAX_PARTS = 2**18  # rows × splits; half a GiB of scratch with values of 512
@@ -176,9 +176,9 @@ class TritonLatentBackend(AttentionBackend):
         )  # fmt: skip
         if num_splits > 1:
             launch(
-                merge_kernel, (-(-num_rows // MERGED_ROWS),), acc, peaks, totals, out, sinks, num_rows, num_splits,
-                HEADS=layer.num_heads, VALUE=value, VALUE_PAD=power_of_two(value), SPLITS_PAD=power_of_two(num_splits),
-                ROWS=MERGED_ROWS, HAS_SINKS=has_sinks, num_warps=4,
+                merge_kernel, (num_rows, -(-value // MERGED_PART)), acc, peaks, totals, out, sinks, num_splits,
+                HEADS=layer.num_heads, VALUE=value, PART=MERGED_PART, SPLITS_PAD=power_of_two(num_splits),
+                HAS_SINKS=has_sinks, num_warps=4,
             )  # fmt: skip
         return out
 

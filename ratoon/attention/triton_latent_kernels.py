@@ -88,27 +88,27 @@ def latent_kernel(
         tl.store(out_ptr + places[:, None] * VALUE + value[None, :], out, mask=in_rows[:, None] & in_value[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
-    acc_ptr, peak_ptr, total_ptr, out_ptr, sinks_ptr, num_rows, num_splits, HEADS: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    acc_ptr, peak_ptr, total_ptr, out_ptr, sinks_ptr, num_splits, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    PART: tl.constexpr, SPLITS_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ROWS rows each, whose splits are put together. Rows of padding get what happens to be there."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = rows < num_rows
-    splits, value = tl.arange(0, SPLITS_PAD), tl.arange(0, VALUE_PAD)
-    there = in_rows[:, None] & (splits < num_splits)[None, :]
-    places = rows[:, None] * num_splits + splits[None, :]
+    """Grid: rows, and parts of PART numbers of their values. The splits of a row are put together, all loaded at once.
+    Rows of padding get what happens to be there."""
+    row, splits = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS_PAD)
+    value = tl.program_id(1) * PART + tl.arange(0, PART)
+    in_value, there = value < VALUE, splits < num_splits
+    places = row * num_splits + splits
     peaks = tl.load(peak_ptr + places, mask=there, other=float("-inf"))
     totals = tl.load(total_ptr + places, mask=there, other=0.0)
-    top = tl.max(peaks, 1)
-    shares = tl.exp2(peaks - tl.where(top == float("-inf"), 0.0, top)[:, None])  # zero where a split has no keys
-    total = tl.sum(totals * shares, 1)
-    acc = tl.zeros([ROWS, VALUE_PAD], tl.float32)
-    mask = in_rows[:, None] & (value < VALUE)[None, :]
-    for split in range(num_splits):
-        share = tl.sum(tl.where((splits == split)[None, :], shares, 0.0), 1)
-        part_rows = (rows * num_splits + split) * VALUE
-        acc += tl.load(acc_ptr + part_rows[:, None] + value[None, :], mask=mask, other=0.0) * share[:, None]
-    out = divide_by_sums(acc, top, total, sinks_ptr, rows % HEADS, in_rows, HAS_SINKS).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * VALUE + value[None, :], out, mask=mask)
+    parts_mask = there[:, None] & in_value[None, :]
+    parts = tl.load(acc_ptr + places[:, None] * VALUE + value[None, :], mask=parts_mask, other=0.0)
+    top = tl.max(peaks, 0)
+    shares = tl.exp2(peaks - tl.where(top == float("-inf"), 0.0, top))  # zero where a split has no keys
+    acc = tl.sum(parts * shares[:, None], 0)
+    total = tl.sum(totals * shares, 0)
+    rows = row + tl.arange(0, 1)  # [1]
+    out = divide_by_sums(
+        acc[None, :], tl.expand_dims(top, 0), tl.expand_dims(total, 0), sinks_ptr, rows % HEADS, rows >= 0, HAS_SINKS
+    )
+    tl.store(out_ptr + rows[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=in_value[None, :])

@@ -21,8 +21,8 @@ from ratoon.layers.triton.launch import launch
 
 Tensor = torch.Tensor
 
-MOST_PAIRS_IN_ONE_PROGRAM = 4096  # that sorts them; more are sorted by torch
-CHUNK = 64  # pairs that it takes at a time
+MOST_PAIRS_OF_A_KERNEL = 16384  # that sorts them; more are sorted by torch
+SMALLEST_CHUNK, LARGEST_CHUNK = 32, 1024  # pairs that a program of it takes at a time
 BLOCK_OF_SUM = 1024
 
 
@@ -75,14 +75,15 @@ def sort_pairs(experts: Tensor, own: range, block: int) -> SortedPairs:
     """experts [T, k] int32, of which this device has `own`."""
     num_pairs, num_own = experts.numel(), len(own)
     num_blocks = num_pairs // block + min(num_pairs, num_own)  # at most: one of each expert may not be full
-    if num_pairs > MOST_PAIRS_IN_ONE_PROGRAM:
+    if num_pairs > MOST_PAIRS_OF_A_KERNEL:
         return _sort_by_torch(experts, own, block, num_blocks)
     order = torch.empty(num_blocks * block, dtype=torch.int32, device=experts.device)
     of_blocks = torch.empty((2, num_blocks), dtype=torch.int32, device=experts.device)
+    chunk = min(max(triton.next_power_of_2(num_pairs), SMALLEST_CHUNK), LARGEST_CHUNK)
     launch(
-        _sort_kernel, (1,),
+        _sort_kernel, (num_own,),
         experts, order, of_blocks, num_pairs, num_blocks, own.start, num_own,
-        BLOCK_EXPERTS=triton.next_power_of_2(num_own), CHUNK=CHUNK, ROWS=block, num_warps=4,
+        BINS=triton.next_power_of_2(num_own + 1), CHUNK=chunk, ROWS=block, num_warps=4,
     )  # fmt: skip
     return SortedPairs(order, of_blocks[0], of_blocks[1], block)
 
@@ -212,37 +213,40 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _sort_kernel(
     experts, order, of_blocks, num_pairs, num_blocks, first_expert, num_own,
-    BLOCK_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.arange(0, BLOCK_EXPERTS)  # [E]
-    counts = tl.zeros((BLOCK_EXPERTS,), tl.int32)
+    """A program lists the pairs and the blocks of one expert. It counts those of all experts, to know where they begin:
+    so no program waits for another."""
+    mine = tl.program_id(0)
+    bins = tl.arange(0, BINS)  # one for each expert, and one for those of other ranks
+    counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         own = tl.load(experts + pair, mask=pair < num_pairs, other=-1) - first_expert
-        own = tl.where(own < num_own, own, -1)
-        counts += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), 0)
-    blocks = (counts + ROWS - 1) // ROWS
-    ends = tl.cumsum(blocks, 0)
-    first = ends - blocks
-    total = tl.sum(blocks, 0)
-    for start in range(0, num_blocks, CHUNK):
-        number = start + tl.arange(0, CHUNK)
-        is_of = (number[:, None] >= first[None, :]) & (number[:, None] < ends[None, :])  # at most one expert
-        of_block = tl.sum(tl.where(is_of, expert[None, :], 0), 1)
-        left = tl.sum(tl.where(is_of, counts[None, :] - (number[:, None] - first[None, :]) * ROWS, 0), 1)
-        left = tl.where(number < total, tl.minimum(left, ROWS), 0)
-        tl.store(of_blocks + number, of_block, mask=number < num_blocks)
-        tl.store(of_blocks + num_blocks + number, left, mask=number < num_blocks)
-    places = first * ROWS  # of the next pair of each expert
-    for start in range(0, num_pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        own = tl.load(experts + pair, mask=pair < num_pairs, other=-1) - first_expert
-        own = tl.where(own < num_own, own, -1)
-        is_of = (own[:, None] == expert[None, :]).to(tl.int32)  # [CHUNK, E]
-        before = tl.cumsum(is_of, 0) - is_of
-        place = tl.sum(is_of * (places[None, :] + before), 1)
-        tl.store(order + place, pair, mask=(pair < num_pairs) & (own >= 0))
-        places += tl.sum(is_of, 0)
+        counts += tl.histogram(tl.where((pair < num_pairs) & (own >= 0) & (own < num_own), own, BINS - 1), BINS)
+    blocks = tl.where(bins < num_own, (counts + ROWS - 1) // ROWS, 0)
+    first = tl.sum(tl.where(bins < mine, blocks, 0), 0)
+    end = first + tl.sum(tl.where(bins == mine, blocks, 0), 0)
+    num_mine = tl.sum(tl.where(bins == mine, counts, 0), 0)
+    within = tl.arange(0, CHUNK)
+    for start in range(first, end, CHUNK):
+        number = start + within
+        tl.store(of_blocks + number, tl.zeros((CHUNK,), tl.int32) + mine, mask=number < end)
+        left = tl.minimum(num_mine - (number - first) * ROWS, ROWS)
+        tl.store(of_blocks + num_blocks + number, left, mask=number < end)
+    if mine == num_own - 1:  # the blocks behind the last one that is used
+        for start in range(end, num_blocks, CHUNK):
+            number = start + within
+            tl.store(of_blocks + num_blocks + number, tl.zeros((CHUNK,), tl.int32), mask=number < num_blocks)
+    place = first * ROWS
+    if num_mine > 0:
+        for start in range(0, num_pairs, CHUNK):
+            pair = start + within
+            is_mine = tl.load(experts + pair, mask=pair < num_pairs, other=-1) - first_expert == mine
+            is_mine = is_mine & (pair < num_pairs)
+            ones = is_mine.to(tl.int32)
+            tl.store(order + place + tl.cumsum(ones, 0) - ones, pair, mask=is_mine)
+            place += tl.sum(ones, 0)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ repair_interpreter()
 def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of the interpreter is that of its programs, whatever their size."""
     monkeypatch.setattr(triton_latent, "choose_store_tile", lambda num_tokens: (16, 4))
-    monkeypatch.setattr(triton_latent, "MERGED_ROWS", 64)
+    monkeypatch.setattr(triton_latent, "MERGED_PART", 512)
     if DEVICE == "cpu":
         choose = choose_latent_tiles
         monkeypatch.setattr(
