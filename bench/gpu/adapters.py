@@ -42,6 +42,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 class Ratoon:
     def __init__(self, model: str, adapters: list[str], args: argparse.Namespace) -> None:
+        import compare_parts  # noqa: F401  # by which the package of this repository is found
+
         from ratoon import LLM, SamplingParams
 
         self._params = SamplingParams

@@ -56,6 +56,8 @@ def schema_for(kind: str, index: int, number: int) -> dict[str, Any] | None:
 
 class Ratoon:
     def __init__(self, model: str, args: argparse.Namespace) -> None:
+        import compare_parts  # noqa: F401  # by which the package of this repository is found
+
         from ratoon import LLM, SamplingParams
 
         self._params = SamplingParams
