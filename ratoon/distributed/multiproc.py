@@ -182,7 +182,10 @@ class MultiprocExecutor:
 
     @property
     def stats(self) -> WorkerStats:
-        return self._stats
+        """Of the rank whose results count. Rows of experts are returned once."""
+        with self._lock:
+            stats, self._stats = self._stats, msgspec.structs.replace(self._stats, experts={})
+        return stats
 
     @property
     def world_size(self) -> int:
@@ -250,7 +253,9 @@ class MultiprocExecutor:
             has_ended = step is not None and step.take(rank, result, is_output)
             if has_ended:
                 del self._steps[result.step]
-            self._stats = result.stats or self._stats
+            if (stats := result.stats) is not None:
+                # Steps end before the last one's figures are read.
+                self._stats = msgspec.structs.replace(stats, experts=stats.experts or self._stats.experts)
         if step is not None and has_ended:
             step.end()
 

@@ -106,6 +106,8 @@ class EngineCore:
         self._running.set()
         self._sleep_level = 0  # 0: awake
         self._publisher: KVEventPublisher | None = None
+        self._experts: dict[int, list[int]] = {}  # SchedulerStats.experts
+        self._has_new_experts = False  # that no step's outputs have had
         self.when_closed: Callable[[], None] = lambda: None
         self.num_passes = 0  # of the model over tokens, submitted so far
 
@@ -257,7 +259,7 @@ class EngineCore:
                 self._publish()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
-        return EngineCoreOutputs(outputs, self.stats(), self.scheduler.state.now, advanced=advanced)
+        return EngineCoreOutputs(outputs, self._stats_of_step(), self.scheduler.state.now, advanced=advanced)
 
     def _take_prepared(self) -> None:
         if not self._pending and not self._in_flight and not self.scheduler.has_requests():
@@ -379,13 +381,24 @@ class EngineCore:
         return is_empty
 
     def stats(self) -> SchedulerStats:
+        """Figures as they are now; of the experts' rows, those that a worker has read last."""
         stats = self.scheduler.stats()
         stats.num_waiting += len(self.preparing)
         of_worker = self.executor.stats
         if of_worker.graphs is not None:
             stats.graphs = of_worker.graphs
-        stats.experts = of_worker.experts
+        if of_worker.experts:
+            self._experts, self._has_new_experts = of_worker.experts, True
+        stats.experts = self._experts
         stats.num_media_runs = of_worker.num_media_runs
+        return stats
+
+    def _stats_of_step(self) -> SchedulerStats:
+        """The rows of experts are thousands of numbers: the outputs of a step have those that none have had yet."""
+        stats = self.stats()
+        if not self._has_new_experts:
+            stats.experts = {}
+        self._has_new_experts = False
         return stats
 
     @property

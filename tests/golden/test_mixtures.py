@@ -31,6 +31,7 @@ from tests.golden.tiny_mixtures import MIXTURES
 from tests.golden.tiny_models import random_token_ids
 from tests.rank_executor import NAME
 from tests.unit.layers.ranks import Meeting, Rank, on_all_ranks
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # of logits that reach about 3
@@ -193,6 +194,7 @@ def test_ranks_in_processes_share_out_experts_and_count_their_rows(family: str, 
     """With the kernels of the CPU: prompts by all-to-all, and answers in recorded passes."""
     settings = {"tensor_parallel_size": world_size, "enable_expert_parallel": True, "expert_metrics": True}
     with engine(family, expert_parallel_dispatch="all_to_all", **settings) as llm:
+        wait_until("a count of the experts' rows", lambda: run(llm, LONG_PROMPTS, greedy(2)) and llm.stats().experts)
         outputs = run(llm, LONG_PROMPTS, greedy(20))
         assert tokens_of(outputs) == [oracle_tokens(family, prompt, 20) for prompt in LONG_PROMPTS]
 
@@ -212,6 +214,11 @@ def test_the_rows_of_each_expert_are_counted_where_it_is_asked_for() -> None:
         worker._expert_load._next = 0.0  # a second may not be over
         counts = worker.stats.experts
         assert worker.stats.experts == {}  # not again so soon
+        worker._expert_load._next = 0.0
+        run(llm, PROMPTS, greedy(5))  # the outputs of its first step have them
+        told = llm.stats().experts
+        assert llm.stats().experts == told  # who asks gets the last ones, again if need be
+    assert all(sum(told[layer]) > sum(counts[layer]) for layer in counts)
     config = tiny_model(family).config
     assert config.experts is not None
     assert list(counts) == [layer for layer in range(config.num_layers) if config.experts.is_in_layer(layer)]
