@@ -12,6 +12,7 @@ from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.layers.triton.compiler_process import Launch
 
 BLOCK_M, BLOCK_N, STAGES = 128, 128, 2
+HEAD_DIMS = range(64, 129, 8)  # that the kernel serves: rows of pages are multiples of 16 bytes
 _PANEL = 64  # columns that are copied at once: 128 bytes
 HOPPER = 90
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -57,8 +58,9 @@ def expected_launches(config: EngineConfig, model: ModelConfig) -> list[Launch]:
     if config.dtype == "auto" and dtype not in _DTYPES:
         dtype = "bfloat16"
     is_other = config.attention_backend not in ("auto", "triton") or config.batch_invariant
-    # That kernel has neither.
+    # That kernel has none of these.
     is_other = is_other or model.attention_soft_cap is not None or model.latent is not None
+    is_other = is_other or model.head_dim not in HEAD_DIMS
     if is_other or dtype not in _DTYPES or not model.causal or model.encoder:
         return []
     windows = dict.fromkeys(model.window_of_layer(index) is not None for index in range(model.num_layers))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratoon.attention.early_kernels import BLOCK_M, prefill_box, prefill_constants
+from ratoon.attention.early_kernels import BLOCK_M, HEAD_DIMS, prefill_box, prefill_constants
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.attention.page_lines import PageLines
 from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
@@ -21,7 +21,6 @@ from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer
 Tensor = torch.Tensor
 
 LOG2_E = 1.4426950408889634
-_HEAD_DIMS = range(64, 129, 8)  # rows of pages are multiples of 16 bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 _FP8 = torch.float8_e4m3fn
 _MIN_BLOCK_SIZE = 8  # keys: rows of a swizzled box
@@ -66,7 +65,7 @@ def serves(layer: AttentionLayer | CrossAttentionLayer, dtype: torch.dtype, page
         layer.bias is None
         and layer.soft_cap is None
         and (layer.causal or layer.window is None)
-        and layer.head_dim in _HEAD_DIMS
+        and layer.head_dim in HEAD_DIMS
         and dtype in _DTYPES
         and pages.dtype in (dtype, _FP8)
         and block_size >= _MIN_BLOCK_SIZE

@@ -28,7 +28,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def beat_fast(monkeypatch: pytest.MonkeyPatch, silence: float = 3.0) -> None:
+def beat_fast(monkeypatch: pytest.MonkeyPatch, silence: float = 10.0) -> None:
     """Hosts of this process notice a silence sooner, which a busy machine must not bring about."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     for module in (node_module, remote_ranks):

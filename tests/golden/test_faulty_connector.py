@@ -20,6 +20,7 @@ from tests.golden.tiny_models import random_token_ids
 FAMILY = "llama with grouped heads"
 PROMPTS = [random_token_ids(length, seed=length) for length in (70, 33, 90, 50, 64, 81, 120, 40)]
 NUM_ROUNDS = 12
+MOST_ROUNDS = 10 * NUM_ROUNDS  # which fault comes up depends on which blocks are still there, and so on other threads
 
 
 class Faulty(KVConnector):
@@ -92,9 +93,11 @@ def test_answers_are_those_without_it_and_nothing_is_left(seed: int, monkeypatch
     with engine(FAMILY, num_blocks=24, swap_memory="64KiB", kv_connector="faulty") as llm:
         store = scheduler_of(llm).kv_cache.store
         monkeypatch.setattr(store, "is_worth_loading", lambda *arguments: True)  # however slow loads are
-        for _ in range(NUM_ROUNDS):
+        for number in range(MOST_ROUNDS):
+            if number >= NUM_ROUNDS and all(Faulty.happened.values()):
+                break
             chosen = choose.sample(range(len(PROMPTS)), 4)
-            outputs = run(llm, [PROMPTS[number] for number in chosen], greedy(12))
-            assert tokens_of(outputs) == [expected[number] for number in chosen]
+            outputs = run(llm, [PROMPTS[prompt] for prompt in chosen], greedy(12))
+            assert tokens_of(outputs) == [expected[prompt] for prompt in chosen]
         assert store.snapshot().loaded > 0
     assert all(Faulty.happened.values()), f"some faults never came up: {Faulty.happened}"
