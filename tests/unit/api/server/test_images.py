@@ -231,6 +231,10 @@ async def test_options_of_preprocessing_are_passed_on():
         answer = await ask(client, image(data_url()), mm_processor_kwargs={"whatever": 1})
         assert answer.status == 400
         assert answer.error["param"].startswith("mm_processor_kwargs")
+        for option in ({"num_frames": 10**30}, {"size": {"longest_edge": 10**30}}):
+            answer = await ask(client, image(data_url()), mm_processor_kwargs=option)
+            assert (answer.status, answer.error["param"]) == (400, "mm_processor_kwargs")
+            assert next(iter(option)) in answer.error["message"]
 
 
 @on_event_loop
