@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.errors import RequestError
+from ratoon.media.families.base import MAX_FPS, MAX_VIDEO_FRAMES, MIN_FPS
 from ratoon.media.pixels import require_pillow, rgb_of_image, verify_pixels
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class VideoFile:
             stream = self._video_of(container)
             self.fps = _rate(stream.average_rate or stream.guessed_rate)
             self.num_frames = int(stream.frames)
+        if self.fps is not None and not MIN_FPS <= self.fps <= MAX_FPS:
+            problem = f"has {self.fps:g} frames in a second by its header"
+            raise RequestError(field, problem, f"from {MIN_FPS:g} to {MAX_FPS:g}")
+        if self.num_frames > MAX_VIDEO_FRAMES:
+            raise RequestError(field, f"has {self.num_frames} frames by its header", f"at most {MAX_VIDEO_FRAMES}")
         if self.num_frames < 1:  # the header does not say it
             self.num_frames = self._count()
 

@@ -6,7 +6,9 @@ Files are given to `preprocess_file` in a child process (process.py); what a cal
 
 from __future__ import annotations
 
+import math
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +19,14 @@ from ratoon.core.media import IMAGE, MediaConfig
 from ratoon.core.wire import Buffer
 from ratoon.media.decode import VideoFile, decode_image
 from ratoon.media.families import family_of
-from ratoon.media.families.base import Preprocessed, VideoFacts
+from ratoon.media.families.base import (
+    MAX_FPS,
+    MAX_VIDEO_FRAMES,
+    MAX_VIDEO_SECONDS,
+    MIN_FPS,
+    Preprocessed,
+    VideoFacts,
+)
 from ratoon.media.items import VIDEO_FORMS, MediaItem, is_array, is_with_facts
 from ratoon.media.pixels import is_picture, require_pillow, rgb_of_array, rgb_of_image, to_numpy, verify_pixels
 
@@ -44,6 +53,7 @@ def preprocess_file(
     fps = video.fps or UNKNOWN_FPS
     seconds = [index / fps for index in indices]
     facts = VideoFacts(len(indices) / video.num_frames * fps, seconds, video.num_frames / fps)
+    facts.verify(field)
     return family.read_video(video.frames(indices), facts, config, options, field)
 
 
@@ -63,7 +73,9 @@ def read_decoded(item: MediaItem, asked: Mapping[str, Any], limits: MediaLimits)
         return Decoded(item.modality, item.field, [_picture(item.field, item.data, limits)])
     frames, facts = item.data if is_with_facts(item.data) else (item.data, {})
     pictures = _pictures(item.field, frames, limits)
-    return Decoded(item.modality, item.field, pictures, _read_facts(item.field, facts, len(pictures), asked))
+    read = _read_facts(item.field, facts, len(pictures), asked)
+    read.verify(item.field)
+    return Decoded(item.modality, item.field, pictures, read)
 
 
 def preprocess_decoded(decoded: Decoded, config: MediaConfig, asked: Mapping[str, Any]) -> Preprocessed:
@@ -120,25 +132,26 @@ def _read_facts(field: str, facts: Mapping[str, Any], num_frames: int, asked: Ma
     if facts.get("fps") is None:
         fps = float(asked.get("fps") or UNKNOWN_FPS)
         return VideoFacts(fps, [index / fps for index in range(num_frames)])
-    fps = _positive(f"{field}[1].fps", facts["fps"], "a number of frames in a second")
+    fps = _number(f"{field}[1].fps", facts["fps"], "a number of frames in a second", MIN_FPS, MAX_FPS)
     duration, total = facts.get("duration"), facts.get("total_num_frames")
     indices = _frames_indices(f"{field}[1].frames_indices", facts.get("frames_indices"), num_frames)
-    return VideoFacts(
-        fps
-        if total is None or indices is None
-        else num_frames / _positive(f"{field}[1].total_num_frames", total, "a number of frames") * fps,
-        [index / fps for index in (range(num_frames) if indices is None else indices)],
-        None if duration is None else _positive(f"{field}[1].duration", duration, "a number of seconds"),
-    )
+    if duration is not None:
+        duration = _number(f"{field}[1].duration", duration, "a number of seconds", 1 / MAX_FPS, MAX_VIDEO_SECONDS)
+    seconds = [index / fps for index in (range(num_frames) if indices is None else indices)]
+    if total is None or indices is None:
+        return VideoFacts(fps, seconds, duration)
+    total = _number(f"{field}[1].total_num_frames", total, "a number of frames", 1, MAX_VIDEO_FRAMES)
+    return VideoFacts(num_frames / total * fps, seconds, duration)
 
 
-def _positive(field: str, value: Any, what: str) -> float:
+def _number(field: str, value: Any, what: str, least: float, most: float) -> float:
+    """RequestError: it is not a number from `least` to `most`."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise RequestError(field, f"{value!r} is not {what}", "a number above 0")
+        number = math.nan
+    if not least <= number <= most:
+        raise RequestError(field, f"{reprlib.repr(value)} is not {what}", f"a number from {least:g} to {most:g}")
     return number
 
 
@@ -149,6 +162,6 @@ def _frames_indices(field: str, indices: Any, num_frames: int) -> list[int] | No
         listed = [operator.index(index) for index in indices]
     except TypeError:
         listed = [-1]
-    if len(listed) != num_frames or min(listed) < 0:
+    if len(listed) != num_frames or min(listed) < 0 or max(listed) >= MAX_VIDEO_FRAMES:
         raise RequestError(field, "does not fit the frames", f"a list of {num_frames} places, one for each frame")
     return listed

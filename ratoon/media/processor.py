@@ -76,9 +76,10 @@ class MediaProcessor:
             return ExpandedPrompt(token_ids, [], None)
         options = self._options(asked)
         waiting = {kind: iter([item for item in items if item.modality == kind]) for kind in (IMAGE, VIDEO)}
-        media = self._preprocess_all([next(waiting[modality]) for _, modality in found], options)
+        items = [next(waiting[modality]) for _, modality in found]
+        media = self._preprocess_all(items, options)
         expanded, features = self._placeholders.expand(token_ids, found, media)
-        return ExpandedPrompt(expanded, features, self._rope(len(expanded), features, media))
+        return ExpandedPrompt(expanded, features, self._rope(len(expanded), features, items, media))
 
     def _options(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.mm_processor_kwargs, **asked}
@@ -125,16 +126,23 @@ class MediaProcessor:
         return data
 
     def _rope(
-        self, num_tokens: int, features: Sequence[MediaFeature], media: Sequence[Preprocessed]
+        self,
+        num_tokens: int,
+        features: Sequence[MediaFeature],
+        items: Sequence[MediaItem],
+        media: Sequence[Preprocessed],
     ) -> RopePositions | None:
+        """`items` and `media` are in the order of the prompt."""
         if self._rope_axes != 3:
             return None
-        vision = self._config.vision
-        seconds = [one.seconds_per_step for one in media for _ in one.inputs]
-        spans = [
-            Span(feature.offset, feature.data.grid, _time_interval(vision.tokens_per_second, time))
-            for feature, time in zip(features, seconds)
-        ]
+        vision, spans = self._config.vision, []
+        sources = [(item, one.seconds_per_step) for item, one in zip(items, media) for _ in one.inputs]
+        for feature, (item, seconds) in zip(features, sources, strict=True):
+            span = Span(feature.offset, feature.data.grid, _time_interval(vision.tokens_per_second, seconds))
+            if span.has_large_times():
+                problem = f"has {seconds:g} seconds between two steps in time, for which there are no positions"
+                raise RequestError(item.field, problem, "a video whose frames are nearer to each other")
+            spans.append(span)
         return pack_positions(*rope_index(num_tokens, spans, vision.merge_size))
 
 
@@ -144,4 +152,5 @@ def _time_interval(tokens_per_second: float, seconds_per_step: float) -> float:
         return 1.0
     import numpy as np
 
-    return float(np.float32(tokens_per_second) * np.float32(seconds_per_step))
+    with np.errstate(over="ignore"):  # infinity is refused
+        return float(np.float32(tokens_per_second) * np.float32(seconds_per_step))

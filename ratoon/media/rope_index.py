@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+MAX_POSITION = 2**30  # of a step in time, from the beginning of its video: no model has half as many places
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Rows of one picture in a prompt."""
@@ -28,9 +31,14 @@ class Span:
     grid: tuple[int, int, int]  # patches in time, height and width
     time_interval: float = 1.0  # positions between two steps in time
 
+    def has_large_times(self) -> bool:
+        """Whether the time of its last step is no position that could be written in 32 bits."""
+        return not (self.grid[0] - 1) * self.time_interval < MAX_POSITION
+
 
 def rope_index(num_tokens: int, spans: Sequence[Span], merge_size: int) -> tuple[np.ndarray, int]:
-    """Positions as int32 [3, num_tokens], and the delta: a token behind the prompt has its index plus this."""
+    """Positions as int32 [3, num_tokens], and the delta: a token behind the prompt has its index plus this.
+    No span may have large times."""
     import numpy as np
 
     positions = np.empty((3, num_tokens), np.int32)

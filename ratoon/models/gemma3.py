@@ -29,7 +29,7 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
         assert config.media is not None
         if self.stage.is_first:
             is_below_model = weights.has("model.multi_modal_projector.mm_soft_emb_norm.weight")
-            vision = (weights / "model" if is_below_model else weights).replicated()
+            vision = (weights / "model" if is_below_model else weights).replicated().for_encoder()
             self.media_encoder = Gemma3Encoder(vision, config.media, config.hidden_size)
 
     def text_weights(self, weights: Weights) -> tuple[Weights, Weights]:

@@ -14,7 +14,9 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         super().__init__(config, weights, max_position)
         assert config.media is not None
         if self.stage.is_first:
-            self.media_encoder = Idefics3Encoder((weights / "model").replicated(), config.media, config.hidden_size)
+            self.media_encoder = Idefics3Encoder(
+                (weights / "model").replicated().for_encoder(), config.media, config.hidden_size
+            )
 
     def find_body(self, weights: Weights) -> Weights:
         return weights / "model" / "text_model"

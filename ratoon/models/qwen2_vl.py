@@ -20,7 +20,7 @@ class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
         assert config.media is not None
         if self.stage.is_first:
             visual = weights / "visual" if weights.has(PUBLISHED) else weights / "model" / "visual"
-            self.media_encoder = self.encoder_class(visual.replicated(), config.media, config.hidden_size)
+            self.media_encoder = self.encoder_class(visual.replicated().for_encoder(), config.media, config.hidden_size)
 
     def find_body(self, weights: Weights) -> Weights:
         model = weights / "model"

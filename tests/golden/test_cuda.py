@@ -1,6 +1,7 @@
 """The same engine on a CUDA device gives the greedy tokens of the CPU, in fp32. Runs where there is such a device."""
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,9 @@ from ratoon.engine.core import EngineCore
 from ratoon.execution import worker
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
-from tests.golden.engines import model_folder, tiny_model
+from tests.golden.engines import engine_of_folder, model_folder, scheduler_of, tiny_model
 from tests.golden.grammar_engines import forced_texts
+from tests.golden.image_readers import IMAGE_FAMILIES, PLACEHOLDERS, image_reader, num_encoder_runs, picture
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import random_token_ids
 from tests.golden.tiny_states import tiny_granite_hybrid, tiny_mamba2
@@ -188,6 +190,40 @@ def test_encoder_decoder_models_on_cuda_give_the_texts_of_the_cpu(family):
     on_cuda, swapped = texts_over_encoders(family, "cuda", 13, swap_bytes=2**22)
     assert on_cuda == on_cpu
     assert swapped, "there was memory enough: this tests nothing"
+
+
+def answers_about_pictures(family, device):
+    """The greedy tokens behind prompts of which some are computed in several steps, and the encoder's runs: two
+    pictures, one of them with two choices, text alone, a continuation with a picture of its own, and a video where its
+    frames are one input."""
+    reader, settings = image_reader(family), {"device": device, "dtype": "float32", "quantization": "none"}
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    several = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, n=2)
+    text = "is it in {0} or in {0}?".format(PLACEHOLDERS[family])
+    two = {"prompt": text, "multi_modal_data": {"image": [picture(0), picture(1)]}}
+    prompts, wanted = [two, reader.prompt(1), {"prompt": "what is it"}], [params, several, params]
+    if family == "qwen2_5_vl":
+        frames = np.stack([np.asarray(picture(number).resize((48, 24))) for number in (0, 2, 0, 2)])
+        small = {"min_pixels": 64, "max_pixels": 512}
+        video = {"video": (frames, {"fps": 0.5})}
+        prompts.append({"prompt": "a<video>what", "multi_modal_data": video, "mm_processor_kwargs": small})
+        wanted.append(params)
+    with engine_of_folder(
+        reader.folder, skip_tokenizer=False, num_blocks=200, max_num_batched_tokens=32, max_num_seqs=8, **settings
+    ) as llm:
+        outputs = llm.generate(prompts, wanted, retain_kv=60, progress=False)
+        assert len(outputs[0].prompt_token_ids) > 32, "one step computes all of it"
+        outputs.append(llm.generate_continuation(outputs[0], reader.prompt(2, "and", "here"), several))
+        assert [output.error for output in outputs] == [None] * len(outputs)
+        scheduler_of(llm).leases.end_all()
+        return [[list(one.token_ids) for one in output.outputs] for output in outputs], num_encoder_runs(llm)
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_pictures_on_cuda_give_the_tokens_of_the_cpu(family):
+    found, right = answers_about_pictures(family, "cuda"), answers_about_pictures(family, "cpu")
+    assert found == right
+    assert len({tuple(tokens) for choices in found[0] for tokens in choices}) >= 4, "answers depend on the picture"
 
 
 def test_smollm2_on_cuda_gives_the_tokens_of_the_cpu():

@@ -14,6 +14,7 @@ from ratoon.core.media import MediaInput
 from ratoon.execution.passes.media import black_pictures, encode_most
 from ratoon.layers.native import library
 from ratoon.layers.native_ops import NativeOps
+from ratoon.layers.ops import Product
 from ratoon.layers.shard import ModelPart, Shard, Stage
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.base import LanguageModel
@@ -44,7 +45,32 @@ OPS = ["torch", pytest.param("native", marks=needs_kernels)]
 
 
 def ops_of(name: str) -> TorchOps | NativeOps:
-    return TorchOps() if name == "torch" else NativeOps()
+    return TorchOps() if name == "torch" else NativeOps(keep_formats=False)
+
+
+class RoundedProductsOps(TorchOps):
+    """Has products of encoders with 16 bits of each number, as the kernel for AMX makes them, on any processor."""
+
+    def for_encoders(self) -> TorchOps:
+        return RoundedProducts()
+
+
+class RoundedProducts(TorchOps):
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Product:
+        first, second = _parts(weight)
+
+        def multiply(x: Tensor) -> Tensor:
+            high, low = _parts(x)
+            y = high @ first.T + (high @ second.T + low @ first.T)
+            return y if bias is None else y + bias
+
+        return multiply
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers in bf16, whose sum has 16 bits of each number."""
+    first = x.bfloat16().float()
+    return first, (x - first).bfloat16().float()
 
 
 def a_picture(tiny: TinyMediaModel) -> MediaInput:
@@ -127,6 +153,26 @@ def test_heads_whose_size_the_attention_of_decoders_does_not_take(name: str) -> 
     }[name]()
     media = a_picture(tiny)
     torch.testing.assert_close(encode(tiny.build(), [media])[0], oracle_rows(tiny, media), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_products_of_encoders_have_16_bits_of_each_number(name: str) -> None:
+    """A product is off by 2^-19 of the size of its terms, in root mean square, and each layer has four of them."""
+    tiny = FAMILIES[name]()
+    media = a_picture(tiny)
+    expected = oracle_rows(tiny, media)
+    found = encode(tiny.build(RoundedProductsOps()), [media])[0]
+    assert 2**-19 < (found - expected).norm() / expected.norm() < 2**-14
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoders_by_default_stay_within_16_bits_of_each_number(name: str) -> None:
+    tiny = FAMILIES[name]()
+    media = a_picture(tiny)
+    expected = oracle_rows(tiny, media)
+    found = encode(tiny.build(NativeOps()), [media])[0]
+    assert (found - expected).norm() / expected.norm() < 2**-14
 
 
 @needs_kernels

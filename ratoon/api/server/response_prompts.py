@@ -42,6 +42,7 @@ class PlacedPrompt:
     inherited: Transcript  # segments of the previous response that it repeats
     notes: tuple[str, ...]
     images: Sequence[MediaPart] = ()  # of the whole conversation
+    processor_options: dict[str, Any] | None = None  # for the preprocessing of images
 
     def transcript(self, is_continuation: bool, num_prompt_tokens: int) -> Transcript:
         """Returns the transcript of the prompt as it was computed."""
@@ -53,7 +54,8 @@ class PlacedPrompt:
     async def whole(self, context: ServerContext) -> EncodedPrompt:
         """Returns the prompt without its parent."""
         token_ids = await _encode(context, self.text)
-        return EncodedPrompt(self.text, token_ids, media=await load_media(context, self.images))
+        media = await load_media(context, self.images)
+        return EncodedPrompt(self.text, token_ids, media=media, processor_options=self.processor_options)
 
 
 async def place_prompt(
@@ -84,7 +86,8 @@ async def place_prompt(
         images = images_of(kept, names)
         # Of a shortened conversation with images the text alone does not tell whether the previous one began alike.
         beginning = None if images and len(kept) < len(whole) else parent
-        return await _place(context, rendered, images, beginning, context.check_model(asked.model))
+        adapter, options = context.check_model(asked.model), asked.mm_processor_kwargs
+        return await _place(context, rendered, images, beginning, adapter, options)
 
     try:
         placed = await place(whole)
@@ -164,18 +167,22 @@ async def _place(
     images: Sequence[MediaPart],
     parent: StoredResponse | None,
     adapter: Adapter | None,
+    options: dict[str, Any] | None,
 ) -> PlacedPrompt:
+    """`options`: for the preprocessing of images."""
     text, notes = rendered.text, rendered.notes
     if parent is None:
-        return await _afresh(context, rendered, images)
+        return await _afresh(context, rendered, images, options)
     try:
         root = await context.llm.find_parent(parent.id, wait=False, owner=parent.owner)
     except UnknownParentError:
         token_ids = await _encode(context, text)  # now, so that one that is too long is refused
         origin = Origin(parent.id, [], PARAM)
-        return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes, images)
+        return PlacedPrompt(text, len(token_ids), UNKNOWN_PROMPT, origin, (), notes, images, options)
     if root.adapter != adapter and (root.adapter is None or adapter is None or root.adapter.digest != adapter.digest):
-        return await _afresh(context, rendered, images)  # what another adapter computed is not valid for this one
+        return await _afresh(
+            context, rendered, images, options
+        )  # what another adapter computed is not valid for this one
     shared = shared_segments(await _transcript(context, parent, root), text)
     tail = await _encode(context, text[shared.num_chars :], shared.num_tokens)
     new_images = _last_images(context, images, text[shared.num_chars :])
@@ -184,12 +191,13 @@ async def _place(
     num_comparable = _first_placeholder(context, tail) if new_images else len(tail)
     num_inherited = shared.num_tokens + num_equal(known[shared.num_tokens :], tail[:num_comparable])
     if num_inherited == 0:
-        return await _afresh(context, rendered, images)
+        return await _afresh(context, rendered, images, options)
     suffix = tail[num_inherited - shared.num_tokens :]
     at = None if num_inherited == len(known) else num_inherited
     media = await load_media(context, new_images)
-    origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt, media=media)
-    return PlacedPrompt(text, num_inherited + len(suffix), UNKNOWN_PROMPT, origin, shared.segments, notes, images)
+    origin = Origin(parent.id, suffix, PARAM, at=at, cache_salt=root.cache_salt, media=media, processor_options=options)
+    num_tokens = num_inherited + len(suffix)
+    return PlacedPrompt(text, num_tokens, UNKNOWN_PROMPT, origin, shared.segments, notes, images, options)
 
 
 def _last_images(context: ServerContext, images: Sequence[MediaPart], text: str) -> list[MediaPart]:
@@ -218,10 +226,13 @@ async def _transcript(context: ServerContext, parent: StoredResponse, root: Root
     return parent.transcript if num_tokens == len(root.prompt_token_ids) + len(root.choices[0]) else ()
 
 
-async def _afresh(context: ServerContext, rendered: RenderedChat, images: Sequence[MediaPart]) -> PlacedPrompt:
+async def _afresh(
+    context: ServerContext, rendered: RenderedChat, images: Sequence[MediaPart], options: dict[str, Any] | None
+) -> PlacedPrompt:
     token_ids = await _encode(context, rendered.text)
-    encoded = EncodedPrompt(rendered.text, token_ids, media=await load_media(context, images))
-    return PlacedPrompt(rendered.text, len(token_ids), encoded, None, (), rendered.notes, images)
+    media = await load_media(context, images)
+    encoded = EncodedPrompt(rendered.text, token_ids, media=media, processor_options=options)
+    return PlacedPrompt(rendered.text, len(token_ids), encoded, None, (), rendered.notes, images, options)
 
 
 async def _encode(context: ServerContext, text: str, num_before: int = 0) -> list[int]:

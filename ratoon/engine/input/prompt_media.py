@@ -68,9 +68,12 @@ class PromptMedia:
 
 
 def verify_rope(field: str, rope: RopePositions | None, longest: int) -> None:
-    """RequestError: tokens of a prompt have positions from `longest` on, by which heads can't be rotated. It happens
-    with videos whose frames are far apart: their time runs ahead of their tokens."""
-    greatest = -1 if rope is None else max(array("i", rope.packed), default=-1)
+    """RequestError: tokens of a prompt have positions below 0 or from `longest` on, by which heads can't be rotated. It
+    happens with videos whose frames are far apart: their time runs ahead of their tokens."""
+    positions = array("i", b"" if rope is None else rope.packed)
+    least, greatest = min(positions, default=0), max(positions, default=-1)
+    if least < 0:
+        raise RequestError(field, f"has a token at position {least}", "positions from 0 on")
     if greatest >= longest:
         problem = f"the time of a video reaches position {greatest}, and those below {longest} fit (max_model_len)"
         raise RequestError(field, problem, "a video whose frames are nearer to each other")

@@ -7,7 +7,7 @@ Options have the names of the arguments of transformers' processors. They come f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 OPTIONS_FIELD = "mm_processor_kwargs"
+# Far outside of what cameras and files have. Within these, no arithmetic with times and sizes overflows.
+MIN_FPS, MAX_FPS = 1e-6, 1e6
+MAX_SIZE = 2**31 - 1  # of sides, areas and numbers of frames
+MAX_VIDEO_FRAMES = 10**8  # of which a model is shown some
+MAX_VIDEO_SECONDS = 1e9
+
+# Values of options. Larger ones would fit no message to the process that prepares pictures.
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
+FramesPerSecond = Annotated[float, msgspec.Meta(ge=MIN_FPS, le=MAX_FPS)]
 Options = TypeVar("Options", bound=msgspec.Struct)
 
 
@@ -40,6 +49,13 @@ class VideoFacts(msgspec.Struct, frozen=True):
     fps: float  # of the frames that are read, on average
     frame_seconds: Sequence[float]  # of each of them, from the video's beginning
     duration: float | None = None  # of the whole video, in seconds; None: it is not known
+
+    def verify(self, field: str) -> None:
+        """RequestError: the video is longer than any is, so that its times could not be written as text."""
+        seconds = max(*self.frame_seconds, self.duration or 0.0)
+        if not seconds <= MAX_VIDEO_SECONDS:
+            problem = f"is {seconds:g} seconds long by its number of frames and their rate"
+            raise RequestError(field, problem, f"at most {MAX_VIDEO_SECONDS:g} seconds")
 
 
 class Family(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 
 from ratoon.core.media import IMAGE, MediaConfig, MediaInput
-from ratoon.media.families.base import Preprocessed, VideoFacts, read_options, wire_pixels
+from ratoon.media.families.base import Positive, Preprocessed, VideoFacts, read_options, wire_pixels
 from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MAX_CROPS = 16  # that a request may ask for
 
 class Gemma3Options(msgspec.Struct):
     do_pan_and_scan: bool = False
-    pan_and_scan_min_crop_size: Annotated[int, msgspec.Meta(ge=1)] = 256
+    pan_and_scan_min_crop_size: Positive = 256
     pan_and_scan_max_num_crops: Annotated[int, msgspec.Meta(ge=1, le=MAX_CROPS)] = 4
     pan_and_scan_min_ratio_to_activate: Annotated[float, msgspec.Meta(gt=0)] = 1.2
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from ratoon.core.errors import ModelError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig
-from ratoon.media.families.base import Preprocessed, VideoFacts, read_options
+from ratoon.media.families.base import FramesPerSecond, Positive, Preprocessed, VideoFacts, read_options
 from ratoon.media.families.gemma3 import square_input
 from ratoon.media.resize import resize
 
@@ -36,14 +36,14 @@ SKIPPED_SECONDS = 1  # at both ends of a long video
 
 
 class Edge(msgspec.Struct, forbid_unknown_fields=True):
-    longest_edge: Annotated[int, msgspec.Meta(ge=1)]
+    longest_edge: Positive
 
 
 class Idefics3Options(msgspec.Struct):
     size: Edge | None = None
     do_image_splitting: bool = True
-    fps: Annotated[float, msgspec.Meta(gt=0)] = FILE_FPS  # frames that are taken of a second of a file
-    num_frames: Annotated[int, msgspec.Meta(ge=1)] = FILE_FRAMES  # that are taken at most
+    fps: FramesPerSecond = FILE_FPS  # frames that are taken of a second of a file
+    num_frames: Positive = FILE_FRAMES  # that are taken at most
 
     def longest_edge(self, side: int) -> int:
         return TILES_ON_AN_EDGE * side if self.size is None else self.size.longest_edge

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from ratoon.core.errors import RequestError
 from ratoon.core.media import IMAGE, VIDEO, MediaConfig, MediaInput
 from ratoon.core.wire import WireTensor
-from ratoon.media.families.base import Preprocessed, VideoFacts, read_options
+from ratoon.media.families.base import FramesPerSecond, Positive, Preprocessed, VideoFacts, read_options
 from ratoon.media.resize import resize
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ MAX_RESIZED_PIXELS = 2**25  # whatever is asked for
 MAX_VIDEO_PIXELS = 2**27  # of all frames
 FILE_FPS = 2.0  # frames that are taken of a second of a file, where nothing else is said
 OF_FILES = ("min_pixels", "max_pixels", "size", "fps", "min_frames", "max_frames")
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class PixelSize(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,7 +46,7 @@ class Qwen2VLOptions(msgspec.Struct):
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
     size: PixelSize | None = None
-    fps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # frames that are taken of a second of a file
+    fps: FramesPerSecond | None = None  # frames that are taken of a second of a file
     num_frames: Positive | None = None  # in the place of it
     min_frames: Positive = 4
     max_frames: Positive = 768

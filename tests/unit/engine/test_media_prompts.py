@@ -15,13 +15,14 @@ from PIL import Image
 
 from ratoon.core.config import MediaSettings, RopeScaling
 from ratoon.core.errors import ConfigError, RequestError
-from ratoon.core.media import EMBEDS, IMAGE, VIDEO, MediaConfig, VisionConfig
+from ratoon.core.media import EMBEDS, IMAGE, VIDEO, MediaConfig, RopePositions, VisionConfig
 from ratoon.core.params import HiddenStatesParams, PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.core.settings import engine_config
 from ratoon.core.wire import Decoder, encode
 from ratoon.engine.async_llm import AsyncLLM
 from ratoon.engine.input.input_processor import InputProcessor
+from ratoon.engine.input.prompt_media import verify_rope
 from ratoon.engine.input.prompts import takes_long
 from ratoon.media.items import NamedMedia
 from ratoon.models.log_mel import WINDOW_FRAMES
@@ -128,6 +129,8 @@ def test_time_that_runs_ahead_of_tokens_must_fit() -> None:
     assert request.params.max_tokens == 40 - 5
     error = refusal_of(video(0.1))
     assert error.field == "multi_modal_data" and "position 40, and those below 39 fit" in error.problem
+    with pytest.raises(RequestError, match="position -3"):
+        verify_rope("multi_modal_data", RopePositions(np.array([0, -3, 5], np.int32).tobytes(), 0), 39)
 
 
 def test_requests_with_media_travel() -> None:

@@ -23,7 +23,7 @@ from ratoon.media.items import MediaItem
 from ratoon.media.preprocess import MediaLimits, preprocess_decoded, preprocess_file, read_decoded
 from ratoon.media.process import Job, MediaProcesses, make_job
 from ratoon.media.processor import MediaProcessor
-from tests.golden.media_oracle import GEMMA, QWEN, drawn, files, saved
+from tests.golden.media_oracle import GEMMA, IDEFICS, QWEN, drawn, files, saved
 
 LIMITS = MediaLimits(2**22, 16)
 FIELD = "messages[0].content[1].image_url"
@@ -216,6 +216,29 @@ def test_damaged_videos_are_refused(data: bytes) -> None:
     assert "video" in refused(data, VIDEO).problem
 
 
+def avi(scale: int, rate: int, length: int) -> bytes:
+    """Eight frames, of which the header says that `length` of them are seen in `scale` / `rate` seconds each."""
+    data = video(8, format="avi")
+    place = data.index(b"strh") + 28
+    return data[:place] + struct.pack("<IIII", scale, rate, 0, length) + data[place + 16 :]
+
+
+@pytest.mark.parametrize("config", [QWEN, IDEFICS], ids=lambda config: config.family)
+@pytest.mark.parametrize(
+    ("scale", "rate", "length", "part"),
+    [
+        (2**31 - 1, 1, 8, "4.65661e-10 frames in a second"),
+        (1, 2**31 - 1, 8, "2.14748e+09 frames in a second"),
+        (1, 5, 2**31 - 1, "2147483647 frames"),
+        (10**6, 1, 10**4, "1e+10 seconds"),
+    ],
+)
+def test_a_header_that_names_impossible_times_is_refused(config, scale: int, rate: int, length: int, part: str) -> None:
+    with pytest.raises(RequestError) as error:
+        preprocess_file(VIDEO, avi(scale, rate, length), config, {}, LIMITS, FIELD)
+    assert error.value.field == FIELD and part in error.value.problem
+
+
 def test_large_frames_are_refused() -> None:
     assert "64 × 48 pixels" in refused(video(2), VIDEO, MediaLimits(1000, 16)).problem
 
@@ -264,6 +287,52 @@ def test_frames_of_several_sizes_and_too_many_of_them_are_refused() -> None:
         decoded([drawn(30, 40), "x"], VIDEO)
     with pytest.raises(RequestError, match="number of frames in a second"):
         decoded(([drawn(30, 40)], {"fps": 0}), VIDEO)
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"fps": 1e-30}, "[1].fps"),
+        ({"fps": 1e300}, "[1].fps"),
+        ({"fps": 1, "duration": 1e300}, "[1].duration"),
+        ({"fps": 1, "frames_indices": [0, 10**400]}, "[1].frames_indices"),
+        ({"fps": 1, "frames_indices": [0, 1], "total_num_frames": 1e300}, "[1].total_num_frames"),
+        ({"fps": 1e-6, "frames_indices": [0, 10**4]}, ""),
+    ],
+)
+def test_facts_of_a_video_that_no_video_has_are_refused(facts: dict, field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        decoded(([drawn(30, 40)] * 2, facts), VIDEO)
+    assert error.value.field == FIELD + field
+
+
+def test_times_without_positions_are_refused_before_they_are_rounded_to_whole_numbers() -> None:
+    facts = {"fps": 1e-6, "frames_indices": [0, 1, 2, 3], "total_num_frames": 10**8}
+    item = MediaItem(VIDEO, ([drawn(30, 40)] * 4, facts), FIELD)
+    processor = MediaProcessor(QWEN, None, MediaSettings(), rope_axes=3)
+    with pytest.raises(RequestError, match="seconds between two steps") as error:
+        processor.process("prompt", [QWEN.video_token_id], [item], {})
+    assert error.value.field == FIELD
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (QWEN, {"num_frames": 10**30}),
+        (QWEN, {"min_pixels": 10**400}),
+        (QWEN, {"size": {"longest_edge": 10**30}}),
+        (QWEN, {"fps": 1e300}),
+        (IDEFICS, {"num_frames": 10**30}),
+        (IDEFICS, {"size": {"longest_edge": 10**30}}),
+        (IDEFICS, {"fps": 1e-300}),
+        (GEMMA, {"pan_and_scan_min_crop_size": 10**30}),
+    ],
+)
+def test_numbers_of_options_that_are_too_large_for_a_message_are_refused_and_named(config, asked: dict) -> None:
+    (name,) = asked
+    with pytest.raises(RequestError) as error:
+        FAMILIES[config.family].options(config, asked)
+    assert error.value.field == "mm_processor_kwargs" and f"$.{name}" in error.value.problem
 
 
 @pytest.mark.parametrize("asked", [{"max_pixels": 2**40, "min_pixels": 2**39}, {"size": {"longest_edge": 0}}])

@@ -106,8 +106,11 @@ class CountedMessages(RequestModel):
     cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect: all prompts are cached")
     speed: str | None = Field(None, description="Accepted, without effect")
 
-    # Extension
+    # Extensions
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Options for the preprocessing of images, such as max_pixels"
+    )
 
     def structured_output(self) -> StructuredOutput | None:
         asked = None if self.output_config is None else self.output_config.format

@@ -246,6 +246,9 @@ class ResponsesRequest(RequestModel):
     speculate: bool | None = Field(None, description="false: no drafts of its tokens, if the server makes some")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template")
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Options for the preprocessing of images, such as max_pixels"
+    )
 
     # Accepted, without effect
     max_tool_calls: Int | None = Field(None, description="Accepted, without effect: there are no built-in tools")

@@ -93,7 +93,8 @@ async def count_tokens(request: Request) -> Response:
         count = len(token_ids)
         media = await load_media(context, conversation.images)
         if media is not None:
-            prompt = EncodedPrompt(rendered.text, token_ids, media=media).as_prompt()
+            options = asked.mm_processor_kwargs
+            prompt = EncodedPrompt(rendered.text, token_ids, media=media, processor_options=options).as_prompt()
             count = await asyncio.to_thread(context.llm.count_tokens, prompt)
     except RequestError as error:
         raise _named_as_in_body(error) from None
@@ -173,7 +174,7 @@ async def make_run(context: ServerContext, asked: MessagesRequest, exchange: Exc
     params = await off_loop(exchange.body_size, partial(plan.params, params, rendered.text))
     batch = Batch(
         id=new_id("msg"),
-        prompts=[EncodedPrompt(rendered.text, token_ids, media=media)],
+        prompts=[EncodedPrompt(rendered.text, token_ids, media=media, processor_options=asked.mm_processor_kwargs)],
         params=params,
         options={
             "adapter": context.check_model(asked.model),

@@ -231,6 +231,10 @@ async def test_options_of_preprocessing_are_passed_on():
         answer = await ask(client, image(data_url()), mm_processor_kwargs={"whatever": 1})
         assert answer.status == 400
         assert answer.error["param"].startswith("mm_processor_kwargs")
+        for option in ({"num_frames": 10**30}, {"size": {"longest_edge": 10**30}}):
+            answer = await ask(client, image(data_url()), mm_processor_kwargs=option)
+            assert (answer.status, answer.error["param"]) == (400, "mm_processor_kwargs")
+            assert next(iter(option)) in answer.error["message"]
 
 
 @on_event_loop
@@ -359,9 +363,25 @@ def block(colour: str = "red", **further: Any) -> dict[str, Any]:
     return {"type": "image", "source": {**source, **further}}
 
 
-async def message(client: Client, *blocks: dict[str, Any]) -> Any:
+async def message(client: Client, *blocks: dict[str, Any], **fields: Any) -> Any:
     body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": list(blocks)}]}
-    return await client.post("/v1/messages", body)
+    return await client.post("/v1/messages", body | fields)
+
+
+CUT = {"mm_processor_kwargs": {"do_image_splitting": True, "size": {"longest_edge": 2 * SIDE}}}  # four tiles, and all
+
+
+@on_event_loop
+async def test_options_of_preprocessing_are_passed_on_beside_blocks():
+    async with seeing() as client:
+        answer = await message(client, block(), **CUT)
+        assert answer.status == 200, answer.body
+        assert len(client.engine.core.added[-1].mm_features) == 5
+        body = {"model": MODEL, "messages": [{"role": "user", "content": [block()]}], **CUT}
+        counted = (await client.post("/v1/messages/count_tokens", body)).json()["input_tokens"]
+        assert counted == len(client.engine.core.added[-1].prompt_token_ids)
+        answer = await message(client, block(), mm_processor_kwargs={"whatever": 1})
+        assert answer.status == 400 and "mm_processor_kwargs.whatever" in answer.json()["error"]["message"]
 
 
 @on_event_loop
@@ -451,6 +471,18 @@ async def test_a_stored_image_is_in_the_prompt_of_the_next_turn():
         assert client.engine.core.added[-1].continuation_of is not None
         stored = (await client.get(f"/v1/responses/{first['id']}/input_items")).json()["data"][0]["content"]
         assert stored[0] == {"type": "input_image", "image_url": data_url("red"), "detail": "auto"}
+
+
+@on_event_loop
+async def test_options_of_preprocessing_are_passed_on_beside_an_input():
+    async with seeing() as client:
+        first = await respond(client, said(input_image(data_url())), **CUT)
+        assert len(client.engine.core.added[-1].mm_features) == 5
+        await respond(client, said(input_image(data_url("lime"))), previous_response_id=first["id"], **CUT)
+        request = client.engine.core.added[-1]
+        assert request.continuation_of is not None and len(request.mm_features) == 10
+        answer = await respond(client, said(input_image(data_url())), 400, mm_processor_kwargs={"whatever": 1})
+        assert answer["error"]["param"] == "mm_processor_kwargs.whatever"
 
 
 @on_event_loop
