@@ -156,6 +156,7 @@ function EngineBlocks({ engine }) {
   return html`<article class="blocks">
     <header>
       <h3>Engine ${engine.index}</h3>
+      ${engine.model && html`<strong class="model">${engine.model}</strong>`}
       <span class=${classes("state", engine.state === "ok" && "ok")}>${engine.state}${engine.paused ? ", paused" : ""}${engine.asleep ? ", asleep" : ""}</span>
       <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
       ${engine.host_blocks && html`<span class="chip">host ${engine.host_blocks.used} of ${engine.host_blocks.total}</span>`}

@@ -28,6 +28,7 @@ export function apply(world, event, data, now) {
   if (event === "snapshot") world = emptyWorld();
   else if (event !== "delta") return world;
   world.time = data.time ?? world.time;
+  for (const index of data.engines_gone ?? []) world.engines.delete(index);
   for (const change of data.engines ?? []) world.engines.set(change.index, changedEngine(world.engines.get(change.index), change));
   for (const id of data.requests_gone ?? []) world.requests.delete(id);
   for (const request of data.requests ?? []) world.requests.set(request.id, { ...request, seen: now });

@@ -129,6 +129,7 @@ export interface Config {
 /** What the map knows of one engine. */
 export interface EngineMap {
   index: number;
+  model: string;
   state: string;
   pid: number | null;
   num_restarts: number;

@@ -1,5 +1,5 @@
-"""The console of a server with several models, in a browser: they are listed, the chosen one answers, and a request
-that waits until its model is loaded says so."""
+"""The console of a server with several models, in a browser: they are listed, the chosen one answers, a request that
+waits until its model is loaded says so, and the view Engine shows the engines of all."""
 
 from __future__ import annotations
 
@@ -84,3 +84,19 @@ def test_another_model_goes_on_with_the_text_and_branches_stay_with_their_own(co
         page.locator(".message.assistant >> text=Retry").first.click()
     console.idle()
     assert asked.value.post_data_json["model"] == "one", "a new answer is the chosen model's"
+
+
+def test_the_engines_of_all_loaded_models_are_shown_with_their_models_names(console: Console) -> None:
+    page = console.page
+    console.set(temperature=0, max_tokens=4)
+    for model in ("one", "second"):
+        page.select_option("select.model", model)
+        console.ask("Hello")
+    page.click("nav >> text=Engine")
+    page.wait_for_selector(".blocks canvas >> nth=1")
+    assert page.locator(".blocks h3").all_inner_texts() == ["Engine 0", "Engine 100"]
+    assert page.locator(".blocks .model").all_inner_texts() == ["one", "second"]
+    page.wait_for_selector("[aria-label^='Drop ']")
+    held = page.locator("[aria-label^='Drop ']").count()
+    page.locator("[aria-label^='Drop ']").first.click()
+    console.wait_for(f"""document.querySelectorAll("[aria-label^='Drop ']").length === {held - 1}""")
