@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from ratoon.api.server.app import ROUTERS
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.host_app import EngineModel, HostContext, build_host_app, router
 from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot, ModelSpec
+from ratoon.api.server.model_router import ModelRouter
 from ratoon.api.server.model_slots import ModelState
 from ratoon.api.server.routes import adapters, console, service
 from ratoon.api.server.settings import ServerSettings
@@ -38,11 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[Client]:
-    """Two models, of which none is loaded. Their engines are threads."""
+async def serving(folder: Path, gate: asyncio.Event | None = None, **settings: Any) -> AsyncIterator[Client]:
+    """Two models, of which none is loaded. Their engines are threads, which start once the gate is open."""
     given = ServerSettings(**settings)
 
     async def load(slot: ModelSlot, kv_memory: int | None) -> LoadedModel:
+        if gate is not None:
+            await gate.wait()
         llm = make_thread_engine(str(folder), metrics=EngineMetrics(slot.name), **TINY_SETTINGS)
         await llm.start()
         state = OwnState(llm, given, slot.store)
@@ -152,6 +156,41 @@ async def test_a_key_ends_its_own_requests_of_any_model_and_an_admin_key_all(fol
         assert ended.status == 200
         assert (await running.answer()).error["code"] == "request_aborted"
         await page.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+def test_a_form_that_asks_for_a_stream_is_told_that_it_waits_for_its_model(
+    folder: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRouter, "grace", 0.01)
+
+    @on_event_loop
+    async def told() -> None:
+        gate = asyncio.Event()
+        async with serving(folder, gate) as client:
+            opened = client.open("POST", path, form({"model": "b", "stream": "true"}), headers=FORM)
+            await until("a comment", lambda: len(opened.sent) > 1)
+            gate.set()
+            answer = await opened.answer()
+            assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.body.startswith(b": waiting for b: loading, ")
+            assert answer.body.endswith(b"data: [DONE]\n\n")
+            assert b'data: {"error":{"message":"' in answer.body, "it writes, and hears nothing"
+            again = await client.open("POST", path, form({"model": "b", "stream": "yes"}), headers=FORM).answer()
+            assert again.status == 400, "what is loaded answers with its own status"
+
+    told()
+
+
+FORM = {"content-type": "multipart/form-data; boundary=edge"}
+
+
+def form(fields: dict[str, str]) -> bytes:
+    parts = [
+        f'--edge\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{text}\r\n' for name, text in fields.items()
+    ]
+    file = '--edge\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--edge--\r\n'
+    return "".join([*parts, file]).encode()
 
 
 def merged(page: Page) -> dict[int, dict[str, Any]]:
