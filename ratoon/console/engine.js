@@ -328,10 +328,10 @@ function Leases() {
   return html`<article>
     <header><h3>Leases</h3><span class="muted">${rows.length} finished answers keep their memory</span></header>
     <div class="table" tabindex="0" role="region" aria-label="Leases"><table>
-      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">place</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.id}>
         <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
-        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${countBlocks(row.blocks)}</td>
+        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${row.place}</td><td>${countBlocks(row.blocks)}</td>
         <td><button type="button" class="quiet danger" aria-label=${`Drop ${row.id}`} onClick=${() => remove(`/v1/engine/leases/${encodeURIComponent(row.id)}`, "Dropped")}>Drop</button></td>
       </tr>`)}</tbody>
     </table></div>
