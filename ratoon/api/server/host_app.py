@@ -23,7 +23,7 @@ from ratoon.api.server.context import ServerContext
 from ratoon.api.server.engine_watch import EngineWatch
 from ratoon.api.server.exchange import AsgiApp, Exchange, Scope, exchange_of
 from ratoon.api.server.middleware import AllowedHosts, KeyRing
-from ratoon.api.server.model_directory import ModelEntry, describe_entry
+from ratoon.api.server.model_directory import ModelEntry, describe_entry, sampling_defaults
 from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot, ModelSpec
 from ratoon.api.server.model_router import ModelRouter
 from ratoon.api.server.model_slots import FOREVER, ModelMemory, ModelState, SleepLevel, parse_keep_alive
@@ -173,6 +173,7 @@ def entry_of(slot: ModelSlot, now: float) -> ModelEntry:
         num_unfinished=0 if loaded is None else loaded.num_unfinished,
         error=slot.error,
         figures={} if loaded is None else loaded.context.llm.describe(),
+        sampling_defaults=None if loaded is None else sampling_defaults(loaded.context.llm),
     )
 
 
