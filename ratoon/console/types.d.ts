@@ -143,6 +143,7 @@ export interface EngineMap {
 }
 
 export interface EngineRequest {
+  key: string; // of its engine, owner and id
   id: string;
   engine: number;
   owner: string;
@@ -156,6 +157,7 @@ export interface EngineRequest {
 }
 
 export interface Lease {
+  key: string;
   id: string;
   engine: number;
   owner: string;

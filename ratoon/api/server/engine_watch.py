@@ -105,6 +105,7 @@ class EngineState:
                 self.requests.get(one.request_id),
                 one.owner,
                 {
+                    "key": self._key(label(one.owner), one.external_id),
                     "id": one.external_id,
                     "engine": self.index,
                     "owner": label(one.owner),
@@ -123,6 +124,7 @@ class EngineState:
                 self.leases.get((one.owner, one.root_id)),
                 one.owner,
                 {
+                    "key": self._key(label(one.owner), one.root_id),
                     "id": one.root_id,
                     "engine": self.index,
                     "owner": label(one.owner),
@@ -138,6 +140,10 @@ class EngineState:
         self.history.append((now, report.figures.num_prompt_tokens, report.figures.num_output_tokens))
         while len(self.history) > 2 and now - self.history[1][0] > RATE_SECONDS:
             self.history.popleft()
+
+    def _key(self, label: str | None, external_id: str) -> str:
+        """Returns what a request or a lease is called in events: two owners may have chosen the same id."""
+        return f"{self.index}/{label or ''}/{external_id}"
 
     def lose(self) -> None:
         """It has no process, or one that does not answer: what it held is gone."""
@@ -324,7 +330,7 @@ class SentState:
         self._view = view
         self._engines: dict[int, Entry] = {}  # without blocks
         self._codes: dict[int, np.ndarray] = {}
-        self._requests: dict[Any, tuple[str, int]] = {}  # id in events, and version
+        self._requests: dict[Any, tuple[str, int]] = {}  # key in events, and version
         self._leases: dict[Any, tuple[str, int]] = {}
         self._num_steps = 0
         self._rates: dict[str, Any] = {}
@@ -421,13 +427,13 @@ class SentState:
         return base64.b64encode(codes.tobytes()).decode("ascii")
 
     def _news(self, sent: dict[Any, tuple[str, int]], current: dict[Any, Kept]) -> tuple[list[Kept], list[str]]:
-        """What is new or changed among these, and the ids of what is gone."""
+        """What is new or changed among these, and the keys of what is gone."""
         shown = {key: one for key, one in current.items() if self._view.shows(one.owner)}
-        news = [one for key, one in shown.items() if sent.get(key) != (one.entry["id"], one.version)]
-        there = {one.entry["id"] for one in shown.values()}
+        news = [one for key, one in shown.items() if sent.get(key) != (one.entry["key"], one.version)]
+        there = {one.entry["key"] for one in shown.values()}
         gone = [name for key, (name, _) in sent.items() if key not in shown and name not in there]
         sent.clear()
-        sent.update((key, (one.entry["id"], one.version)) for key, one in shown.items())
+        sent.update((key, (one.entry["key"], one.version)) for key, one in shown.items())
         return news, list(dict.fromkeys(gone))
 
 
