@@ -42,7 +42,7 @@ help:
 	@echo "make test-rest  what make test-all runs and make test does not; PART=2/5 the second of five parts of it"
 	@echo "make test-fresh  the tests that draw numbers, with new ones; the seed that repeats a failure is printed"
 	@echo "make gpu-test  the tests that need a GPU, with PYTHON (python3) as it is: see bench/gpu/README.md"
-	@echo "make lint    ruff and mypy, and types of the console where tsc is there"
+	@echo "make lint    ruff and mypy, and types of the console where tsc or npm is there"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   the benchmarks that need no other engine"
 	@echo "make docs    the documentation as a site, in build/site; a link that leads nowhere is an error"
@@ -119,15 +119,11 @@ test-fresh: setup
 gpu-test:
 	$(PYTHON) bench/gpu/run_checks.py
 
-# The console's scripts have types in comments, which TypeScript checks where it is there; nothing is installed for it.
-TSC = $(firstword $(wildcard node_modules/.bin/tsc) $(shell command -v tsc 2>/dev/null))
-TYPE_CHECK_CONSOLE = $(if $(TSC),$(TSC) -p ratoon/console/tsconfig.json && echo "the console is type-checked",echo "the console is not type-checked: there is no tsc")
-
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(TYPE_CHECK_CONSOLE)
+	@.ci/check_console_types
 
 format: setup
 	$(BIN)/ruff check --fix .

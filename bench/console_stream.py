@@ -1,27 +1,34 @@
 """What it costs to watch: the throughput of `ratoon serve` with a stream of engine events open, and without.
 
     .venv/bin/python bench/console_stream.py --json console_stream.json
+    PYTHONPATH=. python3 bench/console_stream.py --device cuda --dtype bfloat16 --model bench/gpu/models/qwen3-0.6b
 
 One server answers the same requests in both ways, which take turns, another one first in every round. The stream is
 /v1/engine/events, as often as it may be (ten times a second); its reader runs beside the client of the requests, on the
 same cores. The aim is a ratio of 0.99 or more.
+
+A folder with the config of a shape and no weights gets random ones, and a tokenizer of words: this needs no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from export_hf import DEFAULT_FOLDER, MODEL, export_model
+from gpu.compare_parts.models import prepare_model
 from harness import count, format_spread, in_turn, ratios_of, say, spread
 from peers.protocol import MAX_MODEL_LEN
 from server_overhead import SEED, ServerOverhead
 from service.server import ServerFailedError, ServerProcess
-from workloads import Call, PromptSource
+from workloads import VOCAB_SIZE, Call, PromptSource
 
 AIM = 0.99
 ALONE, WATCHED = "alone", "watched"
@@ -34,10 +41,15 @@ class ConsoleStream(ServerOverhead):
         super().add_options(parser)
         count(parser, "--streams", 1, "of events, at once")
         parser.add_argument("--interval", type=float, default=0.1, help="seconds between events; default 0.1")
+        parser.add_argument("--model", default=MODEL, help="a folder, or that of a shape; default: %(default)s")
+        parser.add_argument("--device", default="cpu", help="default: %(default)s")
+        parser.add_argument("--dtype", default="float32", help="default: %(default)s")
 
     def prepare(self) -> None:
-        self.folder = export_model(MODEL, DEFAULT_FOLDER)
-        self.prompts = PromptSource(SEED)
+        folder = export_model(MODEL, DEFAULT_FOLDER) if self.args.model == MODEL else Path(self.args.model)
+        self.folder = folder.resolve()
+        vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        self.prompts = PromptSource(SEED, min(VOCAB_SIZE, vocab_size))
         self.rates: dict[str, list[float]] = {ALONE: [], WATCHED: []}  # output tokens a second
         self.client_cpu_share: list[float] = []
         self.num_events = self.num_bytes = 0
@@ -45,10 +57,14 @@ class ConsoleStream(ServerOverhead):
 
     def measure(self) -> None:
         args = self.args
-        options = [str(self.folder.resolve()), "--served-model-name", MODEL, "--device", "cpu", "--dtype", "float32"]
+        options = ["--served-model-name", MODEL, "--device", args.device, "--dtype", args.dtype]
         options += ["--threads", str(args.threads), "--max-model-len", str(MAX_MODEL_LEN), "--kv-memory", "2GiB"]
         with ExitStack() as stack:
-            self.server = stack.enter_context(ServerProcess(options))
+            folder = self.folder
+            if not any(folder.glob("*.safetensors")):
+                folder = prepare_model(folder, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+                options += ["--load-format", "dummy"]
+            self.server = stack.enter_context(ServerProcess([str(folder), *options]))
             ways = {ALONE: self._served, WATCHED: self._watched}
             for index in range(-1, args.rounds):  # the first one warms up
                 call = Call([self.prompts.prompt(args.input) for _ in range(args.requests)], args.output)
@@ -89,6 +105,10 @@ class ConsoleStream(ServerOverhead):
                 self.num_bytes += len(piece)
         finally:
             writer.close()
+
+    def title(self) -> str:
+        args = self.args
+        return f"{self.folder.name}, {args.device}, {args.dtype}, {args.threads} threads"
 
     def report(self) -> Iterator[str]:
         args = self.args

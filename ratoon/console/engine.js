@@ -156,6 +156,7 @@ function EngineBlocks({ engine }) {
   return html`<article class="blocks">
     <header>
       <h3>Engine ${engine.index}</h3>
+      ${engine.model && html`<strong class="model">${engine.model}</strong>`}
       <span class=${classes("state", engine.state === "ok" && "ok")}>${engine.state}${engine.paused ? ", paused" : ""}${engine.asleep ? ", asleep" : ""}</span>
       <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
       ${engine.host_blocks && html`<span class="chip">host ${engine.host_blocks.used} of ${engine.host_blocks.total}</span>`}
@@ -200,13 +201,13 @@ function drawBlocks(canvas, engine, owner, owners) {
     const code = engine.blocks[id];
     const holder = owner[id] >= 0 ? owners[owner[id]] : null;
     let colour = plain[code] ?? palette.free;
-    if (holder && code === IN_USE) colour = `hsl(${hueOf(holder.id)} 62% ${palette.dark ? 58 : 48}%)`;
+    if (holder && code === IN_USE) colour = `hsl(${hueOf(holder.key)} 62% ${palette.dark ? 58 : 48}%)`;
     const x = (id % columns) * cell;
     const y = Math.floor(id / columns) * cell;
     context.fillStyle = colour;
     context.fillRect(x, y, cell - gap, cell - gap);
     if (code === LEASED && cell > 5) {
-      context.fillStyle = holder ? `hsl(${hueOf(holder.id)} 62% ${palette.dark ? 70 : 38}%)` : palette.text;
+      context.fillStyle = holder ? `hsl(${hueOf(holder.key)} 62% ${palette.dark ? 70 : 38}%)` : palette.text;
       context.fillRect(x, y + cell - gap - 2, cell - gap, 2);
     }
   }
@@ -310,8 +311,8 @@ function Requests() {
     <header><h3>Requests</h3><span class="muted">${rows.filter((row) => row.state === "running").length} running, ${rows.filter((row) => row.state !== "running").length} waiting</span></header>
     <div class="table" tabindex="0" role="region" aria-label="Requests"><table>
       <thead><tr><th scope="col"></th><th scope="col">id</th><th scope="col">owner</th><th scope="col">kind</th><th scope="col">state</th><th scope="col">age</th><th scope="col">prompt</th><th scope="col">written</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
-      <tbody>${rows.map((row) => html`<tr key=${row.id}>
-        <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
+      <tbody>${rows.map((row) => html`<tr key=${row.key}>
+        <td><span class="key" style=${{ background: `hsl(${hueOf(row.key)} 62% 50%)` }}></span></td>
         <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${row.kind}</td><td>${row.state}</td>
         <td>${asTime(row.age + now - (row.seen ?? now))}</td><td>${row.prompt_tokens}</td><td>${row.output_tokens}</td><td>${countBlocks(row.blocks)}</td>
         <td><button type="button" class="quiet danger" aria-label=${`Abort ${row.id}`} onClick=${() => remove(`/v1/engine/requests/${encodeURIComponent(row.id)}`, "Aborted")}>Abort</button></td>
@@ -327,10 +328,10 @@ function Leases() {
   return html`<article>
     <header><h3>Leases</h3><span class="muted">${rows.length} finished answers keep their memory</span></header>
     <div class="table" tabindex="0" role="region" aria-label="Leases"><table>
-      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
-      <tbody>${rows.map((row) => html`<tr key=${row.id}>
-        <td><span class="key" style=${{ background: `hsl(${hueOf(row.id)} 62% 50%)` }}></span></td>
-        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${countBlocks(row.blocks)}</td>
+      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">place</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <tbody>${rows.map((row) => html`<tr key=${row.key}>
+        <td><span class="key" style=${{ background: `hsl(${hueOf(row.key)} 62% 50%)` }}></span></td>
+        <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${row.place}</td><td>${countBlocks(row.blocks)}</td>
         <td><button type="button" class="quiet danger" aria-label=${`Drop ${row.id}`} onClick=${() => remove(`/v1/engine/leases/${encodeURIComponent(row.id)}`, "Dropped")}>Drop</button></td>
       </tr>`)}</tbody>
     </table></div>

@@ -276,6 +276,9 @@ async function loadModels() {
     state.modalities = Object.fromEntries(
       data.filter((/** @type {any} */ model) => Array.isArray(model.input_modalities)).map((/** @type {any} */ model) => [String(model.id), model.input_modalities]),
     );
+    state.defaults = Object.fromEntries(
+      data.filter((/** @type {any} */ model) => model.sampling_defaults).map((/** @type {any} */ model) => [String(model.id), model.sampling_defaults]),
+    );
     state.modelStates = Object.fromEntries(
       data.filter((/** @type {any} */ model) => typeof model.state === "string").map((/** @type {any} */ model) => [String(model.id), model.state]),
     );

@@ -28,11 +28,12 @@ export function apply(world, event, data, now) {
   if (event === "snapshot") world = emptyWorld();
   else if (event !== "delta") return world;
   world.time = data.time ?? world.time;
+  for (const index of data.engines_gone ?? []) world.engines.delete(index);
   for (const change of data.engines ?? []) world.engines.set(change.index, changedEngine(world.engines.get(change.index), change));
-  for (const id of data.requests_gone ?? []) world.requests.delete(id);
-  for (const request of data.requests ?? []) world.requests.set(request.id, { ...request, seen: now });
-  for (const id of data.leases_gone ?? []) world.leases.delete(id);
-  for (const lease of data.leases ?? []) world.leases.set(lease.id, { ...lease, seen: now });
+  for (const key of data.requests_gone ?? []) world.requests.delete(key);
+  for (const request of data.requests ?? []) world.requests.set(request.key, { ...request, seen: now });
+  for (const key of data.leases_gone ?? []) world.leases.delete(key);
+  for (const lease of data.leases ?? []) world.leases.set(lease.key, { ...lease, seen: now });
   if (data.steps?.length) world.steps = [...world.steps, ...data.steps].slice(-MAX_STEPS);
   if (data.rates) {
     world.rates = { ...world.rates, ...data.rates };
@@ -75,9 +76,9 @@ export function census(engine) {
   return counts;
 }
 
-/** A hue for an id: the same id has the same colour in the field and in the list. @param {string} id */
-export function hueOf(id) {
+/** A hue for a key: a request and its lease have the same colour in the field and in the list. @param {string} key */
+export function hueOf(key) {
   let hash = 2166136261;
-  for (let at = 0; at < id.length; at += 1) hash = Math.imul(hash ^ id.charCodeAt(at), 16777619);
+  for (let at = 0; at < key.length; at += 1) hash = Math.imul(hash ^ key.charCodeAt(at), 16777619);
   return ((hash >>> 0) * 0.618034) % 360;
 }

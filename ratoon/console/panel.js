@@ -3,7 +3,7 @@
 
 import { call } from "./api.js";
 import { classes, html, useState } from "./dom.js";
-import { FIELDS, FORMATS, formatFields, SettingError } from "./request.js";
+import { FIELDS, formatFields, FORMATS, hintOf, SettingError } from "./request.js";
 import { changed, state } from "./store.js";
 
 /** @param {(value: any) => void} set */
@@ -18,6 +18,7 @@ export function Panel() {
   const { settings } = state;
   const shown = FIELDS.filter((field) => field.both || Boolean(field.search) === settings.beams);
   const wrong = state.formatError?.param ?? "";
+  const hint = (/** @type {import("./request.js").PanelField} */ field) => hintOf(field, state.defaults[state.model]);
   return html`<div class="settings">
     <details open>
       <summary>System prompt</summary>
@@ -31,12 +32,12 @@ export function Panel() {
         ${shown.map((field) => html`<label key=${field.name} class=${classes("field", field.kind === "lines" && "wide", wrong === field.name && "wrong")}>
           <span>${field.label}</span>
           ${field.kind === "lines"
-            ? html`<textarea rows="2" placeholder=${field.hint} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))}></textarea>`
+            ? html`<textarea rows="2" placeholder=${hint(field)} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))}></textarea>`
             : field.kind === "choice"
               ? html`<select value=${settings.fields[field.name] ?? ""} onChange=${bind((value) => (settings.fields[field.name] = value))}>
-                  <option value="">${field.hint}</option>${field.options?.map((option) => html`<option value=${option}>${option}</option>`)}
+                  <option value="">${hint(field)}</option>${field.options?.map((option) => html`<option value=${option}>${option}</option>`)}
                 </select>`
-              : html`<input inputmode="decimal" name=${field.name} placeholder=${field.hint} title=${field.hint} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))} />`}
+              : html`<input inputmode="decimal" name=${field.name} placeholder=${hint(field)} title=${hint(field)} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))} />`}
         </label>`)}
         <label class="field"><span>Alternatives shown</span><input inputmode="numeric" value=${settings.alternatives} onInput=${bind((value) => (settings.alternatives = Number.parseInt(value, 10) || 0))} /></label>
         <label class="field"><span>Keep memory, seconds</span><input inputmode="numeric" title="retain_kv: how long an answer's keys and values are kept for branches" value=${settings.retain} onInput=${bind((value) => (settings.retain = Number.parseFloat(value) || 0))} /></label>

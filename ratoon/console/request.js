@@ -7,24 +7,34 @@ import { pathTo } from "./tree.js";
 /** @typedef {import("./types").Settings} Settings */
 /** @typedef {import("./types").Tree} Tree */
 
-/** Fields of the panel: how they are shown, what is sent where they are left empty, and which value means the default.
- * @type {{name: string, label: string, hint: string, kind: "number" | "integer" | "lines" | "choice", options?: string[], search?: boolean, both?: boolean}[]} */
+/** @typedef {{name: string, label: string, hint: string, kind: "number" | "integer" | "lines" | "choice", options?: string[], own?: boolean, search?: boolean, both?: boolean}} PanelField */
+
+/** Fields of the panel. The hint is what counts where one is left empty; `own`: a model's files may say otherwise.
+ * @type {PanelField[]} */
 export const FIELDS = [
-  { name: "temperature", label: "Temperature", hint: "1, or the model's own; 0: the likeliest token", kind: "number" },
-  { name: "top_p", label: "Top p", hint: "1, or the model's own: all", kind: "number" },
-  { name: "top_k", label: "Top k", hint: "0, or the model's own: all", kind: "integer" },
-  { name: "min_p", label: "Min p", hint: "0: all", kind: "number" },
+  { name: "temperature", label: "Temperature", hint: "1 (0: the likeliest token)", kind: "number", own: true },
+  { name: "top_p", label: "Top p", hint: "1: all", kind: "number", own: true },
+  { name: "top_k", label: "Top k", hint: "0: all", kind: "integer", own: true },
+  { name: "min_p", label: "Min p", hint: "0: all", kind: "number", own: true },
   { name: "seed", label: "Seed", hint: "none: another one each time", kind: "integer" },
-  { name: "repetition_penalty", label: "Repetition penalty", hint: "1: none", kind: "number", both: true },
+  { name: "repetition_penalty", label: "Repetition penalty", hint: "1: none", kind: "number", own: true, both: true },
   { name: "frequency_penalty", label: "Frequency penalty", hint: "0: none", kind: "number", both: true },
   { name: "presence_penalty", label: "Presence penalty", hint: "0: none", kind: "number", both: true },
   { name: "beam_width", label: "Beam width", hint: "the number of answers", kind: "integer", search: true },
-  { name: "length_penalty", label: "Length penalty", hint: "1, or the model's own", kind: "number", search: true },
+  { name: "length_penalty", label: "Length penalty", hint: "1", kind: "number", own: true, search: true },
   { name: "early_stopping", label: "Early stopping", hint: "false", kind: "choice", options: ["true", "false", "never"], search: true },
   { name: "n", label: "Answers (n)", hint: "1", kind: "integer", both: true },
-  { name: "max_tokens", label: "Max tokens", hint: "what the context leaves", kind: "integer", both: true },
+  { name: "max_tokens", label: "Max tokens", hint: "what the context leaves", kind: "integer", own: true, both: true },
   { name: "stop", label: "Stop texts, one per line", hint: "none", kind: "lines" },
 ];
+
+/** What counts where a field is left empty, by the defaults that the server tells of the model, if it does.
+ * @param {PanelField} field @param {Record<string, number | null> | undefined} defaults */
+export function hintOf(field, defaults) {
+  const own = defaults?.[field.name];
+  if (own === undefined) return field.own ? `${field.hint}, or the model's own` : field.hint;
+  return own === null || own === Number.parseFloat(field.hint) ? field.hint : `${own}, the model's own`;
+}
 
 /** What the answer must match: the label, and the field that the text goes into. */
 export const FORMATS = /** @type {Record<string, {label: string, example: string}>} */ ({

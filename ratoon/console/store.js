@@ -34,6 +34,9 @@ export const state = {
   /** What each model reads, where the server says it.
    * @type {Record<string, string[]>} */
   modalities: {},
+  /** What counts where a request leaves a field out, for each model whose files the server has read.
+   * @type {Record<string, Record<string, number | null>>} */
+  defaults: {},
   /** Whether each model is loaded, where the server has several: its word for it.
    * @type {Record<string, string>} */
   modelStates: {},

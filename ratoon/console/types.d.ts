@@ -129,6 +129,7 @@ export interface Config {
 /** What the map knows of one engine. */
 export interface EngineMap {
   index: number;
+  model: string;
   state: string;
   pid: number | null;
   num_restarts: number;
@@ -142,6 +143,7 @@ export interface EngineMap {
 }
 
 export interface EngineRequest {
+  key: string; // of its engine, owner and id
   id: string;
   engine: number;
   owner: string;
@@ -155,6 +157,7 @@ export interface EngineRequest {
 }
 
 export interface Lease {
+  key: string;
   id: string;
   engine: number;
   owner: string;

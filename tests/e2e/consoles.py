@@ -53,7 +53,13 @@ class Console:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.faults.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
-        # Answers with an error status are logged by the browser; the page shows them.
+        self.page.on(
+            "response",
+            lambda response: (
+                self.faults.append(f"{response.status} of {response.url}") if response.status >= 500 else None
+            ),
+        )
+        # Refusals (4xx) are logged by the browser; the page shows them.
         self.page.on(
             "console",
             lambda message: (

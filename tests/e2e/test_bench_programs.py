@@ -18,6 +18,7 @@ import transformers
 
 from ratoon.layers.native import library
 from ratoon.models.source import resolve_model
+from tests.e2e.consoles import browser
 from tests.golden.engines import model_folder, write_word_tokenizer
 from tests.golden.tiny_encoder_models import BART_SIZES, NUM_MEL_BINS
 from tests.real_models import needs_embedded_model
@@ -418,3 +419,28 @@ def test_rerank_compares_scores_and_times_with_transformers(tmp_path: Path) -> N
     assert set(parts) == {"auto", "float32", "int8"}
     for result in parts.values():
         assert result["ratios"]["all"]["transformers"]["median"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_watching_is_compared_with_not_watching_over_a_shape_with_random_weights(tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "tiny")
+    config = json.loads((shape / "config.json").read_text())
+    (shape / "config.json").write_text(json.dumps({**config, "vocab_size": 600, "max_position_embeddings": 2048}))
+    options = ("--model", str(shape), "--requests", "2", "--input", "8", "--output", "32", "--rounds", "1")
+    shown = run_program("console_stream.py", *options, "--threads", "1", "--json", str(tmp_path / "out.json"))
+    assert shown.startswith("tiny, cpu, float32, 1 threads")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["ratios"]) == 1 and found["num_events"] > 0
+
+
+@needs_embedded_model
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_first_paint_of_the_console_is_timed(tmp_path: Path) -> None:
+    with browser():  # or the test is skipped
+        pass
+    shown = run_program("console_paint.py", "--opens", "2", "--json", str(tmp_path / "out.json"))
+    assert "First contentful paint in milliseconds, 2 opens" in shown
+    times = json.loads((tmp_path / "out.json").read_text())["first_contentful_paint_ms"]
+    assert [len(times[kind]) for kind in ("cold", "warm")] == [2, 2] and min(*times["cold"], *times["warm"]) > 0

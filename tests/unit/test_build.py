@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -136,3 +137,32 @@ def test_the_sets_of_this_processor_are_those_that_the_package_finds(hook: types
     from ratoon.layers import native
 
     assert hook._sets_of_this_processor(ROOT) == native._supported_sets()
+
+
+@pytest.mark.parametrize(
+    ("npm", "status", "told"),
+    [
+        ("exit 1", 0, "the console is not type-checked: npm could not fetch typescript@"),
+        ("echo good", 0, "the console is type-checked"),
+        ("echo bad", 2, "main.js(1,1): error"),
+    ],
+)
+def test_types_of_the_console_are_checked_by_a_compiler_that_npm_fetches(
+    tmp_path: Path, npm: str, status: int, told: str
+) -> None:
+    scripts = {"npm": npm, "good": 'test "$1 $2" = "-p ratoon/console/tsconfig.json"', "bad": f"echo '{told}'; exit 2"}
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "sh", "dirname", "env"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / ".ci").mkdir()  # a checkout without packages of npm
+    checker = shutil.copy(ROOT / ".ci" / "check_console_types", tmp_path / ".ci")
+    done = subprocess.run(
+        [checker],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status and done.stdout.startswith(told), done.stderr

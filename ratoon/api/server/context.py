@@ -61,7 +61,13 @@ class ServerContext:
     @cached_property
     def watch(self) -> EngineWatch:
         labels = KeyRing(self.settings.api_keys).labels()
-        return EngineWatch(self.llm, lambda: self.model_names, labels, lambda: self.draining)
+        models, model_of = (lambda: self.model_names), (lambda index: self.served_names[0])
+        return EngineWatch(self.llm, models, model_of, labels, lambda: self.draining)
+
+    @property
+    def awake(self) -> list[ServerContext]:
+        """The models whose engines may have requests and leases, of a server with one model or several."""
+        return [self]
 
     @cached_property
     def served_names(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +27,6 @@ from ratoon.version import __version__
 
 if TYPE_CHECKING:
     from ratoon.core.health import Health
-    from ratoon.engine.async_llm import AsyncLLM
 
 RATE_SECONDS = 3.0  # over which rates are averaged
 # Making a report takes time of an engine. It is asked so rarely that this is a small part of the engine's time.
@@ -106,6 +105,7 @@ class EngineState:
                 self.requests.get(one.request_id),
                 one.owner,
                 {
+                    "key": self._key(label(one.owner), one.external_id),
                     "id": one.external_id,
                     "engine": self.index,
                     "owner": label(one.owner),
@@ -124,6 +124,7 @@ class EngineState:
                 self.leases.get((one.owner, one.root_id)),
                 one.owner,
                 {
+                    "key": self._key(label(one.owner), one.root_id),
                     "id": one.root_id,
                     "engine": self.index,
                     "owner": label(one.owner),
@@ -139,6 +140,10 @@ class EngineState:
         self.history.append((now, report.figures.num_prompt_tokens, report.figures.num_output_tokens))
         while len(self.history) > 2 and now - self.history[1][0] > RATE_SECONDS:
             self.history.popleft()
+
+    def _key(self, label: str | None, external_id: str) -> str:
+        """Returns what a request or a lease is called in events: two owners may have chosen the same id."""
+        return f"{self.index}/{label or ''}/{external_id}"
 
     def lose(self) -> None:
         """It has no process, or one that does not answer: what it held is gone."""
@@ -177,19 +182,29 @@ def _keep(known: Kept | None, owner: str | None, entry: Entry, time: float, bloc
     return Kept(owner, entry, time, blocks, known.version + changed)
 
 
+class WatchedEngines(Protocol):
+    """The engines of one model, as an AsyncLLM has them, or of several (host_app.py)."""
+
+    def health(self) -> Health: ...
+
+    async def engine_maps(self, watcher_id: str) -> list[EngineMapReport]: ...
+
+
 class EngineWatch:
     """The engines as this process knows them. It asks them while there are streams."""
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        watched: WatchedEngines,
         models: Callable[[], Iterable[str]],
+        model_of: Callable[[int], str],
         labels: Mapping[str | None, str],
         is_ending: Callable[[], bool],
     ) -> None:
-        """`labels` are what owners are called in events."""
-        self._llm = llm
+        """`model_of` returns the name of the model of an engine, `labels` are what owners are called in events."""
+        self._watched = watched
         self._models = models
+        self.model_of = model_of
         self._labels = labels
         self._is_ending = is_ending
         self._watcher_id = secrets.token_hex(8)
@@ -215,7 +230,7 @@ class EngineWatch:
             while self._num_rounds < seen + 1 and not self._is_ending():
                 await self._wait_for_news(PATIENCE)
             sent = SentState(self, view)
-            yield encode_event("snapshot", sent.snapshot(self._llm.health(), list(self._models())))
+            yield encode_event("snapshot", sent.snapshot(self._watched.health(), list(self._models())))
             num_sent, last = 1, time.monotonic()
             while (count is None or num_sent < count) and not self._is_ending():
                 silence = time.monotonic() - last
@@ -223,7 +238,7 @@ class EngineWatch:
                     await asyncio.sleep(min(interval - silence, PATIENCE))
                     continue
                 await self._wait_for_news(PATIENCE)
-                delta = sent.delta(self._llm.health())
+                delta = sent.delta(self._watched.health())
                 if delta is not None:
                     yield encode_event("delta", delta)
                     num_sent, last = num_sent + 1, time.monotonic()
@@ -247,7 +262,7 @@ class EngineWatch:
         while True:
             start = time.monotonic()
             self._asked_sooner.clear()
-            asking = asyncio.create_task(self._llm.engine_maps(self._watcher_id))
+            asking = asyncio.create_task(self._watched.engine_maps(self._watcher_id))
             try:
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=SECONDS_TO_ANSWER)
@@ -315,7 +330,7 @@ class SentState:
         self._view = view
         self._engines: dict[int, Entry] = {}  # without blocks
         self._codes: dict[int, np.ndarray] = {}
-        self._requests: dict[Any, tuple[str, int]] = {}  # id in events, and version
+        self._requests: dict[Any, tuple[str, int]] = {}  # key in events, and version
         self._leases: dict[Any, tuple[str, int]] = {}
         self._num_steps = 0
         self._rates: dict[str, Any] = {}
@@ -324,7 +339,7 @@ class SentState:
         """The whole state."""
         delta = self.delta(health) or {}
         whole = {"engines": [], "requests": [], "leases": [], "steps": [], "rates": self._rates, **delta}
-        for gone in ("requests_gone", "leases_gone"):
+        for gone in ("engines_gone", "requests_gone", "leases_gone"):
             whole.pop(gone, None)
         scope = "all" if self._view.of_all else "own"
         return {"time": round(time.time(), 3), "version": __version__, "models": models, "scope": scope, **whole}
@@ -332,7 +347,7 @@ class SentState:
     def delta(self, health: Health) -> dict[str, Any] | None:
         """What changed since the last call; None: nothing did."""
         now = time.time()
-        engines = self._engine_news(health)
+        engines, engines_gone = self._engine_news(health)
         states = self._watch.engines.values()
         requests, requests_gone = self._news(
             self._requests, {("r", state.index, name): one for state in states for name, one in state.requests.items()}
@@ -343,7 +358,8 @@ class SentState:
         num_new = min(self._watch.num_steps - self._num_steps, len(self._watch.steps)) if self._view.of_all else 0
         self._num_steps = self._watch.num_steps
         rates = self._watch.rates()
-        is_news = bool(engines or requests or requests_gone or leases or leases_gone or num_new) or rates != self._rates
+        news = (engines, engines_gone, requests, requests_gone, leases, leases_gone, num_new)
+        is_news = any(news) or rates != self._rates
         self._rates = rates
         if not is_news:
             return None
@@ -351,6 +367,7 @@ class SentState:
         return {
             "time": round(now, 3),
             "engines": engines,
+            "engines_gone": engines_gone,
             "requests": [
                 {**one.entry, "age": round(max(0.0, now - one.time), 3), "blocks": one.blocks} for one in requests
             ],
@@ -364,10 +381,16 @@ class SentState:
             "rates": rates,
         }
 
-    def _engine_news(self, health: Health) -> list[Entry]:
+    def _engine_news(self, health: Health) -> tuple[list[Entry], list[int]]:
+        """What is new of the engines, and the numbers of those that have ended with their model."""
         found = []
+        gone = sorted(self._engines.keys() - {one.index for one in health.engines})
+        for index in gone:
+            del self._engines[index]
+            self._codes.pop(index, None)
         for one in health.engines:
             entry: Entry = {
+                "model": self._watch.model_of(one.index),
                 "state": str(one.state),
                 "pid": one.pid,
                 "num_restarts": one.num_restarts,
@@ -392,7 +415,7 @@ class SentState:
                 news["blocks"] = blocks
             if news:
                 found.append({"index": one.index, **news})
-        return found
+        return found, gone
 
     def _block_news(self, index: int, codes: np.ndarray) -> str | dict[str, int] | None:
         """The blocks that changed and their codes, or the whole map; None: none did."""
@@ -404,13 +427,13 @@ class SentState:
         return base64.b64encode(codes.tobytes()).decode("ascii")
 
     def _news(self, sent: dict[Any, tuple[str, int]], current: dict[Any, Kept]) -> tuple[list[Kept], list[str]]:
-        """What is new or changed among these, and the ids of what is gone."""
+        """What is new or changed among these, and the keys of what is gone."""
         shown = {key: one for key, one in current.items() if self._view.shows(one.owner)}
-        news = [one for key, one in shown.items() if sent.get(key) != (one.entry["id"], one.version)]
-        there = {one.entry["id"] for one in shown.values()}
+        news = [one for key, one in shown.items() if sent.get(key) != (one.entry["key"], one.version)]
+        there = {one.entry["key"] for one in shown.values()}
         gone = [name for key, (name, _) in sent.items() if key not in shown and name not in there]
         sent.clear()
-        sent.update((key, (one.entry["id"], one.version)) for key, one in shown.items())
+        sent.update((key, (one.entry["key"], one.version)) for key, one in shown.items())
         return news, list(dict.fromkeys(gone))
 
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -19,12 +20,13 @@ from starlette.responses import Response
 from ratoon.api.server.app import add_layers, build_routes
 from ratoon.api.server.body_budget import BodyBudget
 from ratoon.api.server.context import ServerContext
+from ratoon.api.server.engine_watch import EngineWatch
 from ratoon.api.server.exchange import AsgiApp, Exchange, Scope, exchange_of
-from ratoon.api.server.middleware import AllowedHosts
-from ratoon.api.server.model_directory import ModelEntry, describe_entry
+from ratoon.api.server.middleware import AllowedHosts, KeyRing
+from ratoon.api.server.model_directory import ModelEntry, describe_entry, sampling_defaults
 from ratoon.api.server.model_host import LoadedModel, ModelHost, ModelSlot, ModelSpec
 from ratoon.api.server.model_router import ModelRouter
-from ratoon.api.server.model_slots import FOREVER, ModelMemory, SleepLevel, parse_keep_alive
+from ratoon.api.server.model_slots import FOREVER, ModelMemory, ModelState, SleepLevel, parse_keep_alive
 from ratoon.api.server.openapi import answers
 from ratoon.api.server.responses import json_response, large_response
 from ratoon.api.server.routes.requests import ROOT_SIZE, EndedRequests, describe_root
@@ -33,6 +35,8 @@ from ratoon.api.server.runner import HttpRunner, allowed_hosts, loop_factory
 from ratoon.api.server.settings import ServerSettings
 from ratoon.api.server.state import OwnState
 from ratoon.api.server.unknown_fields import IgnoredFieldsLog
+from ratoon.core.engine_map import EngineMapReport
+from ratoon.core.errors import EngineError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.json_extent import ExtentLimit, extent_limit
 from ratoon.core.stats import SchedulerStats
@@ -118,6 +122,20 @@ class HostContext:
         return self.host.names
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.host.names
+
+    @property
+    def awake(self) -> list[ServerContext]:
+        return [loaded.context for _, loaded in awake_models(self.host)]
+
+    @cached_property
+    def watch(self) -> EngineWatch:
+        labels = KeyRing(self.settings.api_keys).labels()
+        engines = HostEngines(self.host)
+        return EngineWatch(engines, lambda: self.model_names, engines.model_of, labels, lambda: self.draining)
+
+    @property
     def extent_limit(self) -> ExtentLimit:
         """The limits on the contents of bodies for the server itself, which are small."""
         return extent_limit(1, 1, 1)
@@ -155,7 +173,48 @@ def entry_of(slot: ModelSlot, now: float) -> ModelEntry:
         num_unfinished=0 if loaded is None else loaded.num_unfinished,
         error=slot.error,
         figures={} if loaded is None else loaded.context.llm.describe(),
+        sampling_defaults=None if loaded is None else sampling_defaults(loaded.context.llm),
     )
+
+
+def awake_models(host: ModelHost) -> list[tuple[ModelSlot, LoadedModel]]:
+    """The models whose engines may have requests and leases. To ask these wakes no model."""
+    return [
+        (slot, slot.loaded)
+        for slot in host.slots
+        if slot.loaded is not None and slot.state == ModelState.LOADED and not slot.loaded.is_dead
+    ]
+
+
+class HostEngines:
+    """The engines of all models that are loaded, by the numbers that engine_number gives them. To watch a model does
+    not count as using it."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+        self._num_failures = [0] * len(host.slots)
+
+    def health(self) -> Health:
+        return host_health(self._host)
+
+    def model_of(self, index: int) -> str:
+        return self._host.slots[index // ENGINES_OF_MODEL].name
+
+    async def engine_maps(self, watcher_id: str) -> list[EngineMapReport]:
+        asked = [self._maps_of(slot, loaded, watcher_id) for slot, loaded in awake_models(self._host)]
+        return [report for reports in await asyncio.gather(*asked) for report in reports]
+
+    async def _maps_of(self, slot: ModelSlot, loaded: LoadedModel, watcher_id: str) -> list[EngineMapReport]:
+        """Returns nothing if the model's engines end, or one of several is started again: what they would have told is
+        lost, and they are asked for all of it the next time."""
+        try:
+            reports = await loaded.context.llm.engine_maps(f"{watcher_id}-{self._num_failures[slot.index]}")
+        except EngineError:
+            self._num_failures[slot.index] += 1
+            return []
+        for report in reports:
+            report.index = engine_number(slot, report.index)
+        return reports
 
 
 def host_of(request: Request) -> HostContext:
@@ -185,17 +244,17 @@ async def get_model(request: Request, model: str) -> Response:
 )
 async def health(request: Request) -> Response:
     context = host_of(request)
-    engines = [asdict(engine) for engine in context_health(context).engines]
+    engines = [asdict(engine) for engine in host_health(context.host).engines]
     status = "shutting down" if context.draining else "ok"
     models = {slot.name: str(slot.state) for slot in context.host.slots}
     body = {"status": status, "pid": os.getpid(), "engines": engines, "models": models}
     return json_response(request, body, 503 if context.draining else 200)
 
 
-def context_health(context: HostContext) -> Health:
+def host_health(host: ModelHost) -> Health:
     """All engines, numbered by the model's place in the list and the engine's own number."""
     engines: list[EngineHealth] = []
-    for slot in context.host.slots:
+    for slot in host.slots:
         if slot.loaded is not None:
             found = slot.loaded.context.llm.health().engines
             engines += [replace(one, index=engine_number(slot, one.index)) for one in found]
@@ -240,7 +299,7 @@ class HostMetrics(EngineMetrics):
 def sum_of_metrics(context: HostContext) -> EngineMetrics:
     total = HostMetrics(", ".join(slot.name for slot in context.host.slots))
     total.entries = context.entries()
-    total.watch(lambda: context_health(context))
+    total.watch(lambda: host_health(context.host))
     total.add(context.metrics.figures())
     for slot in context.host.slots:
         parts = [slot.past]

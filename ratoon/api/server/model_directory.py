@@ -10,9 +10,11 @@ from starlette.requests import Request
 
 from ratoon.api.server.context import ServerContext
 from ratoon.api.server.model_slots import ModelMemory, ModelState
+from ratoon.engine.input.default_params import SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
     from ratoon.core.config import ModelConfig
+    from ratoon.engine.async_llm import AsyncLLM
     from ratoon.models.source import ModelSource
 
 OWNER = "ratoon"
@@ -35,6 +37,7 @@ class ModelEntry:
     num_unfinished: int = 0
     error: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)  # the engine's description, if it is loaded
+    sampling_defaults: Mapping[str, Any] | None = None  # of requests that leave a field out; None: not known yet
 
     @property
     def is_in_memory(self) -> bool:
@@ -99,6 +102,7 @@ class OneModel:
             adapters={name: adapter.path for name, adapter in llm.list_adapters().items()},
             num_unfinished=context.num_unfinished,
             figures=figures,
+            sampling_defaults=sampling_defaults(llm),
         )
 
 
@@ -120,10 +124,18 @@ def describe_entry(entry: ModelEntry, name: str) -> dict[str, Any]:
         "parent": None if adapter is None else entry.name,
         "max_model_len": entry.max_model_len,
         "input_modalities": None if entry.source is None else input_modalities(entry.source.config),
+        "sampling_defaults": entry.sampling_defaults,
         "state": str(entry.state),
         "memory_bytes": entry.held,
         **({"error": entry.error} if entry.error else {}),
     }
+
+
+def sampling_defaults(llm: AsyncLLM) -> dict[str, float | None]:
+    """Returns the values of a request's fields that it leaves out: those of the model's files, or the usual ones."""
+    params = llm.get_default_sampling_params()
+    own = {name: getattr(params, name) for name in SAMPLING_DEFAULTS}
+    return {**own, "max_tokens": llm.source.generation_defaults.get("max_new_tokens")}
 
 
 def input_modalities(config: ModelConfig) -> list[str]:

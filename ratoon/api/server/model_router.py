@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse as JsonResponse
 
 from ratoon.api.server.errors import (
@@ -33,12 +34,14 @@ from ratoon.core.errors import ConfigError, UnknownParentError
 
 OLLAMA_PREFIX = "/api/"
 # Paths whose answers may be streams of events, in which a comment can stand.
-EVENT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+EVENT_PATHS = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+})  # fmt: skip
 MODEL_PATHS = EVENT_PATHS | {
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/hidden_states", "/v1/audio/transcriptions",
-    "/v1/audio/translations", "/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/embed",
-    "/api/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify", "/classify",
-    "/v1/conversations",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/hidden_states", "/tokenize", "/detokenize", "/api/chat",
+    "/api/generate", "/api/embed", "/api/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score",
+    "/v1/classify", "/classify", "/v1/conversations",
 }  # fmt: skip
 CONVERSATIONS = "/v1/conversations/"
 ID_PATHS = ("/v1/requests/", "/v1/responses/", CONVERSATIONS)
@@ -74,6 +77,7 @@ class Asked(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(Asked)
+_form_boolean = TypeAdapter(bool | None)  # fields of a form are texts
 
 
 class ModelRouter:
@@ -293,5 +297,9 @@ def _read_form(body: bytes, content_type: bytes) -> Asked:
     from python_multipart.multipart import parse_options_header
 
     _, options = parse_options_header(content_type)
-    model = parse_form(body, options.get(b"boundary", b"")).get("model")
-    return Asked(model=model)
+    form = parse_form(body, options.get(b"boundary", b""))
+    try:
+        stream = _form_boolean.validate_python(form.get("stream"))
+    except ValidationError:  # the model's route says what is wrong with it
+        stream = None
+    return Asked(model=form.get("model"), stream=stream)

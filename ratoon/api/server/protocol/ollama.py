@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
+from ratoon.api.server.model_slots import parse_keep_alive
 from ratoon.api.server.protocol.base import AnswerModel, Entries, Int, ModelName, RequestModel, Size, Texts
 from ratoon.api.server.protocol.chat import Tool
+from ratoon.core.errors import ConfigError
 from ratoon.core.structured import StructuredOutput
 
 THINKING = (True, False, "low", "medium", "high")
@@ -30,6 +32,14 @@ def _think(value: Any) -> bool | str | None:
     raise ValueError('is neither true, false, "low", "medium" nor "high"')
 
 
+def _keep_alive(value: Any) -> float | None:
+    """In seconds. A server with one model has no use for it, and refuses what is wrong all the same."""
+    try:
+        return None if value is None else parse_keep_alive(value)
+    except ConfigError as error:
+        raise ValueError(f"{error.problem}; expected {error.expected}") from None
+
+
 Format = Annotated[
     Any,
     PlainValidator(_format),
@@ -38,9 +48,13 @@ Format = Annotated[
 Think = Annotated[Any, PlainValidator(_think), WithJsonSchema({"enum": [*THINKING, None]})]
 KeepAlive = Annotated[
     Any,
-    PlainValidator(lambda value: value),  # read by the server of several models, which has use for it
+    PlainValidator(_keep_alive),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}, {"type": "null"}]}),
 ]
+
+
+# Clients send it to paths whose answer is always one piece.
+Stream = Annotated[bool | None, Field(description="Accepted, without effect")]
 
 
 class OllamaOptions(RequestModel):
@@ -136,6 +150,7 @@ class OllamaEmbedRequest(RequestModel):
     dimensions: Int | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
+    stream: Stream = None
 
 
 class OllamaEmbeddingsRequest(RequestModel):
@@ -145,12 +160,14 @@ class OllamaEmbeddingsRequest(RequestModel):
     prompt: str
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
+    stream: Stream = None
 
 
 class OllamaShowRequest(RequestModel):
     model: str | None = None
     name: str | None = Field(None, description="The older name of model")
     verbose: bool | None = Field(None, description="Accepted, without effect")
+    stream: Stream = None
 
 
 # ---- answers ----

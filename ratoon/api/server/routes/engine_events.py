@@ -82,11 +82,12 @@ async def engine_events(
     responses=answers(AbortedRequest, 404),
 )
 async def abort_request(request: Request, request_id: str) -> Response:
-    context, view = context_of(request), view_of(request)
-    found_id = await context.shared.resolve(request_id, view.owner)
-    for name in dict.fromkeys((request_id, found_id)):
-        if await context.shared.abort(name, view.owner, view.of_all):
-            return json_response(request, {"id": name, "object": "request.aborted", "aborted": True})
+    view = view_of(request)
+    for context in context_of(request).awake:
+        found_id = await context.shared.resolve(request_id, view.owner)
+        for name in dict.fromkeys((request_id, found_id)):
+            if await context.shared.abort(name, view.owner, view.of_all):
+                return json_response(request, {"id": name, "object": "request.aborted", "aborted": True})
     raise request_not_found(request_id, "request_id")
 
 
@@ -96,11 +97,12 @@ async def abort_request(request: Request, request_id: str) -> Response:
     responses=answers(EndedLease, 404),
 )
 async def end_lease(request: Request, request_id: str) -> Response:
-    context, view = context_of(request), view_of(request)
-    found_id = await context.shared.resolve(request_id, view.owner)
-    for name in dict.fromkeys((request_id, found_id)):
-        if await context.llm.end_leases(name, view.owner, of_any_owner=view.of_all):
-            return json_response(request, {"id": name, "object": "lease.deleted", "deleted": True})
+    view = view_of(request)
+    for context in context_of(request).awake:
+        found_id = await context.shared.resolve(request_id, view.owner)
+        for name in dict.fromkeys((request_id, found_id)):
+            if await context.llm.end_leases(name, view.owner, of_any_owner=view.of_all):
+                return json_response(request, {"id": name, "object": "lease.deleted", "deleted": True})
     raise request_not_found(request_id, "request_id")
 
 

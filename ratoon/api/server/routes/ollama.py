@@ -113,7 +113,7 @@ def only_loaded(request: Request, asked: OllamaRequest, words: dict[str, Any]) -
     """The request asks for nothing but that the model be there, as it is."""
     context = context_of(request)
     context.check_model(plain_name(context, asked.model))
-    if asked.keep_alive in (0, "0", "0s") and not context.settings.puts_models_away:
+    if asked.keep_alive == 0 and not context.settings.puts_models_away:
         problem = "this server has one model, and keeps it loaded"
         raise refused("keep_alive", problem, "ratoon serve with --keep-alive, or with several models, unloads them")
     about = {"created_at": now(), "done": True, "done_reason": "load"}

@@ -33,6 +33,11 @@ class Model(AnswerModel):
     input_modalities: list[Literal["text", "image", "video", "audio"]] | None = Field(
         None, description="What it reads; null: it is known when the model has been loaded"
     )
+    sampling_defaults: dict[str, float | None] | None = Field(
+        None,
+        description="Values of fields that a request leaves out; max_tokens null: what the context leaves. "
+        "null: they are known when the model has been loaded",
+    )
     state: str | None = Field(None, description="loaded, loading, asleep or unloaded")
     memory_bytes: int | None = Field(None, description="Weights and KV cache that are in memory now")
     error: str | None = Field(None, description="Why it could not be loaded, if so")

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from ratoon.api.server.app import build_app
 from ratoon.api.server.context import ServerContext
-from ratoon.api.server.exchange import BODY_WRITER
+from ratoon.api.server.exchange import BODY_WRITER, AsgiApp
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.config import ModelConfig
 from ratoon.core.messages import EngineReady
@@ -124,10 +124,11 @@ class OpenRequest:
 
 
 class Client:
-    def __init__(self, context: ServerContext, engine: Any = None) -> None:
+    def __init__(self, context: Any, engine: Any = None, app: AsgiApp | None = None) -> None:
+        """`app`: None: the application of a server with one model."""
         self.context = context
         self.engine = engine  # the script's player
-        self.app = build_app(context)
+        self.app = build_app(context) if app is None else app
         self.headers: dict[str, str] = {}  # of requests that bring none of their own
         self.writes_directly = True  # the HTTP server has a BodyWriter
 

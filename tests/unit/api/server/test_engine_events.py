@@ -71,7 +71,7 @@ class Page:
         for kind, held in (("requests", self.requests), ("leases", self.leases)):
             for gone in event.get(f"{kind}_gone", ()):
                 del held[gone]
-            held.update((one["id"], one) for one in event[kind])
+            held.update((one["key"], one) for one in event[kind])
         self.steps += event["steps"]
 
     async def until(self, what: str, condition) -> None:
@@ -118,7 +118,8 @@ async def test_a_snapshot_is_followed_by_what_changes(folder):
         await client.context.llm.resume()
         answer = (await running.answer()).json()
         await page.until("its end, and a lease", lambda page: not page.requests and page.leases)
-        lease = page.leases[answer["id"]]
+        lease = page.leases[f"0//{answer['id']}"]
+        assert lease["id"] == answer["id"]
         assert lease["tokens"] == 340 and 0 < lease["seconds_left"] <= 600
         assert marked(page.blocks, LEASED) == blocks_of(lease) and not marked(page.blocks, USED)
         assert len(blocks_of(lease)) == -(-339 // 16)  # the last token is not computed
@@ -163,7 +164,7 @@ async def test_a_request_is_aborted_by_its_id(folder):
     async with serving(folder) as client:
         page, running = watch(client), long_request(client, stream=False)
         await page.until("a request", lambda page: page.requests)
-        (name,) = page.requests
+        name = next(iter(page.requests.values()))["id"]
         answer = await client.open("DELETE", f"/v1/engine/requests/{name}").answer()
         assert answer.json() == {"id": name, "object": "request.aborted", "aborted": True}
         ended = await running.answer()
@@ -181,7 +182,7 @@ async def test_a_key_sees_and_ends_its_own_requests_and_an_admin_key_all(folder)
         requests = {key: long_request(client, key, prompt=f"secret of {key}") for key in ("alice", "bob")}
         pages = {key: watch(client, key) for key in ("alice", "bob", "root")}
         await pages["root"].until("both requests", lambda page: len(page.requests) == 2)
-        ids = {one["owner"]: name for name, one in pages["root"].requests.items()}
+        ids = {one["owner"]: one["id"] for one in pages["root"].requests.values()}
         assert ids.keys() == {"key 1", "key 2"}
         for key, label in (("alice", "key 1"), ("bob", "key 2")):
             await pages[key].until("its request", lambda page: page.requests)
@@ -203,6 +204,27 @@ async def test_a_key_sees_and_ends_its_own_requests_and_an_admin_key_all(folder)
         for headers, status in (({}, 401), (bearer("eve"), 401)):
             assert (await client.get("/v1/engine/events", headers=headers)).status == status
         assert (await client.get("/v1/models", headers=bearer("root"))).status == 403
+
+
+@on_event_loop
+async def test_two_keys_may_choose_the_same_id_for_a_request(folder):
+    async with serving(folder, **KEYS) as client:
+        await client.context.llm.pause()
+        page = watch(client, "root")
+        requests = {key: long_request(client, key, request_id="mine") for key in ("alice", "bob")}
+        await page.until("both requests", lambda page: len(page.requests) == 2)
+        (name,) = {one["id"] for one in page.requests.values()}
+        assert {one["owner"] for one in page.requests.values()} == {"key 1", "key 2"}
+        path = f"/v1/engine/requests/{name}"
+        assert (await client.open("DELETE", path, headers=bearer("alice")).answer()).status == 200
+        await page.until("the end of the one", lambda page: len(page.requests) == 1)
+        (left,) = page.requests.values()
+        assert left["owner"] == "key 2"
+        assert (await client.open("DELETE", path, headers=bearer("bob")).answer()).status == 200
+        await client.context.llm.resume()
+        for opened in requests.values():
+            await opened.answer()
+        await page.close()
 
 
 @on_event_loop

@@ -209,6 +209,9 @@ def test_an_empty_prompt_only_loads_and_one_model_is_never_unloaded() -> None:
         ("/api/chat", {"model": "tiny", "messages": [{"content": "x"}]}, 400, "messages[0].role: is missing"),
         ("/api/show", {"model": "other"}, 404, "'other' does not exist"),
         ("/api/show", {}, 400, "model: is missing"),
+        ("/api/generate", {"model": "tiny", "prompt": "x", "keep_alive": "bogus"}, 400, "keep_alive: 'bogus' is not a"),
+        ("/api/generate", {"model": "tiny", "keep_alive": "0m"}, 400, "keep_alive: this server has one model"),
+        ("/api/embed", {"model": "tiny", "input": "x", "keep_alive": []}, 400, "keep_alive: [] is not a duration"),
         ("/api/embed", {"model": "tiny"}, 400, "input: is missing"),
     ],
 )  # fmt: skip
@@ -218,6 +221,18 @@ def test_errors_are_a_text_with_ollamas_status(path: str, body: dict[str, Any], 
             answer = await client.post(path, body)
             assert answer.status == status
             assert set(answer.json()) == {"error"} and told in answer.json()["error"]
+
+    asyncio.run(run())
+
+
+def test_fields_that_clients_send_everywhere_are_not_reported_as_unknown() -> None:
+    async def run() -> None:
+        async with scripted() as client:
+            for path, text in (("/api/show", "name"), ("/api/embed", "input"), ("/api/embeddings", "prompt")):
+                body = {"model": "other", text: "x", "stream": False}
+                assert "x-ratoon-ignored-fields" not in (await client.post(path, body)).headers
+                unknown = await client.post(path, {**body, "colour": 1})
+                assert unknown.headers["x-ratoon-ignored-fields"] == "colour"
 
     asyncio.run(run())
 

@@ -30,6 +30,21 @@ async def test_models_are_listed_under_each_of_their_names():
 
 
 @on_event_loop
+async def test_the_list_of_models_has_the_defaults_of_their_files():
+    async with scripted(defaults={"temperature": 0.6, "top_k": 40, "max_new_tokens": 70}) as client:
+        (model,) = Models.model_validate((await client.get("/v1/models")).json()).data
+        assert model.sampling_defaults == {
+            "temperature": 0.6,
+            "top_k": 40,
+            "top_p": 1,
+            "min_p": 0,
+            "typical_p": 1,
+            "repetition_penalty": 1,
+            "max_tokens": 70,
+        }
+
+
+@on_event_loop
 async def test_tokens_there_and_back():
     async with scripted() as client:
         tokens = (await client.post("/tokenize", {"prompt": "a🙂", "return_token_strs": True})).json()
