@@ -16,7 +16,7 @@ from ratoon import LLM, HiddenStatesParams, SamplingParams
 from ratoon.core.errors import ConfigError, ModelError
 from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine, engine_of_folder, model_folder, scheduler_of, tiny_model, write_word_tokenizer
-from tests.golden.grammar_engines import grammar_engine
+from tests.golden.grammar_engines import grammar_engine, grammar_folder
 from tests.golden.test_drafts import FAMILIES, PARAMS, PROMPTS, answers
 from tests.golden.test_encoder_decoder_api import folder_of
 from tests.unit.layers.test_rejection import highest_statistic
@@ -199,7 +199,8 @@ def test_preempted_branches_go_on_drafting(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", ["itself", *KINDS])
 def test_grammars_hold_beside_drafts(kind: str) -> None:
-    source = f"draft:{model_folder(LLAMA)}" if kind == "itself" else source_of(kind, LLAMA)
+    models = {"itself": LLAMA, "model": OTHER}
+    source = f"draft:{grammar_folder(models[kind])}" if kind in models else source_of(kind, LLAMA)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["true", "ab"]}}}
     params = [
         SamplingParams(temperature=0.8, seed=seed, max_tokens=30, structured_output={"json_schema": schema})
@@ -237,6 +238,12 @@ def test_a_model_of_another_vocabulary_is_refused_with_both_sizes(tmp_path: Path
         pytest.raises(ConfigError, match=r"speculate.*vocabulary of 55 tokens.*97"),
         engine(LLAMA, speculate=f"draft:{tmp_path}"),
     ):
+        pass
+
+
+def test_a_model_whose_tokens_have_other_ids_is_refused() -> None:
+    problem = r"speculate: draft:.* has another vocabulary: token 3 is 'w3' there, and 'a' in the model; a smaller"
+    with pytest.raises(ConfigError, match=problem), grammar_engine(speculate=f"draft:{model_folder(OTHER)}"):
         pass
 
 

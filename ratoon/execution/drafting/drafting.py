@@ -3,8 +3,8 @@
 Behind a step the drafter runs over the tokens that the step has computed, so that its keys and values reach as far as
 the model's: in the same blocks, which forks, prefix hits, swaps and continuations carry along. The tokens that were
 sampled are known then, so rows of drafts that were not kept do not run. Behind branches that draft it goes on, one
-token of each in a pass, in slots behind their ends, which the next step writes anew. A draft changes no result, unless drafts are accepted by
-rejection sampling.
+token of each in a pass, in slots behind their ends, which the next step writes anew. A draft changes no result, unless
+drafts are accepted by rejection sampling.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ class Drafting:
         """Chooses draft `number` of the branches at these places. None: the likeliest tokens."""
         if self._drawn is None:
             return None
-        return partial(
-            self._drawn.draw, ids=[ids[place] for place in places.tolist()], rows=own[places], number=number
-        )
+        return partial(self._drawn.draw, ids=[ids[place] for place in places.tolist()], rows=own[places], number=number)
 
     def _first_pass(
         self, step: DraftedStep, rows: np.ndarray, counts: np.ndarray, drafting: np.ndarray

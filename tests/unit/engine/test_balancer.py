@@ -12,9 +12,7 @@ from ratoon.engine.processes.balancer import ENTRIES_BY_ENGINE, LEAST_MARKS, MAR
 PIECE = 4
 
 
-def request(
-    name: str, tokens: list[int], salt: str | None = None, adapter: Adapter | None = None
-) -> EngineCoreRequest:
+def request(name: str, tokens: list[int], salt: str | None = None, adapter: Adapter | None = None) -> EngineCoreRequest:
     return EngineCoreRequest(name, tokens, SamplingParams(), cache_salt=salt, adapter=adapter)
 
 
