@@ -255,8 +255,8 @@ class Speculation:
             if branch.waits_to_draft:
                 branch.write_limit = 0  # the planner looks at it
             elif drafts and not branch.num_pending:
-                record = drafting.drafted_by
-                branch.propose(drafts, of_device=record is not None and record.drafter is self._device)
+                source = drafting.drafted_by
+                branch.propose(drafts, of_device=source is not None and source.drafter is self._device)
                 room -= len(drafts)
             if self._device is not None:
                 branch.num_to_draft = self._length_on_device(drafting, cost, num_rows, room)
