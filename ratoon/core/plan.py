@@ -209,6 +209,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     # Guesses at the next tokens of branches in `sampled_req_ids`, all of whose own tokens are known. They are the last
     # of a branch's scheduled tokens. Of those that are not kept, only keys and values behind the branch's end are left.
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    # Of these, branches whose drafts the device has made, behind the step that brought their newest token
+    device_drafts: list[str] = []
     # Images and other media that the encoder runs over in this step, by the key that spans name (EmbeddingSpan). The
     # runner keeps the rows [num_rows, hidden size] that come out until their key is freed.
     scheduled_encoder_inputs: dict[str, MediaInput] = {}

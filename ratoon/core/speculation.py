@@ -95,7 +95,8 @@ class SpeculationConfig:
     acceptance: str = setting(
         "exact",
         "exact: a draft is kept where the token that is sampled is the same, so answers are those without drafts; "
-        "rejection: by rejection sampling, which keeps more of what a draft model guesses and only the distribution",
+        "rejection: by rejection sampling, for which a draft model or head draws what it guesses; more of that is kept "
+        "at high temperatures, and of answers only the distribution",
         one_of("exact", "rejection"),
         name="draft_acceptance",
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ratoon.core.adapters import Adapter
-from ratoon.core.errors import ConfigError, EngineError, RequestError
+from ratoon.core.errors import ConfigError, EngineError, ModelError, RequestError
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from ratoon.core.settings import configure
@@ -26,6 +26,7 @@ from ratoon.engine.output.roots import Root, RootLog
 from ratoon.engine.processes.garbage import no_garbage_collection
 from ratoon.engine.processes.torch_parts import start_loading_torch_library
 from ratoon.models.media_parts import placeholder_texts
+from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
 from ratoon.observe.throughput import ThroughputLog
 from ratoon.observe.tracing import make_tracer
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ratoon.models.source import ModelSource
     from ratoon.models.tokenizer import Tokenizer
     from ratoon.observe.metrics import EngineMetrics
+
+logger = get_logger(__name__)
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 Engine = TypeVar("Engine", bound=FrontEnd)
@@ -77,6 +80,27 @@ class BaseLLM:
                 self._tokenizer = self.source.load_tokenizer()
             reads, token_of = self.source.config.media, self._tokenizer.id_to_token
             self._tokenizer.media_placeholders = placeholder_texts(reads, token_of)
+            self._compare_vocabularies(self._tokenizer)
+
+    def _compare_vocabularies(self, tokenizer: Tokenizer) -> None:
+        """ConfigError: the model that drafts has other tokens, so that its guesses would mean something else."""
+        from ratoon.models.source import resolve_model
+        from ratoon.models.tokenizer import find_other_token
+
+        draft = self.config.speculation.on_device
+        if draft is None or draft.kind != "draft":
+            return
+        source = resolve_model(draft.path)
+        try:
+            other = source.load_tokenizer()
+        except ModelError:  # a draft model needs none
+            logger.info("%s has no tokenizer: its vocabulary is not compared with the model's", draft)
+            return
+        found = find_other_token(tokenizer, other)
+        if found is not None:
+            id, token, of_draft = found
+            problem = f"{draft} has another vocabulary: token {id} is {of_draft!r} there, and {token!r} in the model"
+            raise ConfigError("speculate", problem, "a smaller model of the same family")
 
     def _inspect_adapter(self, path: str) -> Adapter:
         """The adapter in these files. ModelError: it does not fit the model."""

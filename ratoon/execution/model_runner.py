@@ -19,6 +19,7 @@ from ratoon.core.plan import MAX_CAPTURE_SPANS, NewRequestData, SchedulerOutput
 from ratoon.execution.adapter_slots import AdapterSlots
 from ratoon.execution.drafting.build import BuiltDraft, make_drafting
 from ratoon.execution.drafting.drafting import Drafting
+from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
 from ratoon.execution.inputs.embeddings import EmbeddingTable
@@ -138,10 +139,12 @@ class ModelRunner:
         self._drivers.append(Calls(self.program, self.inputs, device, self.recorded, masks))
         # Of a pipeline, the last stage has the results; earlier ones copy rows of their layers for it.
         self._has_results = model.stage.is_last
+        sampler = Sampler(self.sampling_rows, by_rejection)
+        self._drawn = DrawnDrafts(self.input_batch, sampler) if by_rejection and draft is not None else None
         self._sources: list[ReaderSource] = [CaptureReaders(model.config.num_layers, model)]
         if self._has_results:
             self._sources[:0] = self._result_sources(
-                jump_forward and grammars is not None, by_rejection, waits_for_drafts=draft is not None
+                jump_forward and grammars is not None, sampler, waits_for_drafts=draft is not None
             )
         self.drafting: Drafting | None = None
         self._draft_settings = kv_config.attached[0].table if kv_config.attached else 0, record
@@ -180,11 +183,10 @@ class ModelRunner:
         self._drivers.append(driver)
         return masks
 
-    def _result_sources(self, jumps: bool, by_rejection: bool, waits_for_drafts: bool) -> list[ReaderSource]:
+    def _result_sources(self, jumps: bool, sampler: Sampler, waits_for_drafts: bool) -> list[ReaderSource]:
         """The readers of everything but hidden states, in the order in which they look at a plan."""
-        sampler = Sampler(self.sampling_rows, by_rejection)
         return [
-            SampledReaders(self.input_batch, sampler, self._resident, jumps, waits_for_drafts=waits_for_drafts),
+            SampledReaders(self.input_batch, sampler, self._resident, jumps, waits_for_drafts, self._drawn),
             BeamReaders(self.beam_rows, self.device, self.model.config.vocab_size),
             PromptLogprobsReaders(self.input_batch, self.program),
             self.pooling,
@@ -198,8 +200,9 @@ class ModelRunner:
         """Draft behind steps from now on."""
         table, record = self._draft_settings
         memory = None if self._resident is None else self._resident.memory
+        num_layers = self.model.config.num_layers
         self.drafting = make_drafting(
-            draft, self.kv.attached, table, self.inputs, self.input_batch, self.model.config.num_layers, memory, record
+            draft, self.kv.attached, table, self.inputs, self.input_batch, num_layers, memory, record, self._drawn
         )
         self._sources.append(self.drafting)
 

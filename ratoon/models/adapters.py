@@ -6,7 +6,8 @@ before a number is read. Which part of an adapter a rank takes, and where its nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -39,6 +40,10 @@ OTHER_TABLES = ("wpe", "embed_positions", "position_embeddings", "token_type_emb
 # Modules of models that read images, which adapters have no parts for
 MEDIA_MODULES = frozenset({"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"})
 CHUNK_BYTES = 1 << 20
+SETTLED_NS = 2 * 10**9  # behind its last change a file is taken for one whose next change has another time
+MAX_DIGESTS = 4096
+FileState = tuple[int, int, int, int, int]  # device, inode, size, times of the last change of contents and of anything
+_digests: dict[tuple[FileState, ...], str] = {}  # of files in these states
 
 
 class AdapterFile(Protocol):
@@ -95,17 +100,38 @@ def inspect(path: str | Path, shapes: Shapes, max_rank: int | None = None) -> Ad
 
 
 def digest_of(path: str | Path) -> str:
-    """Returns a digest of what the files of an adapter hold, 32 hexadecimal digits: not of their names and places."""
+    """Returns a digest of what the files of an adapter hold, 32 hexadecimal digits: not of their names and places. It
+    is kept in this process until the files change: an adapter that is switched in again is not hashed again."""
     path = Path(path).expanduser()
     with reading(str(path), EXPECTED):
         files = [path / CONFIG_FILE, find_weights(path)] if path.is_dir() else [path]
-        digest = blake2b(digest_size=16)
-        for file in files:
-            digest.update(file.stat().st_size.to_bytes(8, "little"))
-            with file.open("rb", buffering=0) as stream:
-                while chunk := stream.read(CHUNK_BYTES):
-                    digest.update(chunk)
-        return digest.hexdigest()
+        state = tuple(_state_of(file) for file in files)
+        known = _digests.get(state)
+        if known is not None:
+            return known
+        digest = _hash(files)
+        newest = max(time_of_change for *_, time_of_change in state)
+        # One that was written a moment ago may be written again without a new time
+        if time.time_ns() - newest > SETTLED_NS and state == tuple(_state_of(file) for file in files):
+            if len(_digests) >= MAX_DIGESTS:
+                _digests.clear()
+            _digests[state] = digest
+        return digest
+
+
+def _state_of(file: Path) -> FileState:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _hash(files: Sequence[Path]) -> str:
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.stat().st_size.to_bytes(8, "little"))
+        with file.open("rb", buffering=0) as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 # ---- the layers of a model ----

@@ -243,6 +243,18 @@ class Tokenizer:
         return TrustedTemplate(template)
 
 
+def find_other_token(one: Tokenizer, other: Tokenizer) -> tuple[int, str, str] | None:
+    """Returns the first id that is another token in the other vocabulary, with both tokens; None: there is none. Added
+    and special tokens are left out, which models of a family name differently, and formats of files keep apart."""
+    vocabularies = [each.backend.get_vocab(with_added_tokens=True) for each in (one, other)]
+    if vocabularies[0] == vocabularies[1]:
+        return None
+    added = {id for each in (one, other) for id in each.backend.get_added_tokens_decoder()}
+    first, second = ({id: token for token, id in found.items() if id not in added} for found in vocabularies)
+    differing = (id for id in sorted(first.keys() & second.keys()) if first[id] != second[id])
+    return next(((id, first[id], second[id]) for id in differing), None)
+
+
 def load_tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Loads a tokenizer from tokenizer.json and the small files beside it."""
     from tokenizers import Tokenizer as Backend

@@ -145,6 +145,7 @@ class Branch(TokenSequence):
     __slots__ = (
         "choice",
         "draft_tokens",
+        "drafts_of_device",
         "first_step",
         "known_to_runner",
         "max_total_tokens",
@@ -180,6 +181,7 @@ class Branch(TokenSequence):
         # tokens to compute, but their values are not known here.
         self.num_pending = 0
         self.draft_tokens: Sequence[int] = ()  # guesses at its next tokens, for its next step
+        self.drafts_of_device = False  # which has made these guesses
         self.num_drafts = 0  # that the step in flight checks; until its result it has no other
         self.num_to_draft = 0  # tokens that the device drafts behind its next step
         self.speculates = False  # drafts of its tokens may be made
@@ -205,9 +207,10 @@ class Branch(TokenSequence):
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.request.num_prompt_tokens
 
-    def propose(self, draft_tokens: Sequence[int]) -> None:
-        """Let the next step check these guesses at the tokens behind those that are known, as many as fit in it."""
-        self.draft_tokens = draft_tokens
+    def propose(self, draft_tokens: Sequence[int], of_device: bool = False) -> None:
+        """Let the next step check these guesses at the tokens behind those that are known, as many as fit in it.
+        `of_device`: the device has made them."""
+        self.draft_tokens, self.drafts_of_device = draft_tokens, of_device
         self.write_limit = 0  # that step needs memory for them
 
     def append_tokens(self, token_ids: list[int]) -> None:

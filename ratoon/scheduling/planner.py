@@ -551,6 +551,8 @@ class StepPlanner:
         branch.num_drafts = max(0, branch.num_computed_tokens - branch.num_tokens - branch.num_pending)
         if branch.num_drafts:
             plan.scheduled_spec_decode_tokens[branch.branch_id] = list(drafts[: branch.num_drafts])
+            if branch.drafts_of_device:
+                plan.device_drafts.append(branch.branch_id)
         return branch.num_drafts > 0
 
     def _ask_for_drafts(self, plan: SchedulerOutput, branch: Branch) -> bool:

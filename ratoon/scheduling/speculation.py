@@ -255,7 +255,8 @@ class Speculation:
             if branch.waits_to_draft:
                 branch.write_limit = 0  # the planner looks at it
             elif drafts and not branch.num_pending:
-                branch.propose(drafts)
+                source = drafting.drafted_by
+                branch.propose(drafts, of_device=source is not None and source.drafter is self._device)
                 room -= len(drafts)
             if self._device is not None:
                 branch.num_to_draft = self._length_on_device(drafting, cost, num_rows, room)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.numpy import load_file
 
 from ratoon.core.config import AdapterConfig
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
@@ -23,6 +24,7 @@ from ratoon.core.plan import (
 )
 from ratoon.execution.model_runner import ModelRunner
 from ratoon.layers.native_ops import NativeOps
+from ratoon.models.adapters import inspect
 from tests.golden.adapter_driver import WITH_LOGPROBS, AdapterDriver, Answer, load_into
 from tests.golden.encoder_engines import FAMILIES as ENCODER_FAMILIES
 from tests.golden.encoder_engines import Source, build_core, decoder_prompt, source_of
@@ -39,6 +41,7 @@ from tests.golden.tiny_models import (
     tiny_qwen3,
 )
 from tests.unit.execution.test_model_runner import NATIVE
+from tests.unit.models.test_adapter_files import write_gguf
 
 FAMILIES = {
     "llama": tiny_llama,
@@ -98,6 +101,8 @@ NAMES = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"]
 }
 NAMES["gpt2"] = ["c_attn", "c_proj", "c_fc", "lm_head", "wte"]
+NAMES["phi3"] = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+NAMES["gpt_neox"] = NAMES["falcon"] = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in NAMES.items() for name in names])
@@ -110,12 +115,42 @@ def test_every_target_module_acts_alone(family: str, name: str, tmp_path: Path) 
     assert answers[0].logprobs != answers[1].logprobs
 
 
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def test_a_gguf_adapter_acts_as_the_folder_that_it_was_converted_from(tmp_path: Path) -> None:
+    tiny = FAMILIES["llama"]()
+    layers = [name.rpartition(".")[2] for name in GGUF_NAMES]
+    adapter = PeftAdapter(tiny, tmp_path / "folder", r=3, lora_alpha=8, target_modules=layers)
+    heads = {"attn_q": tiny.config.num_heads, "attn_k": tiny.config.num_kv_heads}
+    tensors = {}
+    for name, tensor in load_file(adapter.folder / "adapter_model.safetensors").items():
+        number, layer = name.removeprefix("base_model.model.model.layers.").split(".", 1)
+        layer, matrix = layer.removesuffix(".weight").rsplit(".", 1)
+        own = GGUF_NAMES[layer]
+        if matrix == "lora_B" and own in heads:  # llama.cpp has the two coordinates of a rotation side by side
+            tensor = tensor.reshape(heads[own], 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        tensors[f"blk.{number}.{own}.weight.{matrix.lower()}"] = np.ascontiguousarray(tensor)
+    path = write_gguf(tmp_path / "adapter.gguf", tensors, alpha=8.0)
+    driver = AdapterDriver(tiny)
+    assert driver.load({0: inspect(path, tiny.source.shapes())}).loaded == [0]
+    check_all(driver, tiny, [(PROMPTS[1], 0), (PROMPTS[3], -1)], {0: adapter})
+
+
 @pytest.mark.parametrize("backend", NATIVE)
 def test_numbers_do_not_depend_on_the_adapters_beside_them(backend: str, tmp_path: Path) -> None:
-    """The model and eight adapters in one batch, to the bit: each as it is alone, and as it is beside others."""
+    """The model and eight adapters of all sizes in one batch, to the bit: each as it is alone, and as it is beside
+    others."""
     tiny = FAMILIES["llama"]()
-    adapters = {slot: PeftAdapter(tiny, tmp_path / str(slot), slot, r=1 + 5 * slot, size=0.15) for slot in range(8)}
-    driver = AdapterDriver(tiny, backend)
+    adapters = {
+        slot: PeftAdapter(tiny, tmp_path / str(slot), slot, r=rank, lora_alpha=rank, size=0.4 / rank**0.25)
+        for slot, rank in enumerate((1, 2, 5, 16, 31, 64, 100, 256))
+    }
+    driver = AdapterDriver(tiny, backend, max_rank=256)
     assert len(driver.load({slot: adapter.inspect(tiny) for slot, adapter in adapters.items()}).loaded) == 8
     batch = list(zip(PROMPTS, [-1, *range(8)]))
     together = check_all(driver, tiny, batch, adapters)

@@ -14,8 +14,9 @@ from ratoon.engine.core import EngineCore
 from ratoon.execution import worker
 from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
+from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine_of_folder, model_folder, scheduler_of, tiny_model
-from tests.golden.grammar_engines import forced_texts
+from tests.golden.grammar_engines import forced_texts, grammar_engine, grammar_folder
 from tests.golden.image_readers import IMAGE_FAMILIES, PLACEHOLDERS, image_reader, num_encoder_runs, picture
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import random_token_ids
@@ -309,3 +310,56 @@ def test_requests_with_adapters_get_what_peft_gives_each(max_loras, max_lora_ran
             logits = logits_of(tiny.oracle, tokens) if name is None else adapters[name].logits(tokens)
             tokens.append(int(logits[-1].argmax()))
         assert list(output.outputs[0].token_ids) == tokens[len(prompt) :], name
+
+
+LLAMA = "llama with grouped heads"
+DRAFTS = {"speculate_ngram_min": 1, "speculate_tokens": 4, "speculate_max_seqs": 64, "speculate_min_acceptance": 0}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["true", "abc"]}}}
+
+
+def source_of_drafts(kind, folder):
+    if kind == "model":
+        return f"draft:{grammar_folder(WIDE)}"
+    return f"head:{random_head('eagle3', tiny_model(LLAMA).config).save(folder)}" if kind == "head" else kind
+
+
+def answers_of_every_kind(device, adapter, **settings):
+    """Of requests with and without an adapter at once: greedy and drawn ones, log-probabilities, and a grammar. Also
+    how many drafts were checked, and how many of them kept."""
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=5, seed=4, n=2, max_tokens=30, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=30, structured_output={"json_schema": SCHEMA}),
+        SamplingParams(temperature=0.8, seed=6, frequency_penalty=0.5, max_tokens=30, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": [*range(20, 30), *range(20, 24 + index)]} for index in range(len(asked))]
+    names = [None] * len(asked) + ["a"] * len(asked)
+    settings = {"device": device, "dtype": "float32", "batch_invariant": True, "max_lora_rank": 8, **settings}
+    with grammar_engine(LLAMA, adapters={"a": str(adapter)}, **settings) as llm:
+        outputs = llm.generate(prompts * 2, asked * 2, adapter=names, progress=False)
+        stats = llm.stats().drafts.values()
+    answers = [
+        (one.token_ids, one.finish_reason, one.cumulative_logprob, one.logprobs)
+        for output in outputs
+        for one in output.outputs
+    ]
+    return answers, sum(one.draft_tokens for one in stats), sum(one.accepted_tokens for one in stats)
+
+
+def check_that_drafts_change_nothing(device, kind, folder):
+    adapter = PeftAdapter(tiny_model(LLAMA), folder / "adapter").folder
+    source = source_of_drafts(kind, folder / "head")
+    expected, num_drafts, _ = answers_of_every_kind(device, adapter)
+    assert num_drafts == 0
+    for depth in (1, 2, 3):
+        settings = {**DRAFTS, "speculate": source, "max_steps_in_flight": depth}
+        answers, num_drafts, num_accepted = answers_of_every_kind(device, adapter, **settings)
+        assert answers == expected, f"with {depth} steps in flight"
+        assert num_drafts > num_accepted, "drafts of random models are mostly wrong"
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model", "head"])
+def test_drafts_change_no_bit_of_an_answer_with_batch_invariant(kind, tmp_path):
+    check_that_drafts_change_nothing("cuda", kind, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from ratoon import LLM, HiddenStatesParams, SamplingParams
 from ratoon.core.errors import ConfigError, ModelError
 from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine, engine_of_folder, model_folder, scheduler_of, tiny_model, write_word_tokenizer
-from tests.golden.grammar_engines import grammar_engine
+from tests.golden.grammar_engines import grammar_engine, grammar_folder
 from tests.golden.test_drafts import FAMILIES, PARAMS, PROMPTS, answers
 from tests.golden.test_encoder_decoder_api import folder_of
+from tests.unit.layers.test_rejection import highest_statistic
 
 LLAMA = "llama with grouped heads"
 OTHER = "qwen3 untied with heads that the native kernels take"
@@ -79,6 +81,50 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str, steps: int)
         assert stats.accepted_tokens == stats.draft_tokens
         # The first step brings one token, each of the others five
         assert scheduler_of(llm).planner.num_steps - num_before == 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_drawn_draft_is_kept_as_often_as_both_distributions_have_it(family: str, steps: int) -> None:
+    """Always, where they are the same, and each draft is compared with the distribution that it was drawn from."""
+    params = [
+        SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=31, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=2, max_tokens=31, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=31, ignore_eos=True),
+    ]
+    settings = {**ALWAYS, "max_steps_in_flight": steps, "draft_acceptance": "rejection"}
+    with engine(family, speculate=f"draft:{model_folder(family)}", **settings) as llm:
+        llm.generate(INPUTS[:3], params, progress=False)
+        stats = llm.stats().drafts["draft"]
+        assert stats.accepted_tokens == stats.draft_tokens > 80
+
+
+def count_texts(**settings: Any) -> tuple[Counter[tuple[int, ...]], int]:
+    """Texts of three tokens, by what is left of these divided by three; and how many drafts were accepted."""
+    texts: Counter[tuple[int, ...]] = Counter()
+    with engine(LLAMA, num_blocks=400, max_num_seqs=256, **settings) as llm:
+        for seed in range(12):
+            params = SamplingParams(n=60, seed=seed, temperature=1.5, max_tokens=5, ignore_eos=True)
+            (output,) = llm.generate([{"prompt_token_ids": [4, 7, 9, 4, 4, 7]}], params, progress=False)
+            texts.update(tuple(token % 3 for token in choice.token_ids[1:4]) for choice in output.outputs)
+        return texts, sum(stats.accepted_tokens for stats in llm.stats().drafts.values())
+
+
+@functools.cache
+def texts_drawn_one_by_one() -> Counter[tuple[int, ...]]:
+    return count_texts()[0]
+
+
+@pytest.mark.parametrize("sources", ["eagle3", "ngram and model"])
+def test_drawn_drafts_keep_the_distribution(sources: str) -> None:
+    """By a test of chi-square for two samples."""
+    source = source_of(sources.rpartition(" ")[2], LLAMA)
+    drafts = {**ALWAYS, "speculate": f"ngram,{source}" if "ngram" in sources else source, "speculate_ngram_min": 1}
+    plain = texts_drawn_one_by_one()
+    kept, num_accepted = count_texts(draft_acceptance="rejection", **drafts)
+    assert num_accepted > 50 and plain.total() == kept.total() and plain != kept
+    cells = [(plain[text], kept[text]) for text in plain.keys() | kept.keys()]
+    assert sum((a - b) ** 2 / (a + b) for a, b in cells) < highest_statistic(len(cells) - 1)
 
 
 def test_a_head_whose_guesses_are_right_is_followed() -> None:
@@ -153,7 +199,8 @@ def test_preempted_branches_go_on_drafting(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", ["itself", *KINDS])
 def test_grammars_hold_beside_drafts(kind: str) -> None:
-    source = f"draft:{model_folder(LLAMA)}" if kind == "itself" else source_of(kind, LLAMA)
+    models = {"itself": LLAMA, "model": OTHER}
+    source = f"draft:{grammar_folder(models[kind])}" if kind in models else source_of(kind, LLAMA)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["true", "ab"]}}}
     params = [
         SamplingParams(temperature=0.8, seed=seed, max_tokens=30, structured_output={"json_schema": schema})
@@ -191,6 +238,12 @@ def test_a_model_of_another_vocabulary_is_refused_with_both_sizes(tmp_path: Path
         pytest.raises(ConfigError, match=r"speculate.*vocabulary of 55 tokens.*97"),
         engine(LLAMA, speculate=f"draft:{tmp_path}"),
     ):
+        pass
+
+
+def test_a_model_whose_tokens_have_other_ids_is_refused() -> None:
+    problem = r"speculate: draft:.* has another vocabulary: token 3 is 'w3' there, and 'a' in the model; a smaller"
+    with pytest.raises(ConfigError, match=problem), grammar_engine(speculate=f"draft:{model_folder(OTHER)}"):
         pass
 
 

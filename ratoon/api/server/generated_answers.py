@@ -109,9 +109,17 @@ class UsageCounter:
         num_prompt_tokens, num_completion_tokens = sum(self._num_prompt_tokens), self.num_completion_tokens
         details = PromptTokensDetails(sum(self._num_cached_tokens))
         total = num_prompt_tokens + num_completion_tokens
-        return Usage(num_prompt_tokens, num_completion_tokens, total, details, self._drafts())
+        return Usage(num_prompt_tokens, num_completion_tokens, total, details, self._draft_details())
 
-    def _drafts(self) -> CompletionTokensDetails | None:
+    def drafts(self) -> dict[str, int]:
+        """Returns the counts of drafts under their names in a usage, for protocols that know no predictions; empty if
+        nothing was drafted."""
+        details = self._draft_details()
+        if details is None:
+            return {}
+        return {"draft_tokens": details.draft_tokens, "accepted_draft_tokens": details.accepted_draft_tokens}
+
+    def _draft_details(self) -> CompletionTokensDetails | None:
         drafted = [metrics for metrics in self._metrics if metrics is not None and metrics.num_draft_tokens]
         if not drafted:
             return None

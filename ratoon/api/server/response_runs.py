@@ -502,6 +502,6 @@ class ResponseRun:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens, **self._counter.drafts()},
             "total_tokens": usage.total_tokens,
         }

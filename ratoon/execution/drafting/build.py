@@ -14,6 +14,7 @@ from ratoon.core.errors import ConfigError
 from ratoon.execution.drafting.draft_head import HeadDrafter
 from ratoon.execution.drafting.draft_model import DraftModel
 from ratoon.execution.drafting.drafting import Drafting
+from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.drafting.interface import Drafter, Inputs
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.kv.kv_tensors import LayerCaches
@@ -133,13 +134,14 @@ def make_drafting(
     num_layers: int,
     token_memory: torch.Tensor | None = None,
     record: bool = False,
+    drawn: DrawnDrafts | None = None,
 ) -> Drafting:
     """`caches`: those of the draft's layers, in the blocks of the KV group `table`; `num_layers`: of the model that it
     drafts for. `token_memory`: that of the branches, where it lies on the device. `record`: small passes of a model are
-    recorded."""
+    recorded. `drawn`: draws the drafts; None: they are the likeliest tokens."""
     drafter: Drafter
     if isinstance(draft, DraftHead):
         drafter = HeadDrafter(draft, caches, table, inputs, branches, num_layers, token_memory)
     else:
         drafter = DraftModel(draft, caches, table, inputs, record)
-    return Drafting(drafter, branches, table, token_memory)
+    return Drafting(drafter, branches, table, token_memory, drawn)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ratoon.execution.drafting.draft_model import greedy_tokens, inputs_of_group
-from ratoon.execution.drafting.interface import Inputs, PassOfDrafts
+from ratoon.execution.drafting.interface import Choose, Inputs, PassOfDrafts
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.kv.kv_tensors import LayerCaches
@@ -42,7 +42,7 @@ class HeadDrafter:
         self._branches = branches
         self._token_memory = token_memory
 
-    def run(self, one: PassOfDrafts, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(self, one: PassOfDrafts, states: Tensor | None, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
         assert states is not None, "the program has copied them"
         head, caches = self._head, self._caches
         hidden = head.begin(states) if states.dim() == 3 else states
@@ -55,9 +55,19 @@ class HeadDrafter:
         final = head.forward(ids, hidden, inputs.positions, PagedStep(caches, metadata), rows)
         if not len(one.read):
             return ids[:0], final.stream
-        draft_ids = greedy_tokens(head.compute_logits(final.normed))
+        logits = head.compute_logits(final.normed)
+        if choose is not None:
+            return choose(self._over_vocabulary(logits)), final.stream
+        draft_ids = greedy_tokens(logits)
         tokens = torch.where(draft_ids < 0, draft_ids, head.tokens_of(draft_ids.clamp(min=0)))
         return tokens, final.stream
+
+    def _over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits over tokens that the head can guess [D, draft vocabulary] → over all tokens of the model [D, V]."""
+        config = self._head.config
+        draft_ids = torch.arange(config.draft_vocab_size, device=logits.device)
+        found = logits.new_full((len(logits), config.layer.vocab_size), -torch.inf)
+        return found.index_copy_(1, self._head.tokens_of(draft_ids), logits[:, : config.draft_vocab_size])
 
     def _tokens_behind(self, one: PassOfDrafts, device: torch.device) -> Tensor:
         """[T]: of each token of the pass, the one behind it."""

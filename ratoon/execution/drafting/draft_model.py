@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ratoon.execution.drafting.interface import Inputs, PassOfDrafts
+from ratoon.execution.drafting.interface import Choose, Inputs, PassOfDrafts
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
@@ -36,7 +36,7 @@ class DraftModel:
         self._inputs = inputs
         self._recorded = RecordedPasses(caches) if record and RecordedPasses.can_serve(caches) else None
 
-    def run(self, one: PassOfDrafts, states: Tensor | None) -> tuple[Tensor, None]:
+    def run(self, one: PassOfDrafts, states: Tensor | None, choose: Choose | None = None) -> tuple[Tensor, None]:
         program = self._program
         inputs = inputs_of_group(self._inputs.prepare(one.rows, one.counts), self._table, len(program.kv.backends))
         ends = ProgramEnds.of([LOGITS] if len(one.read) else [], [len(one.read)] if len(one.read) else [])
@@ -52,7 +52,7 @@ class DraftModel:
             results = program.run(inputs, ends, on_device, columns, read=read)
         if not results:
             return inputs.input_ids[:0], None
-        return greedy_tokens(results[0]), None
+        return (choose or greedy_tokens)(results[0]), None
 
     def clear(self) -> None:
         if self._recorded is not None:

@@ -3,7 +3,8 @@
 Behind a step the drafter runs over the tokens that the step has computed, so that its keys and values reach as far as
 the model's: in the same blocks, which forks, prefix hits, swaps and continuations carry along. The tokens that were
 sampled are known then, so rows of drafts that were not kept do not run. Behind branches that draft it goes on, one
-token of each in a pass, in slots behind their ends, which the next step writes anew. A draft never changes a result.
+token of each in a pass, in slots behind their ends, which the next step writes anew. A draft changes no result, unless
+drafts are accepted by rejection sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
-from ratoon.execution.drafting.interface import Drafter, PassOfDrafts
+from ratoon.execution.drafting.drawn import DrawnDrafts
+from ratoon.execution.drafting.interface import Choose, Drafter, PassOfDrafts
 from ratoon.execution.inputs.batch_rows import SpanRows, StepBatch
 from ratoon.execution.inputs.buffers import HostCopy, indices_on
 from ratoon.execution.inputs.input_batch import InputBatch
@@ -47,14 +49,16 @@ class Drafting:
         branches: InputBatch,
         table: int,
         token_memory: Tensor | None = None,
+        drawn: DrawnDrafts | None = None,
     ) -> None:
         """`table`: the KV group in whose blocks the drafter's keys and values lie. `token_memory`: that of the
-        branches, where it lies on the device."""
+        branches, where it lies on the device. `drawn`: draws the drafts; None: they are the likeliest tokens."""
         self.drafter = drafter
         self._branches = branches
         self._table = table
         self._block_size = int(branches.block_sizes[table])
         self._token_memory = token_memory
+        self._drawn = drawn
         self._step: DraftedStep | None = None
 
     def begin(self, plan: SchedulerOutput, batch: StepBatch, spans: SpanRows) -> None:
@@ -125,9 +129,12 @@ class Drafting:
         states = None
         if step.states is not None:
             states = step.states[:, indices_on(step.states.device, of_step.tolist())]
-        tokens, states = drafter.run(one, states)
         own = rows[drafting]
         places = np.arange(len(own))
+        ids = [step.batch.ids[place] for place in drafting]
+        if self._drawn is not None:
+            self._drawn.begin()
+        tokens, states = drafter.run(one, states, self._chooser(ids, own, places, 0))
         found = [(places, tokens)] if len(own) else []
         for number in range(1, int(lengths.max(initial=0))):
             still = np.flatnonzero(lengths[places] > number)
@@ -139,9 +146,15 @@ class Drafting:
             self._write(own[places], end, tokens)
             branches.num_computed[own[places]] = end - drafter.lag
             one = PassOfDrafts(own[places], np.ones(len(places), np.int64), np.arange(len(places)))
-            tokens, states = drafter.run(one, states)
+            tokens, states = drafter.run(one, states, self._chooser(ids, own, places, number))
             found.append((places, tokens))
         return found
+
+    def _chooser(self, ids: list[str], own: np.ndarray, places: np.ndarray, number: int) -> Choose | None:
+        """Chooses draft `number` of the branches at these places. None: the likeliest tokens."""
+        if self._drawn is None:
+            return None
+        return partial(self._drawn.draw, ids=[ids[place] for place in places.tolist()], rows=own[places], number=number)
 
     def _first_pass(
         self, step: DraftedStep, rows: np.ndarray, counts: np.ndarray, drafting: np.ndarray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from ratoon.execution.inputs.step_inputs import StepInputs
 from ratoon.execution.passes.ends import Layers
 
 Tensor = torch.Tensor
+Choose = Callable[[Tensor], Tensor]  # logits [D, V] → tokens [D], -1 where there is none
 
 
 class PassOfDrafts(NamedTuple):
@@ -31,9 +33,12 @@ class Drafter(Protocol):
     lag: int  # 0: a row reads the token at its position; 1: the token behind it, with the model's states at it
     reads: Layers | None  # the layers of the model whose states it reads
 
-    def run(self, one: PassOfDrafts, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, one: PassOfDrafts, states: Tensor | None, choose: Choose | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs a pass. `states` [layers, T, H]: those that it reads, in the first pass of a step; [T, H] later: its
-        own. Returns the tokens that it guesses, [D], on its device, -1 where it can't; and its own states [D, H]."""
+        own. `choose`: chooses the tokens; None: the likeliest ones. Returns the tokens that it guesses, [D], on its
+        device, -1 where it can't; and its own states [D, H]."""
         ...
 
     def clear(self) -> None:

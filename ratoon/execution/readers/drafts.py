@@ -7,7 +7,7 @@ its own: those behind the first that differs from its draft are not read, and ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ratoon.core.outputs import LogprobsLists, ModelRunnerOutput
+from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows
@@ -57,14 +58,19 @@ class DraftsReader:
         sampler: Sampler,
         first_spare: int,
         jumps: bool = False,
+        drawn: DrawnDrafts | None = None,
+        drawn_ids: Collection[str] = (),
     ) -> None:
-        """`first_spare`: slots from there on are free. `jumps`: see SampledReaders."""
+        """`first_spare`: slots from there on are free. `jumps`: see SampledReaders. `drawn`: knows how the drafts of
+        the branches `drawn_ids` were drawn."""
         self.wanted = wanted
         self._drafts = drafts
         self._branches = branches
         self._sampler = sampler
         self._first_spare = first_spare
         self._jumps = jumps
+        self._drawn = drawn
+        self._drawn_ids = drawn_ids
 
     def read(self, logits: torch.Tensor, output: ModelRunnerOutput) -> None:
         sampling_rows = self._sampler.rows
@@ -114,7 +120,8 @@ class DraftsReader:
         own, counts = [each.row for each in checked], [len(each.rows) for each in checked]
         slots = np.array([slot for each in checked for slot in (each.row, *each.spare)])
         drafts = np.array([draft for each in checked for draft in (*each.drafts, -1)])
-        sampled = self._sampler.sample_beside(logits, slots, branches.seeds[own].repeat(counts), drafts)
+        proposed = None if self._drawn is None else self._distributions(self._drawn, checked, drafts)
+        sampled = self._sampler.sample_beside(logits, slots, branches.seeds[own].repeat(counts), drafts, proposed)
         drawn, bad, logprobs = sampled.to_numpy().tolist(), set(sampled.bad_rows), sampled.logprobs_lists()
         first = 0
         for each in checked:
@@ -131,6 +138,23 @@ class DraftsReader:
             sampling_rows.append_run(each.row, kept)
             output.req_ids.append(each.req_id)
             output.sampled_token_ids.append(kept)
+
+    def _distributions(
+        self, drawn: DrawnDrafts, checked: list[CheckedBranch], drafts: np.ndarray
+    ) -> dict[int, torch.Tensor]:
+        """Returns the distributions that drafts were drawn from, by row. Drafts of which that is lost are taken out of
+        `drafts`: their rows are drawn on their own."""
+        found: dict[int, torch.Tensor] = {}
+        first = 0
+        for each in checked:
+            if each.req_id in self._drawn_ids:
+                distributions = drawn.take(each.req_id, int(self._branches.num_tokens[each.row]))
+                if distributions is None:
+                    drafts[first : first + len(each.drafts)] = -1
+                else:  # which are more, if there was no room for all drafts
+                    found.update(zip(range(first, first + len(each.drafts)), distributions))
+            first += len(each.rows)
+        return found
 
     def _with_forced(self, each: CheckedBranch, kept: list[int]) -> list[int]:
         """The tokens up to the first behind which others are forced, and these."""

@@ -12,6 +12,7 @@ import torch
 
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
@@ -37,7 +38,8 @@ class SampledReaders:
     """`resident`: the rows on the device, if they are there: tokens are chosen on the device then, unless a row asks
     for more than its kernels do, and stay there until the next step is under way. `jumps`: tokens for which a grammar
     leaves no choice are appended at once: here where rows are on the host, and else as told_runs.py says.
-    `waits_for_drafts`: what is kept of drafts is known once they are read, because more is drafted behind it."""
+    `waits_for_drafts`: what is kept of drafts is known once they are read, because more is drafted behind it.
+    `drawn`: knows how the device has drawn drafts, for rejection sampling."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class SampledReaders:
         resident: DeviceRows | None = None,
         jumps: bool = False,
         waits_for_drafts: bool = False,
+        drawn: DrawnDrafts | None = None,
     ) -> None:
         self._branches = branches
         self._sampler = sampler
@@ -53,6 +56,7 @@ class SampledReaders:
         self._jumps = jumps
         self._first_spare = len(branches.params)  # a slot that no row has
         self._waits_for_drafts = waits_for_drafts
+        self._drawn = drawn
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
         if not plan.sampled_req_ids:
@@ -75,7 +79,7 @@ class SampledReaders:
                 return [checked]
             ids, own, rows = [ids[place] for place in others], own[others], rows[others]
             checked = self._checked_on_device(drafts, layout, ids, own, [])
-            readers.append(checked or self._checking_reader(drafts, layout))
+            readers.append(checked or self._checking_reader(drafts, layout, plan.device_drafts))
             if not ids:
                 return readers
         needed = all_of(self._sampler.rows.needs[own])
@@ -87,11 +91,16 @@ class SampledReaders:
             readers.append(self._reader_of(plan, ids, own, rows, is_plain=not needed))
         return readers
 
-    def _checking_reader(self, drafts: Mapping[str, list[int]], layout: StepLayout) -> RowReader:
+    def _checking_reader(
+        self, drafts: Mapping[str, list[int]], layout: StepLayout, device_drafts: Collection[str]
+    ) -> RowReader:
         last = {req_id: layout.last_row(req_id) for req_id in drafts}
         rows = [np.arange(last[req_id] - len(tokens), last[req_id] + 1) for req_id, tokens in drafts.items()]
         wanted = EndRows(Logits(), np.concatenate(rows))
-        return DraftsReader(wanted, drafts, self._branches, self._sampler, self._first_spare, self._jumps)
+        branches, sampler = self._branches, self._sampler
+        return DraftsReader(
+            wanted, drafts, branches, sampler, self._first_spare, self._jumps, self._drawn, device_drafts
+        )
 
     def _checked_on_device(
         self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str], own: np.ndarray, others: list[int]

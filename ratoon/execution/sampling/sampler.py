@@ -5,6 +5,9 @@ The arithmetic is in layers/sampling.py. Branches and their ends are unknown her
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -15,7 +18,16 @@ from ratoon.layers import rejection, sampling
 from ratoon.layers.sampling import Chosen, Mode
 
 Tensor = torch.Tensor
-OF_DRAFTS = np.uint64(0xA5A5A5A55A5A5A5A)  # makes of a seed that of the numbers which decide on drafts
+OF_DRAFTS = np.uint64(0xA5A5A5A55A5A5A5A)  # makes of a seed that of the numbers which decide on drafts,
+OF_DRAWN = np.uint64(0x3C3C3C3CC3C3C3C3)  # and that of the numbers by which drafts are drawn
+
+
+class DrawnTokens(NamedTuple):
+    """Drafts of a pass. Those that are not drawn are the likeliest tokens."""
+
+    token_ids: Tensor  # [D] int64; -1: the logits can't be used
+    distributions: Tensor  # [D, V] that sum up to 1
+    is_drawn: list[bool]
 
 
 class Sampler:
@@ -41,9 +53,31 @@ class Sampler:
         choose = self._choose_in_groups if on_cpu else self._choose_together
         return self._with_logprobs(choose(logits, slots, seeds, needs), logits, slots, needs)
 
-    def sample_beside(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, drafts: np.ndarray) -> SampledTokens:
+    def draw_drafts(self, logits: Tensor, slots: np.ndarray, seeds: np.ndarray, places: np.ndarray) -> DrawnTokens:
+        """Drafts for the `places` of the texts of these slots, by logits [D, V] of what drafts and the params of the
+        requests. Below a grammar, which that does not know, they are not drawn."""
+        needs = self.rows.needs[slots]
+        numbers = self._plain_numbers(slots, seeds, needs)
+        numbers["temperature"] = np.where(needs & Needs.MASK, np.float32(0), numbers["temperature"])
+        numbers["uniforms"] = sampling.uniform(seeds ^ OF_DRAWN, places)
+        temperature, top_k, top_p, min_p, drawing = all_to_device(list(numbers.values()), logits.device)
+        found = rejection.distribution(logits.float(), temperature, sampling.Filters(top_k, top_p, min_p))
+        drawn = sampling.draw_from(found, drawing)
+        distributions = (found / found.sum(dim=-1, dtype=torch.float64, keepdim=True)).to(torch.float32)
+        token_ids = drawn.token_ids.to(torch.int64).masked_fill(drawn.bad.bool(), -1)
+        return DrawnTokens(token_ids, distributions, (numbers["temperature"] > 0).tolist())
+
+    def sample_beside(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        seeds: np.ndarray,
+        drafts: np.ndarray,
+        proposed: Mapping[int, Tensor] | None = None,
+    ) -> SampledTokens:
         """The same for rows behind which there is a draft [R]; -1: there is none. A row's token is its draft exactly
-        where that is accepted."""
+        where that is accepted. `proposed`: by row, the distribution [V] that its draft was drawn from; the others were
+        certain."""
         if not self.by_rejection:
             return self.sample(logits, slots, seeds)
         rows, device, needs = self.rows, logits.device, self.rows.needs[slots]
@@ -60,7 +94,12 @@ class Sampler:
             [*numbers.values(), deciding, drafts], device
         )
         probabilities = rejection.distribution(changed, temperature, sampling.Filters(top_k, top_p, min_p))
-        chosen = rejection.accept_or_draw(probabilities, guesses, None, accepting, drawing)
+        drawn_from = None
+        if proposed:
+            drawn_from = torch.zeros(probabilities.shape, dtype=torch.float32, device=device)
+            drawn_from.scatter_(1, guesses.clamp_min(0)[:, None], 1.0)
+            drawn_from[to_device(np.array(list(proposed)), device)] = torch.stack(list(proposed.values()))
+        chosen = rejection.accept_or_draw(probabilities, guesses, drawn_from, accepting, drawing)
         return self._with_logprobs(chosen, logits, slots, needs)
 
     def _with_logprobs(self, chosen: Chosen, logits: Tensor, slots: np.ndarray, needs: np.ndarray) -> SampledTokens:

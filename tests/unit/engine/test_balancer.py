@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from ratoon.core.adapters import Adapter
 from ratoon.core.params import PoolingParams, SamplingParams
 from ratoon.core.request import EngineCoreRequest, Extraction
 from ratoon.engine.processes.balancer import ENTRIES_BY_ENGINE, LEAST_MARKS, MARKS_BY_ENGINE, MAX_HOMES, LoadBalancer
@@ -11,8 +12,8 @@ from ratoon.engine.processes.balancer import ENTRIES_BY_ENGINE, LEAST_MARKS, MAR
 PIECE = 4
 
 
-def request(name: str, tokens: list[int], salt: str | None = None) -> EngineCoreRequest:
-    return EngineCoreRequest(name, tokens, SamplingParams(), cache_salt=salt)
+def request(name: str, tokens: list[int], salt: str | None = None, adapter: Adapter | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest(name, tokens, SamplingParams(), cache_salt=salt, adapter=adapter)
 
 
 def balancer(num_engines: int = 2) -> LoadBalancer:
@@ -64,6 +65,19 @@ def test_other_salts_do_not_share():
     document = list(range(400))
     two.choose(request("a", document, "one"), [0, 1])
     assert two.choose(request("b", document, "two"), [0, 1]) == 1
+
+
+def test_an_engine_has_a_prefix_with_the_adapter_of_this_digest_alone():
+    """Whatever the adapter's name and place: its files may have changed, or be those of another name."""
+    two = balancer()
+    document = list(range(400))
+    first, other = Adapter("1" * 32, "/a", 8), Adapter("2" * 32, "/a", 8)
+    assert two.choose(request("first", document, adapter=first), [0, 1]) == 0
+    two.started("first")
+    for name, adapter in (("base", None), ("changed", other)):
+        assert two.choose(request(name, document, adapter=adapter), [0, 1]) == 1, "no engine has computed it"
+        two.ended(name)
+    assert two.choose(request("moved", document, adapter=Adapter("1" * 32, "/b", 8)), [0, 1]) == 0
 
 
 def test_a_restarted_engine_has_forgotten_everything():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from ratoon.core.kv import AttachedGroup, group_layers
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, CaptureStep
+from ratoon.execution.drafting.drawn import DrawnDrafts
+from ratoon.execution.sampling.sampler import Sampler
 from ratoon.layers.native_ops import NativeOps
 from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
@@ -212,3 +215,21 @@ def test_steps_whose_states_a_head_reads_are_recorded() -> None:
         assert drafts_of(output) == guesses(head, LLAMA, text, 2)
         assert (len(driver.runner.recorded) > 0) == (number > 1), "from the second step of a shape on"
         output = driver.step(known={"a": len(text) - 1}, draft_lengths={"a": 2})
+
+
+def test_a_draft_whose_distribution_is_lost_is_not_taken_for_one_of_another_text() -> None:
+    driver = drafting_driver(LLAMA)
+    rows = driver.runner.sampling_rows
+    drawn = DrawnDrafts(driver.runner.input_batch, Sampler(rows, by_rejection=True))
+    params = {"a": SamplingParams(temperature=1.0, seed=1), "b": SamplingParams(temperature=0.0)}
+    driver.step(new=[driver.new(name, PROMPT, 1, params=one) for name, one in params.items()])
+    batch = driver.runner.input_batch
+    own = np.array([batch.row_of[name] for name in params])
+    for number in range(2):
+        drawn.draw(torch.randn(2, LLAMA.config.vocab_size), list(params), own, number)
+    assert drawn.take("b", int(batch.num_tokens[own[1]])) == [], "the likeliest tokens are certain"
+    assert drawn.take("a", int(batch.num_tokens[own[0]]) + 1) is None, "they were drafted behind a shorter text"
+    drawn.draw(torch.randn(2, LLAMA.config.vocab_size), list(params), own, 0)
+    distributions = drawn.take("a", int(batch.num_tokens[own[0]]))
+    assert distributions is not None and len(distributions) == 1 and float(distributions[0].sum()) == pytest.approx(1)
+    assert drawn.take("a", int(batch.num_tokens[own[0]])) is None, "each draft is checked once"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ratoon.core.errors import ModelError
+from ratoon.models import adapters
 from ratoon.models.adapters import digest_of, fit, inspect, open_adapter
 from ratoon.models.build import collect_shapes
 from ratoon.models.peft_adapter import is_brief_pattern
@@ -55,6 +56,18 @@ def test_an_adapter_is_inspected_by_its_headers(tmp_path: Path) -> None:
     assert torch.equal(a, tensors[f"base_model.model.{LAYER}.lora_A.weight"]) and b.shape == (8, 4)
     with pytest.raises(ModelError, match=r"has the rank 6; at most 5 \(max_lora_rank\)"):
         inspect(folder, SHAPES, max_rank=5)
+
+
+def test_files_are_hashed_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, hashed = save(tmp_path / "one"), []
+    hash_files = adapters._hash
+    monkeypatch.setattr(adapters, "_hash", lambda files: hashed.append(files) or hash_files(files))
+    first = digest_of(folder)
+    assert digest_of(folder) == first and len(hashed) == 2, "files that were written just now may change unseen"
+    monkeypatch.setattr(adapters, "SETTLED_NS", -(10**12))
+    assert [digest_of(folder) for _ in range(3)] == [first] * 3 and len(hashed) == 3
+    save(folder)  # other numbers, the same sizes
+    assert digest_of(folder) != first and len(hashed) == 4
 
 
 def test_the_digest_is_of_the_contents(tmp_path: Path) -> None:

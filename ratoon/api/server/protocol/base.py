@@ -235,11 +235,15 @@ class PromptTokensDetails(AnswerModel):
     cached_tokens: int = Field(description="Tokens of the prompts that were found in the prefix cache")
 
 
+DRAFT_TOKENS = "If something was drafted: guesses at tokens that were checked, from all sources of drafts"
+ACCEPTED_DRAFT_TOKENS = "Of these, those that became tokens of the answer"
+
+
 class CompletionTokensDetails(AnswerModel):
     accepted_prediction_tokens: int = Field(description="Tokens of the prediction that became tokens of the answer")
     rejected_prediction_tokens: int = Field(description="Tokens of the prediction that were checked and did not")
-    draft_tokens: int = Field(description="Guesses at tokens that were checked, from all sources of drafts")
-    accepted_draft_tokens: int = Field(description="Of these, those that became tokens of the answer")
+    draft_tokens: int = Field(description=DRAFT_TOKENS)
+    accepted_draft_tokens: int = Field(description=ACCEPTED_DRAFT_TOKENS)
 
 
 class Usage(AnswerModel):

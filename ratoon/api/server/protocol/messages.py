@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from ratoon.api.server.protocol.base import AnswerModel, CustomType, Entries, Int, ModelName, RequestModel
+from ratoon.api.server.protocol.base import (
+    ACCEPTED_DRAFT_TOKENS,
+    DRAFT_TOKENS,
+    AnswerModel,
+    CustomType,
+    Entries,
+    Int,
+    ModelName,
+    RequestModel,
+)
 from ratoon.api.server.protocol.structured import Schema
 from ratoon.core.errors import RequestError
 from ratoon.core.structured import StructuredOutput
@@ -133,6 +142,7 @@ class MessagesRequest(CountedMessages):
     seed: Int | None = Field(None, description="The same seed gives the same answer")
     retain_kv: float | None = Field(None, description="Keep the answer's memory for continuations, in seconds")
     cache_salt: str | None = Field(None, description="Requests with different salts share no cached blocks")
+    speculate: bool | None = Field(None, description="false: no drafts of its tokens, if the server makes some")
     priority: Int | None = Field(None, description="Lower goes first; needs --policy priority")
 
     # Accepted, without effect
@@ -167,6 +177,8 @@ class MessageUsage(AnswerModel):
     cache_read_input_tokens: int = Field(description="Tokens of the prompt that were found in the prefix cache")
     cache_creation_input_tokens: int
     output_tokens: int
+    draft_tokens: int | None = Field(None, description=DRAFT_TOKENS)
+    accepted_draft_tokens: int | None = Field(None, description=ACCEPTED_DRAFT_TOKENS)
 
 
 class MessageAnswer(AnswerModel):

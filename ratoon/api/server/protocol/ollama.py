@@ -75,6 +75,7 @@ class OllamaOptions(RequestModel):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    speculate: bool | None = Field(None, description="false: no drafts of its tokens; an extension")
     num_ctx: Int | None = Field(None, description="Accepted, without effect: the context is the server's setting")
 
     def sampling(self) -> dict[str, Any]:

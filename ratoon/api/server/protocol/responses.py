@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ratoon.api.server.protocol.base import (
+    ACCEPTED_DRAFT_TOKENS,
     CONSTRAINTS,
+    DRAFT_TOKENS,
     AnswerModel,
     ContinuationAnswer,
     Entries,
@@ -335,6 +337,8 @@ class InputTokensDetails(AnswerModel):
 
 class OutputTokensDetails(AnswerModel):
     reasoning_tokens: int
+    draft_tokens: int | None = Field(None, description=DRAFT_TOKENS)
+    accepted_draft_tokens: int | None = Field(None, description=ACCEPTED_DRAFT_TOKENS)
 
 
 class ResponseUsage(AnswerModel):

@@ -51,7 +51,7 @@ EXAMPLE = {
     "max_tokens": 32,
     "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
 }
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "seed")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "seed", "speculate")
 CHARS_OF_TOKEN = 4
 
 
@@ -294,6 +294,7 @@ class MessageRun:
             "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
+            **self._counter.drafts(),
         }
 
 

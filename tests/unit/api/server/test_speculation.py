@@ -119,3 +119,56 @@ async def test_drafts_of_a_server_are_in_its_metrics_and_in_usage(folder):
         assert "completion_tokens_details" not in answer.json()["usage"]
         response = await client.post("/v1/responses", {"input": "hello", "max_output_tokens": 4, "speculate": False})
         assert response.status == 200
+
+
+def messages(text):
+    return [{"role": "user", "content": text}]
+
+
+# An endpoint without completion_tokens_details: its path, a body, what its usage has, and where drafts are in it.
+OTHER_USAGES = [
+    pytest.param("/v1/responses", {"input": "hello", "max_output_tokens": 60}, "output_tokens_details", id="responses"),
+    pytest.param("/v1/messages", {"messages": messages("hello"), "max_tokens": 60}, None, id="messages"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "part"), OTHER_USAGES)
+@on_event_loop
+async def test_usage_of_responses_and_messages_counts_drafts_unless_they_are_switched_off(folder, path, body, part):
+    async with serving(folder, speculate="ngram") as client:
+        asked = {"model": MODEL, **body, "temperature": 0}
+
+        async def usage_of(**fields):
+            answer = await client.post(path, {**asked, **fields})
+            assert answer.status == 200, answer.body
+            usage = answer.json()["usage"]
+            return usage if part is None else usage[part]
+
+        usage = await usage_of()
+        assert usage["draft_tokens"] >= usage["accepted_draft_tokens"] > 0
+        off = await usage_of(speculate=False)
+        assert off.keys() == {name for name in usage if "draft" not in name}
+        assert '"accepted_draft_tokens":' in (await client.post(path, {**asked, "stream": True})).body.decode()
+
+
+@on_event_loop
+async def test_an_option_of_ollama_switches_drafts_off(folder):
+    async with serving(folder, speculate="ngram") as client:
+        asked = {"model": MODEL, "messages": messages("hello"), "stream": False}
+
+        async def drafted(**options):
+            before = await drafts_of(client)
+            answer = await client.post(
+                "/api/chat", {**asked, "options": {"temperature": 0, "num_predict": 60, **options}}
+            )
+            assert answer.status == 200, answer.body
+            return await drafts_of(client) - before
+
+        assert await drafted() > 0
+        assert await drafted(speculate=False) == 0
+
+
+async def drafts_of(client) -> float:
+    page = (await client.get("/metrics")).body.decode()
+    found = [line for line in page.splitlines() if line.startswith("ratoon_spec_decode_num_draft_tokens_total")]
+    return sum(float(line.split()[1]) for line in found)
