@@ -341,4 +341,5 @@ def is_scattered(blocks: np.ndarray, is_held: np.ndarray) -> bool:
     """Returns whether rows with the same block [R], of those that hold one there, are not all neighbours."""
     is_shareable = is_held & (blocks != 0)  # a null block was freed by a sliding window
     blocks = np.where(is_shareable, blocks, -1 - np.arange(len(blocks)))
-    return 1 + np.count_nonzero(blocks[1:] != blocks[:-1]) > len(set(blocks.tolist()))
+    num_runs = 1 + int(np.count_nonzero(blocks[1:] != blocks[:-1]))
+    return num_runs > len(set(blocks.tolist()))
