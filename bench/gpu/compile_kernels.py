@@ -323,6 +323,30 @@ def streams(compilation: Compilation, model: str, gate_up: Tensor, down: Tensor)
             linear.fused(between, None, x)
 
 
+def gluon(compilation: Compilation) -> None:
+    """One shape of each kernel in Gluon: the quickest way to see that they compile."""
+    triton_backend.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[attr-defined]
+    triton_backend.can_launch_dependently = lambda: True  # type: ignore[assignment]
+    triton_backend.has_wgmma = lambda: True  # type: ignore[attr-defined]
+    cuda_ops.num_multiprocessors = lambda device: NUM_SMS  # type: ignore[attr-defined]
+    compilation.part = "gluon: attention, prefill"
+    attend(16, 8, [4096], 8192)
+    norm = RMSWeights(torch.ones(1024, dtype=BF16), 1e-6)
+    compilation.part = "gluon: panel"
+    gate_up, down = torch.empty(6144, 1024, dtype=BF16), torch.empty(1024, 3072, dtype=BF16)
+    linear = CudaLinear(down, None, ProductChoices().of("linear", down))
+    linear.fused(torch.zeros(1, 3072, dtype=BF16), None, torch.zeros(1, 1024, dtype=BF16))
+    compilation.part = "gluon: stream"
+    long = torch.empty(4096, 14336, dtype=BF16)
+    linear = CudaLinear(long, None, ProductChoices(has_wgmma=True).of("linear", long))
+    linear.fused(torch.zeros(32, 14336, dtype=BF16), None, torch.zeros(32, 4096, dtype=BF16))
+    compilation.part = "gluon: factors of a norm, and wide"
+    ops = CudaOps(ProductChoices(has_wgmma=True), dependent_launch=True, batch_invariant=True)
+    mlp = ops.make_gated_mlp(ops.make_linear(gate_up, None), ops.make_linear(down, None))
+    assert isinstance(mlp, CudaGatedMLP)
+    mlp.gate(torch.zeros(256, 1024, dtype=BF16), norm)
+
+
 def choices(compilation: Compilation) -> None:
     logits = torch.empty(32, 151936, dtype=BF16)
     rows = len(logits)
@@ -451,6 +475,7 @@ def states(compilation: Compilation) -> None:
 
 
 PARTS = {
+    "gluon": gluon,
     "attention": attention, "latent": latent, "states": states, "products": products, "experts": mixtures,
     "adapters": adapters, "choices": choices, "inputs": inputs,
 }  # fmt: skip

@@ -22,6 +22,7 @@ GLUON = {
     "attention": {"prefill_kernel"},
     "products": {"_factors_kernel", "_panel_kernel", "_stream_kernel", "_wide_kernel"},
 }
+GLUON["gluon"] = set.union(*GLUON.values())  # one shape of each
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -37,6 +38,7 @@ def test_every_kernel_in_gluon_is_one_that_is_compiled_here():
     "part",
     [
         "inputs",
+        "gluon",
         *(
             pytest.param(part, marks=pytest.mark.full)
             for part in ("attention", "latent", "states", "products", "experts", "choices")

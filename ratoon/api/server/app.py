@@ -169,7 +169,7 @@ def build_routes(context: RouteContext, first: Sequence[APIRouter] = ()) -> Fast
     app = FastAPI(title="Ratoon", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
     hidden = {route.path for router in first for route in router.routes if isinstance(route, APIRoute)}
-    for router in (*first, *(_without(router, hidden) for router in _routers(context.settings))):
+    for router in (*first, *(_without(router, hidden) for router in routers_of(context.settings))):
         app.include_router(router)
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -187,7 +187,8 @@ def _without(router: APIRouter, paths: set[str]) -> APIRouter:
     return router if len(left.routes) == len(router.routes) else left
 
 
-def _routers(settings: ServerSettings) -> tuple[APIRouter, ...]:
+def routers_of(settings: ServerSettings) -> tuple[APIRouter, ...]:
+    """Returns the routers of a server of one model."""
     routers = (*ROUTERS, console.router) if settings.console else ROUTERS
     if not settings.admin:
         return routers
@@ -211,7 +212,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def _explain_routing(request: Request, error: HTTPException) -> str:
     if error.status_code == 404:
-        routers = _routers(context_of(request).settings)
+        routers = routers_of(context_of(request).settings)
         routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
         return no_such_path(request.url.path, (route.path for route in routes))
     if error.status_code == 405:

@@ -64,6 +64,12 @@ class EncodedPrompt:
 UNKNOWN_PROMPT = EncodedPrompt(None, [])  # of a continuation: known when its parent is found
 
 
+def check_count(context: ServerContext, param: str, count: int, what: str = "prompts") -> None:
+    """ApiError: the field has more prompts than a request may have. To be called before there is work for each."""
+    if count > context.settings.batch_limit:
+        raise refused(param, f"has {count} {what}", f"{context.settings.batch_limit} at most in a request")
+
+
 async def encode_prompts(
     context: ServerContext,
     param: str,
@@ -76,8 +82,7 @@ async def encode_prompts(
     encoder has its own length; `decoder_prompt` is then the beginning of all answers."""
     if decoder_prompt is not None and context.llm.source.config.encoder is None:
         raise refused("decoder_prompt", "the model has no encoder", "prompt")
-    if len(prompts) > context.settings.batch_limit:
-        raise refused(param, f"has {len(prompts)} prompts", f"{context.settings.batch_limit} at most in a request")
+    check_count(context, param, len(prompts))
     encoder = context.llm.source.config.encoder
     if encoder is not None and encoder.num_mel_bins is not None:
         raise refused(param, "is text, and the model's encoder reads audio", "/v1/audio/transcriptions takes audio")

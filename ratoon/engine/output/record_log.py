@@ -28,6 +28,11 @@ logger = get_logger(__name__)
 HEAD = struct.Struct("<Q16s")  # bytes of the record, and their checksum
 MAGIC = b"ratoon records 1\n"
 MOST_FILES = 64  # of one name, each of another process
+CONTENTS = {  # by the name of the log, for messages
+    "roots": "finished requests that can be continued",
+    "names": "names of finished requests",
+    "responses": "stored responses",
+}
 
 Record = Sequence[Buffer]  # frames, as core/wire.py has them
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,6 +57,7 @@ class RecordLog:
         """Opens the first file of this name that no other process has. ConfigError: there is none, or it can't be
         written."""
         self._has_failed = False
+        self._contents = CONTENTS[name]
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in range(MOST_FILES):
@@ -98,7 +104,8 @@ class RecordLog:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                logger.warning("%s can't be written, so that roots may not outlive the process: %s", self._path, error)
+                message = "%s can't be written, so that %s may not outlive the process: %s"
+                logger.warning(message, self._path, self._contents, error)
             self._has_failed = True
 
     def replace(self, records: Iterable[Record]) -> None:

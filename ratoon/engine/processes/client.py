@@ -93,4 +93,4 @@ def make_dp_client(config: EngineConfig, own: FrontEndConfig, timer: StartupTime
 
 
 def _missing(setting: str, error: ImportError) -> ConfigError:
-    return ConfigError(setting, f"needs a package that is missing ({error.name})", "pip install ratoon[serve]")
+    return ConfigError(setting, f"needs a package that is missing ({error.name})", "pip install 'ratoon[serve]'")

@@ -15,6 +15,7 @@ from ratoon.core.plan import BlockCopy, BlockIds, EmbeddingSpan, InputOverrides,
 from ratoon.execution.inputs.row_writes import NoRowWrites, RowWrites
 
 BLOCKS_TO_COMPARE = 256  # of a table: prefixes that are equal so far may be apart behind it
+COLUMNS_TO_COMPARE = 16  # of tables: the first in which rows of a step part
 
 
 class InputBatch:
@@ -82,6 +83,8 @@ class InputBatch:
         self.row_of: dict[str, int] = {}
         self.num_blocks = np.zeros((num_groups, max_rows), np.int64)
         self.num_table_changes = 0  # of blocks in tables, but for those that were appended
+        self._ordered: tuple[tuple[int, ...], int] = (), 0  # the rows and tables that `_order` was found for
+        self._order: list[int] | None = None
         self._free_rows = list(range(max_rows - 1, -1, -1))  # lowest first
 
     def __len__(self) -> int:
@@ -237,18 +240,23 @@ class InputBatch:
         self.note_blocks(copy.group, row, copy.index, 1)
 
     def order_by_prefix(self, rows: list[int]) -> list[int] | None:
-        """An order of these rows in which those that share their first blocks are neighbours, so that attention reads
-        what they share once. None: they are already."""
+        """Returns an order of these rows in which those that share the most blocks are neighbours, so that attention
+        reads what they share once; None if no order is better than theirs. Blocks that are only appended change no
+        order: it is looked for again when there are other rows, or other changes of tables."""
         if len(rows) <= 2:
             return None
-        table = self.block_tables[0]
-        first = table[rows, 0]
-        num_runs = 1 + np.count_nonzero(first[1:] != first[:-1])
-        if num_runs == len(set(first.tolist())):
+        of = tuple(rows), self.num_table_changes
+        if self._ordered != of:
+            self._ordered, self._order = of, self._find_order(rows)
+        return self._order
+
+    def _find_order(self, rows: list[int]) -> list[int] | None:
+        at, counts = np.array(rows), self.num_blocks[0, rows]
+        table = self.block_tables[0][:, : min(int(counts.max()), BLOCKS_TO_COMPARE)]
+        if not any(is_scattered(table[at, column], column < counts) for column in where_rows_part(table, at)):
             return None
-        width = min(self.max_blocks, BLOCKS_TO_COMPARE)
-        keys = table[rows, :width].astype(">i4").view(f"S{4 * width}")[:, 0]  # ordered as the numbers are
-        return keys.argsort(kind="stable").tolist()
+        keys = [row.tobytes() for row in table[at].astype(">i4")]  # ordered as the numbers are
+        return sorted(range(len(rows)), key=keys.__getitem__)
 
     def room_of(self, row: int) -> int:
         """The tokens that a row can still get."""
@@ -314,3 +322,24 @@ class InputBatch:
         if self.cross_tables is not None:
             width = self.cross_tables.shape[1]
             self.journal.note(self.cross_start + rows * width, width)
+
+
+def where_rows_part(table: np.ndarray, rows: np.ndarray) -> list[int]:
+    """Returns the first columns, COLUMNS_TO_COMPARE at most, in which one of these rows begins to differ from the row
+    before it. Few columns of most rows are read."""
+    found: set[int] = set()
+    before, after, start, width = rows[:-1], rows[1:], 0, 8
+    while len(after) and start < table.shape[1]:
+        differs = table[after, start : start + width] != table[before, start : start + width]
+        parts = differs.any(axis=1)
+        found.update((start + differs[parts].argmax(axis=1)).tolist())
+        before, after, start, width = before[~parts], after[~parts], start + width, 4 * width
+    return sorted(found)[:COLUMNS_TO_COMPARE]
+
+
+def is_scattered(blocks: np.ndarray, is_held: np.ndarray) -> bool:
+    """Returns whether rows with the same block [R], of those that hold one there, are not all neighbours."""
+    is_shareable = is_held & (blocks != 0)  # a null block was freed by a sliding window
+    blocks = np.where(is_shareable, blocks, -1 - np.arange(len(blocks)))
+    num_runs = 1 + int(np.count_nonzero(blocks[1:] != blocks[:-1]))
+    return num_runs > len(set(blocks.tolist()))

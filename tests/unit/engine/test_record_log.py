@@ -17,7 +17,7 @@ RECORDS = [[b"first", b""], [b"x" * 1000], [b"third", b"frames", b"3"]]
 
 
 def log_of(folder, records=()):
-    log = RecordLog(folder, "test")
+    log = RecordLog(folder, "names")
     log.read()
     for record in records:
         log.append(record)
@@ -25,7 +25,7 @@ def log_of(folder, records=()):
 
 
 def read(folder):
-    log = RecordLog(folder, "test")
+    log = RecordLog(folder, "names")
     found = log.read()
     log.close()
     return found
@@ -34,12 +34,12 @@ def read(folder):
 def test_records_are_read_in_their_order_by_a_later_process(tmp_path):
     log_of(tmp_path, RECORDS).close()
     assert read(tmp_path) == RECORDS
-    assert (tmp_path / "test-0.log").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "names-0.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_cut_anywhere_gives_its_whole_records_and_takes_further_ones(tmp_path):
     log_of(tmp_path, RECORDS).close()
-    file = tmp_path / "test-0.log"
+    file = tmp_path / "names-0.log"
     data = file.read_bytes()
     for length in range(len(data)):
         file.write_bytes(data[:length])
@@ -51,7 +51,7 @@ def test_a_file_cut_anywhere_gives_its_whole_records_and_takes_further_ones(tmp_
 
 def test_a_wrong_byte_is_never_read(tmp_path):
     log_of(tmp_path, RECORDS).close()
-    file = tmp_path / "test-0.log"
+    file = tmp_path / "names-0.log"
     data = file.read_bytes()
     draws = random.Random(5)
     for place in draws.sample(range(len(data)), 60):
@@ -66,7 +66,7 @@ def test_processes_at_the_same_time_have_files_of_their_own(tmp_path):
     first, second = log_of(tmp_path, [[b"a"]]), log_of(tmp_path, [[b"b"]])
     first.replace([[b"c"]])
     third = log_of(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["test-0.log", "test-1.log", "test-2.log"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["names-0.log", "names-1.log", "names-2.log"]
     for log in (first, second, third):
         log.close()
     assert read(tmp_path) == [[b"c"]]
@@ -89,13 +89,13 @@ def test_a_full_disk_loses_records_and_leaves_the_file_whole(tmp_path, monkeypat
     log.append(RECORDS[2])
     log.close()
     assert read(tmp_path) == [RECORDS[0], RECORDS[2]]
-    assert caplog.text.count("may not outlive") == 1
+    assert caplog.text.count("so that names of finished requests may not outlive the process") == 1
 
 
 def test_a_folder_that_can_not_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="kv_files"):
-        RecordLog(tmp_path / "file", "test")
+        RecordLog(tmp_path / "file", "names")
 
 
 def root(name: str, owner: str | None = None, num_tokens: int = 3) -> Root:

@@ -107,3 +107,30 @@ def test_padding_has_runs_without_tokens() -> None:
         "run_prefix_lens": [32],
         "prefix_ends": [32, 32, 0],
     }
+
+
+def test_rows_are_ordered_by_all_that_they_share_and_not_by_the_first_block_alone() -> None:
+    """Two documents behind the same instructions, asked about in turn, and a request that shares nothing."""
+    document, other = [2, 3, 4], [5, 6, 7]
+    tables = [[1, *(document if row % 2 else other), 20 + row] for row in range(4)]
+    branches = batch_of([*tables, [30, 31]])
+    runs = PrefixRunsOfRows(branches, SHARING)
+    order = branches.order_by_prefix([0, 1, 2, 3, 4])
+    assert order == [1, 3, 0, 2, 4]
+    assert find(runs, order) == [[0, 2, 4], [0, 2], [64, 64], [64, 64, 64, 64, 0]]
+    assert branches.order_by_prefix(order) is None, "no order is better than a sorted one"
+    assert branches.order_by_prefix([3, 1, 0, 2]) is None, "the documents are apart already"
+    assert branches.order_by_prefix([0, 1, 4]) is None, "two rows share the first block, and are neighbours"
+
+
+def test_an_order_is_kept_until_rows_or_tables_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    branches = batch_of([[1, 2, 3], [9, 4], [1, 2, 5]])
+    assert branches.order_by_prefix([0, 1, 2]) == [0, 2, 1]
+    searches: list[list[int]] = []
+    find_order = branches._find_order
+    monkeypatch.setattr(branches, "_find_order", lambda rows: searches.append(rows) or find_order(rows))
+    branches.append_blocks(0, ([6],))
+    assert branches.order_by_prefix([0, 1, 2]) == [0, 2, 1] and not searches
+    assert branches.order_by_prefix([1, 0, 2]) is None and len(searches) == 1
+    branches.replace_block(BlockCopy("r2", 0, 0, 1, 8))
+    assert branches.order_by_prefix([0, 1, 2]) is None and len(searches) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -159,17 +160,21 @@ def test_a_span_that_fails_hurts_nobody(caplog):
 
 
 def test_a_collector_that_does_not_answer_keeps_nobody_at_the_end(monkeypatch):
+    begun, answers, ended = threading.Event(), threading.Event(), threading.Event()
+
     class Slow(SpanExporter):
         def export(self, spans):
-            time.sleep(60)
+            begun.set()
+            answers.wait(60)
+            ended.set()
             return SpanExportResult.SUCCESS
 
     monkeypatch.setattr("ratoon.observe.tracing.SECONDS_TO_FLUSH", 0.1)
     tracer = make_tracer("http://127.0.0.1:1", "m", Slow())
     tracer.record(trace_of(time.monotonic() - 10))
-    began = time.monotonic()
     tracer.shutdown()
-    assert time.monotonic() - began < 30
+    assert begun.is_set() and not ended.is_set(), "the end waited for the collector"
+    answers.set()
 
 
 def test_of_headers_only_the_trace_context_is_taken():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from ratoon.api.answer_parts.plan import AnswerPlan
 from ratoon.api.answer_parts.reasoning_formats import SWITCHES, effort_variables
-from ratoon.api.answer_parts.tool_use import NO_TOOLS, tool_use
+from ratoon.api.answer_parts.tool_use import NO_TOOLS, ToolUse, tool_use
 from ratoon.api.server.context import ServerContext, context_of
 from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
@@ -25,8 +26,8 @@ from ratoon.api.server.model_directory import directory_of
 from ratoon.api.server.ollama_answers import LineStream, OllamaRun, error_line, now
 from ratoon.api.server.ollama_models import describe_files, describe_loaded, list_files
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import EncodedPrompt, encode_chat, encode_prompts
-from ratoon.api.server.protocol.chat import Message
+from ratoon.api.server.prompts import EncodedPrompt, check_count, encode_chat, encode_prompts
+from ratoon.api.server.protocol.chat import Message, Tool
 from ratoon.api.server.protocol.ollama import (
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -134,16 +135,15 @@ def plain_name(context: ServerContext, name: str) -> str:
 
 async def make_chat(context: ServerContext, asked: OllamaChatRequest, exchange: Exchange) -> OllamaRun:
     context.check_model(plain_name(context, asked.model))
-    tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools or ()]
     assert asked.messages
-    last = asked.messages[-1]
+    last, size = asked.messages[-1], exchange.body_size
     continues = last.role == "assistant" and not last.tool_calls and bool(last.content)
-    plan = context.answer_plan(tool_use(tools, None, True), continued=last.content if continues else None)
-    messages = [as_message(index, message) for index, message in enumerate(asked.messages)]
+    tools = await off_loop(size, partial(as_tool_use, asked.tools or ()))
+    plan = context.answer_plan(tools, continued=last.content if continues else None)
     prompt = await encode_chat(
         context,
-        messages,
-        size=exchange.body_size,
+        await off_loop(size, partial(as_messages, asked.messages)),
+        size=size,
         tools=plan.tools.tools,
         continue_final_message=continues,
         variables=thinking_variables(context, asked),
@@ -162,12 +162,9 @@ async def make_generation(context: ServerContext, asked: OllamaGenerateRequest, 
         plan = context.answer_plan(NO_TOOLS)
     else:
         plan = context.answer_plan(NO_TOOLS)
-        user = OllamaMessage.model_validate({"role": "user", "content": asked.prompt, "images": asked.images})
-        messages = [as_message(0, user, "images")]
-        if asked.system:
-            messages.insert(0, Message(role="system", content=asked.system))
+        messages, size = await off_loop(exchange.body_size, partial(prompt_as_messages, asked)), exchange.body_size
         variables = thinking_variables(context, asked)
-        prompt = await encode_chat(context, messages, param="prompt", size=exchange.body_size, variables=variables)
+        prompt = await encode_chat(context, messages, param="prompt", size=size, variables=variables)
     if asked.context:
         token_ids = [*asked.context, *prompt.token_ids]
         (checked,) = await encode_prompts(context, "context", [token_ids], False, 1)
@@ -248,6 +245,23 @@ def thinking_variables(context: ServerContext, asked: OllamaRequest) -> dict[str
     if isinstance(asked.think, str):
         return effort_variables(asked.think)
     return dict.fromkeys(SWITCHES, asked.think)
+
+
+def as_tool_use(tools: Sequence[Tool]) -> ToolUse:
+    """Returns the use of a request's tools, which may be many: to be called off the event loop."""
+    return tool_use([tool.model_dump(exclude_unset=True) for tool in tools], None, True)
+
+
+def as_messages(messages: Sequence[OllamaMessage]) -> list[Message]:
+    """Returns messages as chat templates have them. There may be many: to be called off the event loop."""
+    return [as_message(index, message) for index, message in enumerate(messages)]
+
+
+def prompt_as_messages(asked: OllamaGenerateRequest) -> list[Message]:
+    """Returns the conversation that a prompt stands for: its system text, and itself with its images."""
+    user = OllamaMessage.model_validate({"role": "user", "content": asked.prompt, "images": asked.images})
+    system = [Message(role="system", content=asked.system)] if asked.system else []
+    return [*system, as_message(0, user, "images")]
 
 
 def as_message(index: int, message: OllamaMessage, images: str | None = None) -> Message:
@@ -337,15 +351,21 @@ async def embed_texts(
     context, exchange = context_of(request), exchange_of(request.scope)
     name = plain_name(context, model)
     context.check_model(name)
-    prompts: list[Any] = texts
-    if truncate:
-        limit, tokenizer = context.max_model_len, context.llm.get_tokenizer()
-        work = [partial(tokenizer.encode, text, True) for text in texts]
-        encoded = await off_loop(sum(map(len, texts)), lambda: [encode() for encode in work])
-        prompts = [token_ids[:limit] if len(token_ids) > limit else text for text, token_ids in zip(texts, encoded)]
-    if not prompts:
+    if not texts:
         raise refused("input", "is empty", "at least one text")
-    asked = EmbeddingRequest.model_validate({"model": name, "input": prompts, "dimensions": dimensions})
+    check_count(context, "input", len(texts))
+
+    limit, tokenizer = context.max_model_len, context.llm.get_tokenizer()
+
+    def cut(text: str) -> str | list[int]:
+        token_ids = tokenizer.encode(text, True)
+        return token_ids[:limit] if len(token_ids) > limit else text
+
+    def make_request() -> EmbeddingRequest:
+        prompts = [cut(text) for text in texts] if truncate else texts
+        return EmbeddingRequest.model_validate({"model": name, "input": prompts, "dimensions": dimensions})
+
+    asked = await off_loop(sum(map(len, texts)), make_request)
     return await embed_all(context, asked, new_id("embd"), exchange)
 
 

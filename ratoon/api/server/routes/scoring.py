@@ -18,7 +18,7 @@ from ratoon.api.server.errors import refused
 from ratoon.api.server.exchange import Exchange, exchange_of
 from ratoon.api.server.generation import PROMPT_FIELDS, all_or_none, make_id
 from ratoon.api.server.openapi import MODEL, WITH_BODY, answers, body
-from ratoon.api.server.prompts import encode_prompts
+from ratoon.api.server.prompts import check_count, encode_prompts
 from ratoon.api.server.protocol.base import (
     AnswerModel,
     Entries,
@@ -214,7 +214,8 @@ async def rerank(request: Request) -> Response:
         ]
         return {"id": scored.id, "model": asked.model, "usage": scored.usage, "results": results}
 
-    return await large_response(request, len(documents), build)
+    size = sum(map(len, documents)) if with_texts else len(documents)
+    return await large_response(request, size, build)
 
 
 @router.post(
@@ -255,6 +256,7 @@ async def score(request: Request) -> Response:
         raise refused("text_2", "is empty", "at least one text")
     if len(firsts) not in (1, len(seconds)):
         raise refused("text_1", f"has {len(firsts)} texts for {len(seconds)}", "one, or one for each of text_2")
+    check_count(context, "text_2", len(seconds), "texts")
     pairs = list(zip(firsts if len(firsts) > 1 else firsts * len(seconds), seconds))
     fields = ["text_2"] if len(pairs) == 1 else [f"text_2[{index}]" for index in range(len(pairs))]
     options = ScoreOptions(asked.instruction, asked.truncate_prompt_tokens, None, asked.activation)
@@ -316,6 +318,7 @@ async def score_documents(
     options: ScoreOptions,
     exchange: Exchange,
 ) -> Scored:
+    check_count(context, "documents", len(documents), "texts")
     fields = [f"documents[{index}]" for index in range(len(documents))]
     return await score_pairs(context, asked, [(query, one) for one in documents], fields, options, exchange, "rerank")
 
@@ -330,10 +333,8 @@ async def score_pairs(
     prefix: str,
 ) -> Scored:
     context.check_model(asked.model)
-    llm, limit = context.llm, context.settings.batch_limit
+    llm = context.llm
     verify_scores(llm.source.config)
-    if len(pairs) > limit:
-        raise refused(fields[0].partition("[")[0], f"has {len(pairs)} texts", f"{limit} at most in a request")
     plan = await off_loop(
         sum(len(document) for _, document in pairs) + len(pairs[0][0]),
         partial(

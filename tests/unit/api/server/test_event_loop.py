@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from array import array
 from collections.abc import AsyncIterator
@@ -12,11 +13,14 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
+from ratoon.api.server.app import routers_of
 from ratoon.api.server.response_items import message, store_items
+from ratoon.core.config import ClassifierConfig
 from ratoon.core.outputs import LogprobsLists, PromptLogprobsChunk
-from ratoon.core.params import MAX_LOGIT_BIAS, PoolingParams, SamplingParams
-from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.params import MAX_LENS, MAX_LOGIT_BIAS, PoolingParams, SamplingParams
+from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, Extraction, FinishReason, lens_width
 from ratoon.core.wire import WireTensor
 from tests.loop_watch import LongCallbackError, LoopWatch, again_if_long, watching_loop
 from tests.unit.api.server import harness
@@ -27,6 +31,10 @@ from tests.unit.engine.fakes_async import on_event_loop
 MEBIBYTE = 2**20
 LENGTH = 65_536
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+CONVERSATIONS = "/v1/conversations"
+ONE_CONVERSATION = CONVERSATIONS + "/{conversation_id}"  # a test puts the id of a new one into the path
+ADMIN_KEY = "sk-admin"
+ADMIN: dict[str, Any] = {"admin": True, "admin_keys": (ADMIN_KEY,), "adapter_roots": ("/nowhere",)}
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
@@ -61,6 +69,8 @@ def respond(**fields: Any) -> dict[str, Any]:
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 1000})}}
+PARTS = [{"type": "text", "text": "x"}] * 20_000
+IMAGES = ["iVBORw0KGgo="] * 20_000
 FORM = (
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
     + b"x\n" * (15 * MEBIBYTE)
@@ -94,7 +104,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "a chat that is too long": (CHAT, chat(messages=[user(TOO_LONG)])),
     "a long chat": (CHAT, chat(messages=[user("x" * 40)] * 1400)),
     "a chat of many messages": (CHAT, chat(messages=[user("")] * 8000)),
-    "a chat of many parts": (CHAT, chat(messages=[user([{"type": "text", "text": "x"}] * 20_000)])),
+    "a chat of many parts": (CHAT, chat(messages=[user(PARTS)])),
     "a chat of many calls": (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [CALL] * 2000}])),
     "many tools": (CHAT, chat(tools=TOOLS)),
     "a tool must be called": (CHAT, chat(tools=TOOLS[:50], tool_choice="required")),
@@ -112,7 +122,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "items of no kind": (RESPONSES, respond(input=[{}] * 40_000)),
     "a truncated response": (RESPONSES, respond(input=[user("x" * 400)] * 2000, truncation="auto")),
     "a long message": (MESSAGES, chat(messages=[user(LONG_TEXT)])),
-    "many blocks": (MESSAGES, chat(messages=[user([{"type": "text", "text": "x"}] * 20_000)])),
+    "many blocks": (MESSAGES, chat(messages=[user(PARTS)])),
     "many messages": (MESSAGES, chat(messages=[user("x"), {"role": "assistant", "content": "y"}] * 4000)),
     "a message that is too long": (MESSAGES, chat(messages=[user(TOO_LONG)])),
     "a message to count": ("/v1/messages/count_tokens", {"model": MODEL, "messages": [user("x" * MEBIBYTE)]}),
@@ -123,28 +133,82 @@ CASES: dict[str, tuple[str, Any]] = {
     "hidden states of a long text": ("/v1/hidden_states", {"model": MODEL, "prompt": LONG_TEXT}),
     "a file in a form": ("/v1/audio/transcriptions", FORM),
     "a form": ("/v1/audio/transcriptions", b"--x\r\n" + b"x" * (30 * MEBIBYTE)),
+    "an Ollama chat of many messages": ("/api/chat", {"model": MODEL, "messages": [user("")] * 20_000}),
+    "an Ollama chat of many images": ("/api/chat", {"model": MODEL, "messages": [{**user("x"), "images": IMAGES}]}),
+    "an Ollama chat with many tools": ("/api/chat", {"model": MODEL, "messages": [user("x")], "tools": TOOLS[:100]}),
+    "an Ollama chat with many small tools": (
+        "/api/chat", {"model": MODEL, "messages": [user("x")], "tools": FEW_TOOLS * 10_000},
+    ),
+    "an Ollama chat that is too long": ("/api/chat", {"model": MODEL, "messages": [user(TOO_LONG)]}),
+    "an Ollama prompt with images": ("/api/generate", {"model": MODEL, "prompt": "x", "images": IMAGES}),
+    "an Ollama prompt with a context": ("/api/generate", {"model": MODEL, "prompt": "x", "context": [97] * LENGTH}),
+    "an Ollama prompt that is raw": ("/api/generate", {"model": MODEL, "prompt": LONG_TEXT, "raw": True}),
+    "an Ollama prompt that is too long": ("/api/generate", {"model": MODEL, "prompt": TOO_LONG}),
+    "texts for Ollama to embed": ("/api/embed", {"model": MODEL, "input": ["Rice is a grass. " * 100] * 256}),
+    "long texts for Ollama to embed": ("/api/embed", {"model": MODEL, "input": ["x" * (LENGTH + 1)] * 20}),
+    "too many texts for Ollama to embed": ("/api/embed", {"model": MODEL, "input": ["x"] * 120_000}),
+    "a text for Ollama to embed": ("/api/embeddings", {"model": MODEL, "prompt": "x" * MEBIBYTE}),
+    "a model to show": ("/api/show", {"model": TOO_LONG}),
+    "a conversation of many parts": (CONVERSATIONS, {"items": [user(PARTS[:1000])] * 20}),
+    "a conversation of too many items": (CONVERSATIONS, {"items": [user("")] * 20_000}),
+    "metadata of a conversation": (ONE_CONVERSATION, {"metadata": {str(key): "x" * 100 for key in range(20_000)}}),
+    "items for a conversation": (ONE_CONVERSATION + "/items", {"items": [user("x" * 100_000)] * 20}),
+    "documents to sort": ("/v1/rerank", {"model": MODEL, "query": "x", "documents": ["Rice is a grass. " * 100] * 256}),
+    "too many documents": ("/v1/rerank", {"model": MODEL, "query": "x", "documents": ["x"] * 120_000}),
+    "documents that are objects": (
+        "/v1/rerank", {"model": MODEL, "query": "x", "documents": [{"text": "x"}] * 40_000},
+    ),
+    "long documents": ("/v2/rerank", {"model": MODEL, "query": "x", "documents": ["x" * (MEBIBYTE // 4)] * 3}),
+    "pairs to score": ("/v1/score", {"model": MODEL, "text_1": "x", "text_2": ["Rice is a grass. " * 100] * 256}),
+    "too many pairs": ("/v1/score", {"model": MODEL, "text_1": "x", "text_2": ["x"] * 120_000}),
+    "texts to label": ("/v1/classify", {"model": MODEL, "input": ["Rice is a grass. " * 100] * 256}),
+    "texts to label, cut": (
+        "/v1/classify", {"model": MODEL, "input": ["x" * LENGTH] * 10, "truncate_prompt_tokens": 1000},
+    ),
+    "an adapter to load": ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x" * (MEBIBYTE // 4)}),
+    "an adapter to unload": ("/v1/unload_lora_adapter", {"lora_name": "x" * MEBIBYTE}),
+    "a lens over a long text": ("/v1/hidden_states", {"model": MODEL, "prompt": LONG_TEXT, "lens": MAX_LENS}),
 }  # fmt: skip
+NO_BODY = "its route reads no body"
+WITHOUT_CASE = {
+    "/admin/pause": NO_BODY,
+    "/admin/resume": NO_BODY,
+    "/admin/reset_prefix_cache": NO_BODY,
+    "/admin/sleep": NO_BODY,
+    "/admin/wake_up": NO_BODY,
+    "/admin/profile/start": NO_BODY,
+    "/admin/profile/stop": NO_BODY,
+    "/admin/replicas": NO_BODY,
+    "/admin/replicas/{index}/drain": NO_BODY,
+    "/v1/responses/{response_id}/cancel": NO_BODY,
+    "/v1/audio/translations": "its form is read as that of /v1/audio/transcriptions",
+}
+# The engine of the script has no vectors: what is measured is how the texts get there.
+WITH_VECTORS = (
+    "/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/v1/classify",
+)  # fmt: skip
 
 
 @asynccontextmanager
 async def watched(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterator[tuple[Client, LoopWatch]]:
     """A server for long prompts, and the watch over its event loop, from when its first requests were answered."""
     monkeypatch.setattr(harness, "MAX_MODEL_LEN", LENGTH)
-    config = model_config(max_position=LENGTH)
+    config = model_config(max_position=LENGTH, classifier=ClassifierConfig(("useful",), "last"))
     with watching_loop() as watch:
-        async with scripted(script, config=config, template=TEMPLATE, max_audio=64 * MEBIBYTE) as client:
+        async with scripted(script, config=config, template=TEMPLATE, max_audio=64 * MEBIBYTE, **ADMIN) as client:
             for path, body in ((CHAT, chat()), (COMPLETIONS, complete()), (RESPONSES, respond()), (MESSAGES, chat())):
                 assert (await client.post(path, body)).status == 200
                 assert (await client.post(path, {**body, "stream": True})).status == 200
                 assert (await client.post(path, {"unknown": 1})).status == 400
             await client.post("/v1/hidden_states", {"model": MODEL, "prompt": "x"})
+            await client.get("/nothing")  # FastAPI prepares the routes of a router when a path is first looked up in it
             watch.begin_again()
             yield client, watch
 
 
 @pytest.mark.slow  # bodies of megabytes, one for each way to be hostile
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @again_if_long
 @on_event_loop
 async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +216,26 @@ async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.Monke
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     pieces = [data[start : start + 65536] for start in range(0, len(data), 65536)]
     kind = "multipart/form-data; boundary=x" if path.startswith("/v1/audio") else "application/json"
+    headers = {"content-type": kind}
+    if path.endswith("_lora_adapter"):
+        headers["authorization"] = f"Bearer {ADMIN_KEY}"
     async with watched(monkeypatch, say("y")) as (client, watch):
-        answer = await client.open("POST", path, headers={"content-type": kind}, pieces=pieces).answer()
-        # The engine of the script has no vectors; what is measured is how the texts get there.
-        assert answer.status in (200, 400, 404, 429) or path == "/v1/embeddings", answer.body
+        if path.startswith(ONE_CONVERSATION):
+            path = path.format(conversation_id=(await client.post(CONVERSATIONS, {})).json()["id"])
+        answer = await client.open("POST", path, headers=headers, pieces=pieces).answer()
+        assert answer.status in (200, 400, 404, 429) or path in WITH_VECTORS, answer.body
     watch.check()
+
+
+@on_event_loop
+async def test_every_route_that_reads_a_body_has_a_hostile_one() -> None:
+    """A route that has several paths needs a case for one of them."""
+    async with scripted(**ADMIN) as client:
+        routes = [route for router in routers_of(client.context.settings) for route in router.routes]
+    posts = [route for route in routes if isinstance(route, APIRoute) and route.methods & {"POST", "PUT", "PATCH"}]
+    tried = {route.endpoint for route in posts if route.path in {path for path, _ in CASES.values()}}
+    without = {route.path for route in posts if route.endpoint not in tried}
+    assert without == set(WITHOUT_CASE)
 
 
 # ---- answers ----
@@ -212,14 +291,20 @@ class GenerousClient(FakeClient):
         self.rows_at_once = 512
         # Making them is not measured
         self._row, self._prompt_rows = logprob_rows(1, NUM_TOP), logprob_rows(NUM_PROMPT_ROWS, NUM_PROMPT_TOP)
+        self._label = WireTensor("float32", (1,), array("f", [0.5]).tobytes())
         self._vector = WireTensor("float32", (VECTOR_SIZE,), array("f", [0.1234567] * VECTOR_SIZE).tobytes())
 
     def get_output(self) -> EngineCoreOutputs:
         step = super().get_output()
         for output in step.outputs:
             params = self._requests[output.request_id].params
+            if isinstance(params, Extraction) and params.lens:
+                assert output.hidden_states is not None
+                shape = (*output.hidden_states.shape[:2], lens_width(params.lens))
+                output.hidden_states = WireTensor("float32", shape, array("f", [97.0] * math.prod(shape)).tobytes())
             if isinstance(params, PoolingParams):
-                output.finish_reason, output.error, output.pooled = FinishReason.STOP, None, self._vector
+                output.finish_reason, output.error = FinishReason.STOP, None
+                output.pooled = self._label if params.classify else self._vector
             elif isinstance(params, SamplingParams):
                 output.new_logprobs = None if params.logprobs is None else self._row
                 if params.prompt_logprobs is not None and self._given[output.request_id, output.choice] == 1:
@@ -233,6 +318,7 @@ def always_a(request: EngineCoreRequest, choice: int) -> list[int]:
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP, "max_output_tokens": NUM_TOKENS}
 MANY = {"max_tokens": NUM_TOKENS}
+OLLAMA_LENGTH = {"num_predict": NUM_TOKENS}
 LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a completion": (COMPLETIONS, complete(logprobs=NUM_TOP, **MANY)),
     "a completion that is streamed": (COMPLETIONS, complete(logprobs=NUM_TOP, stream=True, **MANY)),
@@ -265,6 +351,15 @@ LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden states of a completion": (
         COMPLETIONS,
         complete(prompt="x" * 2000, return_hidden_states={"positions": "all"}, n=4, max_tokens=200),
+    ),
+    "a lens": ("/v1/hidden_states", {"model": MODEL, "prompt": "x" * 2000, "positions": "all", "lens": MAX_LENS}),
+    "sorted documents": ("/v1/rerank", {"model": MODEL, "query": "x", "documents": [LONG_TEXT[:2000]] * 256}),
+    "labels": ("/v1/classify", {"model": MODEL, "input": ["x"] * 256}),
+    "vectors in Ollama's form": ("/api/embed", {"model": MODEL, "input": ["x"] * 256}),
+    "a chat in Ollama's form": ("/api/chat", {"model": MODEL, "messages": [user("x")], "options": OLLAMA_LENGTH}),
+    "a prompt in Ollama's form": (
+        "/api/generate",
+        {"model": MODEL, "prompt": "x", "options": OLLAMA_LENGTH, "stream": False},
     ),
     "tokens of a text": ("/tokenize", {"prompt": "x" * 60_000, "return_token_strs": True}),
     "a text of tokens": ("/detokenize", {"tokens": [97] * 190_000}),
@@ -366,17 +461,28 @@ async def test_a_stored_response_of_any_size_is_read_without_the_event_loop(monk
         assert answer.json()["output"][0]["content"][0]["text"] == text
 
 
+OTHER_PATHS = (
+    "/health", "/version", "/metrics", "/v1/models", "/v1/requests", "/", "/docs",
+    "/console/config.json", "/console/index.html", "/api/version",
+)  # fmt: skip
+UNKNOWN = "x" * 60_000
+UNKNOWN_PATHS = ("/v1/" + UNKNOWN, "/console/" + "x/" * 30_000, f"{CONVERSATIONS}/{UNKNOWN}/items")
+UNKNOWN_NAMES = (f"/v1/engine/requests/{UNKNOWN}", f"{CONVERSATIONS}/{UNKNOWN}")
+
+
 @again_if_long
 @on_event_loop
 async def test_every_other_route_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch, say("y")) as (client, watch):
-        for path in ("/health", "/version", "/metrics", "/v1/models", "/v1/requests", "/", "/docs"):
-            assert (await client.get(path)).status == 200, path
-        assert (await client.get("/v1/" + "x" * 60_000)).status == 404
-        watch.begin_again()  # what is made once, on first use, may take longer
-        for path in ("/health", "/version", "/metrics", "/v1/models", "/v1/requests", "/", "/docs"):
-            assert (await client.get(path)).status == 200, path
-        assert (await client.get("/v1/" + "x" * 60_000)).status == 404
+        for is_first in (True, False):
+            if not is_first:
+                watch.begin_again()  # what is made once, on first use, may take longer
+            for path in OTHER_PATHS:
+                assert (await client.get(path)).status == 200, path
+            for path in UNKNOWN_PATHS:
+                assert (await client.get(path)).status == 404, path
+            for path in UNKNOWN_NAMES:
+                assert (await client.open("DELETE", path).answer()).status == 404, path
     watch.check()
 
 
