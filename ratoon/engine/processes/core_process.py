@@ -31,7 +31,6 @@ from typing import Any
 
 import zmq
 
-from ratoon.core.config import EngineConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
 from ratoon.core.messages import (
