@@ -21,8 +21,8 @@ from ratoon.core.errors import ConfigError, DeviceLostError
 from ratoon.core.settings import configure, engine_config
 from ratoon.distributed import node as node_module
 from ratoon.distributed.cluster import SECRET_VARIABLE
-from tests.golden.engines import model_folder
 from tests.golden import every_kind
+from tests.golden.engines import model_folder
 from tests.golden.every_kind import answers, ask_everything, right_answers
 from tests.golden.grammar_engines import FAMILY, grammar_folder
 from tests.golden.nodes import SECRET, Relay, beat_fast, free_port, running_node
