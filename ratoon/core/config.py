@@ -326,6 +326,7 @@ class CacheConfig:
     encoder_folder: str | None = None  # for outputs of media encoders alone, where engines of one client share them
     encoder_folder_bytes: int = 2**30  # that they take at most
     rank_folder: str | None = None  # a private one, in which ranks reach what moves their blocks to other engines
+    num_sharers: int = 1  # workers of this host that divide the device's free memory, if memory_fraction is not set
     kv_files_bytes: int = setting(
         16 * 2**30, "that the files of kv_files take at most, such as 100GiB", name="kv_files_size", size=True
     )
@@ -585,6 +586,9 @@ class EngineConfig:
         "exchange data in every step. Dense models need none of it",
     )
     encodes_only: bool = False  # an engine that runs the encoder of media for others, and nothing else
+    # Which of how many engines of this host it is: their ranks share its devices, cores and memory
+    index_on_host: int = 0
+    num_on_host: int = 1
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -120,18 +120,23 @@ def agree_on_pool(measured: Sequence[Measurements]) -> PoolSize:
 # ---- calls ----
 
 
+SECONDS_OF_A_CALL = 600.0  # loading weights takes longest
+
+
 class WorkerMethod(NamedTuple):
     arguments: tuple[Any, ...] = ()  # their types
     result: Any = None  # its type
     # Whether it is executed at once, beside the steps in flight; otherwise after them and before later ones
     beside_steps: bool = False
+    # In which workers that are processes must answer: after the call, and after the steps that it waits for
+    seconds: float = SECONDS_OF_A_CALL
 
 
 WORKER_METHODS = {
     # Before the phases, where ranks are on several hosts: where each is reached by a rank of the stage before it and by
     # others of its own stage, or nothing, if those are on the same host; then the answers of all ranks
-    "listen": WorkerMethod((), list[str]),
-    "connect": WorkerMethod((list[list[str]],)),
+    "listen": WorkerMethod((), list[str], seconds=120.0),
+    "connect": WorkerMethod((list[list[str]],), seconds=120.0),
     # The phases, each called once and in this order
     "choose": WorkerMethod((), WorkerChoices),
     "load": WorkerMethod((), WeightFacts),
@@ -145,7 +150,9 @@ WORKER_METHODS = {
     # when it is there.
     "encode_media": WorkerMethod((dict[str, MediaInput],)),
     # The caller has handled a failed step and the skipped ones: plans submitted from now on are executed.
-    "recover": WorkerMethod(beside_steps=True),
+    "recover": WorkerMethod(beside_steps=True, seconds=120.0),
+    # Do nothing. A process that works answers at once, whatever its steps wait for.
+    "answer": WorkerMethod(beside_steps=True, seconds=120.0),
     # Free the KV cache, and from level 2 on the weights. Nothing is executed until `wake_up`.
     "sleep": WorkerMethod((int,)),
     "wake_up": WorkerMethod(),
@@ -154,7 +161,7 @@ WORKER_METHODS = {
     "allow_idle_work": WorkerMethod(),
     # Prepare briefly for steps like those before; for a caller that has its results and waits. Does nothing where idle
     # work is allowed.
-    "work_between_calls": WorkerMethod(beside_steps=True),
+    "work_between_calls": WorkerMethod(beside_steps=True, seconds=120.0),
     # With True, trace what the GPU does, which `stop_profile` writes to the file; otherwise time functions.
     "start_profile": WorkerMethod((bool,)),
     "stop_profile": WorkerMethod((str,), FunctionTimings),

@@ -12,12 +12,12 @@ from subprocess import TimeoutExpired
 from typing import Protocol
 
 from ratoon.core.config import EngineConfig
-from ratoon.core.machine import usable_cores
 from ratoon.core.processes import start_process
 from ratoon.core.ranks import LinkKeys, WorkerLaunch
 from ratoon.core.wire import Buffer
 from ratoon.distributed.broadcast import RingWriter
 from ratoon.distributed.frames import receive_frames
+from ratoon.distributed.placement import place_rank
 
 SECONDS_TO_END = 10.0
 
@@ -129,20 +129,3 @@ class WorkerHandle:
             self._process.stdin.close()
         self._thread.join()
         self._results.close()
-
-
-def place_rank(config: EngineConfig, number: int, count: int) -> EngineConfig:
-    """The settings of one of so many ranks of a host: given values are kept, defaults are divided among the ranks."""
-    if config.num_ranks == 1:
-        return config
-    if config.num_threads is None:
-        config = config.with_(num_threads=max(1, usable_cores() // count))
-    if config.device in ("auto", "cuda"):
-        import torch
-
-        num_devices = torch.cuda.device_count()
-        if num_devices:
-            config = config.with_(device=f"cuda:{number % num_devices}")
-        elif config.device == "auto":
-            config = config.with_(device="cpu")
-    return config

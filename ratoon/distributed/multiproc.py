@@ -2,8 +2,9 @@
 
 Plans and calls reach all workers in the same order: through a ring in shared memory (local_ranks.py), and on other
 hosts through an encrypted connection (remote_ranks.py). A step's output is that of the first rank of the last stage:
-all ranks of a stage choose the same tokens, from logits that all of them have. A worker that dies, or fails in a step
-which the others go through with, ends the executor: the engine is started again, and its requests are replayed.
+all ranks of a stage choose the same tokens, from logits that all of them have. A worker that dies, fails in a step
+which the others go through with, or does not end a step or a call within its time ends the executor: the engine is
+started again, and its requests are replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ratoon.core.outputs import ModelRunnerOutput, TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.ranks import CallResult, FromWorker, StepResult, ToWorker, output_rank, ranks_of_node
 from ratoon.core.wire import Buffer, Decoder
-from ratoon.core.worker import WorkerFacts, WorkerStats, decode_result, encode_call
+from ratoon.core.worker import WORKER_METHODS, WorkerFacts, WorkerStats, decode_result, encode_call
 from ratoon.distributed.broadcast import RingTimeoutError
 from ratoon.distributed.executor import bring_up
 from ratoon.distributed.local_ranks import LocalRanks
@@ -36,9 +37,11 @@ from ratoon.observe.startup import StartupTimer
 
 logger = get_logger(__name__)
 
-SECONDS_OF_A_CALL = 600.0  # in which every worker must answer; loading weights is the longest
+SECONDS_OF_A_STEP = 600.0  # as long as the client of an engine's process waits for one
 SECONDS_TO_TAKE_A_PLAN = 60.0
 SECONDS_TO_NOTICE_A_DEATH = 1.0
+SECONDS_TO_ANSWER = 5.0  # after which a worker is said to answer nothing
+SECONDS_BETWEEN_LOOKS = 1.0  # for what has taken too long
 
 
 class RankGroup(Protocol):
@@ -80,9 +83,10 @@ class PendingStep:
     """A step that workers execute. Its result is that of one rank and, where blocks are fetched from a connector, also
     what the others tell: a block is there if the parts of all ranks are."""
 
-    def __init__(self, telling: set[int]) -> None:
+    def __init__(self, telling: set[int], began: float) -> None:
         """`telling`: the ranks that have something to tell."""
         self.future: Future[StepResult] = Future()
+        self.began = began
         self._telling = telling
         self._result: StepResult | None = None
         self._reports: list[TransferReport] = []
@@ -115,8 +119,9 @@ def join_reports(report: TransferReport, others: Sequence[TransferReport]) -> No
 class PendingCall:
     """A call that workers are to answer."""
 
-    def __init__(self, name: str, world_size: int) -> None:
+    def __init__(self, name: str, world_size: int, began: float) -> None:
         self.name = name
+        self.began = began
         self.future: Future[list[Any]] = Future()
         self.results: dict[int, Any] = {}
         self.world_size = world_size
@@ -124,6 +129,11 @@ class PendingCall:
     @property
     def is_answered(self) -> bool:
         return len(self.results) == self.world_size
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank in range(self.world_size) if rank not in self.results]
 
     def end(self) -> None:
         """All workers have answered."""
@@ -151,10 +161,14 @@ class MultiprocExecutor:
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         self._failure: str | None = None
-        self._is_closing = False
+        # Counted by looks, not by a clock: they do not pass while this process is stopped
+        self._seconds = 0.0
+        self._last_result = 0.0  # when a step has ended
+        self._closing = threading.Event()
         self._sending = threading.Lock()  # all hosts get messages in the same order
         self._groups: list[RankGroup] = []  # of this host, then of the others
         self._inboxes = {rank: Inbox(self, rank) for rank in range(self._world_size)}
+        threading.Thread(target=self._watch_time, name="deadlines", daemon=True).start()
         try:
             self._start_workers(config, timer)
             with timer.phase("bring up workers"):
@@ -194,7 +208,8 @@ class MultiprocExecutor:
     # ---- the interface of executors ----
 
     def submit(self, plan: SchedulerOutput) -> StepInFlight:
-        step = PendingStep(set(range(self._world_size)) if plan.fetches else {self._output_rank})
+        telling = set(range(self._world_size)) if plan.fetches else {self._output_rank}
+        step = PendingStep(telling, self._seconds)
         with self._lock:
             self._raise_failure()
             self._steps[plan.step] = step
@@ -202,17 +217,20 @@ class MultiprocExecutor:
         return StepInFlight(step.future)
 
     def collective_rpc(self, method: str, *arguments: Any) -> Future[list[Any]]:
+        return self._call(method, *arguments).future
+
+    def _call(self, method: str, *arguments: Any) -> PendingCall:
         frames = encode_call(method, arguments)
         with self._lock:
             self._raise_failure()
             self._num_calls += 1
             number = self._num_calls
-            call = self._calls[number] = PendingCall(method, self._world_size)
+            call = self._calls[number] = PendingCall(method, self._world_size, self._seconds)
         self._broadcast([ToWorker.CALL.value, number.to_bytes(8, "little"), *frames])
-        return call.future
+        return call
 
     def close(self) -> None:
-        self._is_closing = True
+        self._closing.set()
         with self._sending:
             for group in self._groups:
                 with contextlib.suppress(EngineError):
@@ -223,14 +241,13 @@ class MultiprocExecutor:
     # ---- messages ----
 
     def _call_and_wait(self, method: str, *arguments: Any) -> list[Any]:
-        try:
-            return self.collective_rpc(method, *arguments).result(SECONDS_OF_A_CALL)
-        except TimeoutError:
-            raise EngineError(f"a worker has not answered {method!r} within {SECONDS_OF_A_CALL:g} seconds") from None
+        return self.collective_rpc(method, *arguments).result()
 
     def _broadcast(self, frames: list[Buffer]) -> None:
         try:
             with self._sending:
+                if self._closing.is_set():
+                    raise DeviceLostError("the workers are being ended")
                 for group in self._groups:
                     group.send(frames, SECONDS_TO_TAKE_A_PLAN)
         except RingTimeoutError as error:
@@ -245,14 +262,15 @@ class MultiprocExecutor:
         is_output = rank == self._output_rank
         if result.fault is not None and not (is_output and (self._world_size == 1 or result.was_skipped)):
             # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.
-            ended = self._wait_for_death()
-            self.lost(ended or f"worker {rank} failed in step {result.step}: {result.fault.problem}")
+            problem = f"worker {rank} failed in step {result.step}: {result.fault.problem}"
+            threading.Thread(target=self._lose_by_cause, args=(problem,), name="cause", daemon=True).start()
             return
         with self._lock:
             step = self._steps.get(result.step)
             has_ended = step is not None and step.take(rank, result, is_output)
             if has_ended:
                 del self._steps[result.step]
+                self._last_result = self._seconds
             if (stats := result.stats) is not None:
                 # Steps end before the last one's figures are read.
                 self._stats = msgspec.structs.replace(stats, experts=stats.experts or self._stats.experts)
@@ -277,7 +295,7 @@ class MultiprocExecutor:
 
     def lost(self, problem: str) -> None:
         """No step can be executed any more."""
-        if self._is_closing:
+        if self._closing.is_set():
             return
         with self._lock:
             if self._failure is not None:
@@ -294,6 +312,49 @@ class MultiprocExecutor:
                 future.set_exception(DeviceLostError(problem))
         self.when_failed(problem)
 
+    # ---- what has taken too long, or failed ----
+
+    def _watch_time(self) -> None:
+        while not self._closing.wait(SECONDS_BETWEEN_LOOKS):
+            self._seconds += SECONDS_BETWEEN_LOOKS
+            problem = self._find_overdue()
+            if problem is not None:
+                self.lost(problem)
+                return
+
+    def _find_overdue(self) -> str | None:
+        """Says which call has not been answered, or which step not ended, within its time."""
+        with self._lock:
+            now, last_result = self._seconds, self._last_result
+            for call in self._calls.values():
+                method = WORKER_METHODS[call.name]
+                if now - (call.began if method.beside_steps else max(call.began, last_result)) > method.seconds:
+                    return f"{name_workers(call.silent)} not answered {call.name!r} within {method.seconds:g} seconds"
+            number, step = next(iter(self._steps.items()), (0, None))
+        if step is None or now - max(step.began, last_result) <= SECONDS_OF_A_STEP:
+            return None
+        missed = f"not ended step {number} within {SECONDS_OF_A_STEP:g} seconds"
+        silent = self._find_silent()
+        if not silent:  # its result is awaited
+            return f"{name_workers([self._output_rank])} {missed}"
+        return f"{name_workers(silent)} {missed}, and not answered since"
+
+    def _find_silent(self) -> list[int]:
+        """The workers that do not even answer, for instance because they are stopped."""
+        try:
+            call = self._call("answer")
+        except DeviceLostError:
+            return []
+        with contextlib.suppress(TimeoutError, DeviceLostError):
+            call.future.result(SECONDS_TO_ANSWER)
+        return call.silent
+
+    def _lose_by_cause(self, problem: str) -> None:
+        ended = self._wait_for_death()
+        if ended is None and (silent := self._find_silent()):
+            problem += f"; {name_workers(silent)} not answered for {SECONDS_TO_ANSWER:g} seconds"
+        self.lost(ended or problem)
+
     def _wait_for_death(self) -> str | None:
         """Which worker has ended, if one does so soon."""
         deadline = time.monotonic() + SECONDS_TO_NOTICE_A_DEATH
@@ -306,6 +367,13 @@ class MultiprocExecutor:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise DeviceLostError(self._failure)
+
+
+def name_workers(ranks: Sequence[int]) -> str:
+    """The subject of a sentence."""
+    if len(ranks) == 1:
+        return f"worker {ranks[0]} has"
+    return f"workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"
 
 
 class Inbox:

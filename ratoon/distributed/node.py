@@ -153,7 +153,7 @@ class Node:
         self._run, self._last_heard = run, time.monotonic()
         try:
             self._ranks = LocalRanks(config, ranks, self, launch.engine, self.address, launch.keys)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             logger.exception("the ranks of this host can't be started")
             self._send([FromNode.LOST.value, run, f"node {own.node_rank} can't start its ranks: {error}".encode()])
             self._run = NO_RUN

@@ -74,8 +74,11 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0))
 
 
-def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster) -> None:
-    with open_engine(grammar_folder(FAMILY), **ON_RAY) as llm:
+@pytest.mark.parametrize(
+    "ranks", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.full)]
+)
+def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster, ranks: str) -> None:
+    with open_engine(grammar_folder(FAMILY), executor="ray", **{ranks: 2}) as llm:
         ask_everything(llm).check(right_answers())
         assert [len(pids) for pids in actors_by_node(cluster, "RankActor").values()] == [1, 1]
     wait_until("the room of the ranks is free again", lambda: free_cpus() == 3)

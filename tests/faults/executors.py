@@ -8,13 +8,17 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ratoon.core.plan import SchedulerOutput
+from ratoon.distributed import multiproc
+from ratoon.distributed.multiproc import MultiprocExecutor
 from ratoon.distributed.uniproc import UniProcExecutor
 
 KILL_TOKEN, RAISE_TOKEN, HANG_TOKEN = 91, 92, 93
 NAME = f"{__name__}:MisbehavingExecutor"
 HALTING = f"{__name__}:HaltingExecutor"
+IMPATIENT = f"{__name__}:ImpatientExecutor"
 HALTING_AT_READING = f"{__name__}:HaltingAtReadingExecutor"
 HALT_FILE = "RATOON_TEST_HALT_FILE"
 
@@ -76,3 +80,11 @@ class HaltingAtReadingExecutor(HaltingExecutor):
 
     def counts(self, plan: SchedulerOutput) -> bool:
         return bool(plan.captures)
+
+
+class ImpatientExecutor(MultiprocExecutor):
+    """Its ranks have seconds for a step, not minutes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        multiproc.SECONDS_OF_A_STEP = 6.0
+        super().__init__(*arguments)

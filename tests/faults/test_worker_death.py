@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,15 @@ if sys.platform != "linux":
     pytest.skip("workers in processes need Linux", allow_module_level=True)
 
 from ratoon import AsyncLLM
+from ratoon.engine.processes import replica
+from tests.faults.executors import IMPATIENT
 from tests.faults.kills import number_of_kills, survive_kills
-from tests.faults.processes import SETTINGS, model_name, workers_of
+from tests.faults.processes import SETTINGS, is_running, model_name, workers_of
 from tests.faults.test_engine_death import read_stream
 from tests.waiting import until
 
 RANKS = SETTINGS | {"tensor_parallel_size": 2}
+STAGES = SETTINGS | {"pipeline_parallel_size": 2}
 
 
 @pytest.fixture
@@ -64,13 +68,21 @@ def test_a_worker_that_dies_while_there_is_no_work_is_replaced_at_once() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(10.0, marks=pytest.mark.full)])
-def test_a_worker_that_is_stopped_for_a_while_loses_nothing(seconds: float) -> None:
-    """The other rank waits for it inside a sum, and the ring fills up."""
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        (RANKS, 1.0),
+        pytest.param(RANKS, 10.0, marks=pytest.mark.full),
+        pytest.param(STAGES, 10.0, marks=pytest.mark.full),
+    ],
+    ids=["ranks-1", "ranks-10", "stages-10"],
+)
+def test_a_worker_that_is_stopped_for_a_while_loses_nothing(settings: dict[str, Any], seconds: float) -> None:
+    """The other rank waits for it inside a sum or for its rows, and the ring fills up."""
     shared_memory = set(os.listdir("/dev/shm"))
 
     async def run() -> None:
-        async with AsyncLLM(model_name(), **RANKS) as llm:
+        async with AsyncLLM(model_name(), **settings) as llm:
             right = {seed: await read_stream(llm, seed) for seed in range(6)}
             for stopped in workers_of(llm.health().engines[0].pid):
                 streams = [asyncio.create_task(read_stream(llm, seed)) for seed in right]
@@ -85,3 +97,60 @@ def test_a_worker_that_is_stopped_for_a_while_loses_nothing(seconds: float) -> N
 
     asyncio.run(run())
     assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [RANKS, STAGES], ids=["ranks", "stages"])
+def test_a_worker_that_is_stopped_for_longer_than_a_step_may_take_is_replaced(settings: dict[str, Any]) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), executor=IMPATIENT, **settings) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(6)}
+            for number in range(2):
+                engine = llm.health().engines[0]
+                stopped = workers_of(engine.pid)[number]
+                streams = [asyncio.create_task(read_stream(llm, seed)) for seed in right]
+                os.kill(stopped, signal.SIGSTOP)
+                assert await asyncio.gather(*streams) == list(right.values())
+                assert not is_running(stopped)
+                await until("it is back", lambda: llm.health().ok)
+                assert llm.health().engines[0].num_restarts > number
+
+    asyncio.run(run())
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("limit", [None, 3.0], ids=["shorter", "longer"])
+def test_an_engine_of_a_group_that_is_stopped_loses_nothing(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on after a while, or is replaced once it has been silent for longer than the limit."""
+    if limit is not None:
+        monkeypatch.setattr(replica, "SILENCE_IS_DEATH", limit)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), data_parallel_size=2, **RANKS) as llm:
+            right = {seed: await read_stream(llm, seed) for seed in range(6)}
+            for number in range(2):
+                stopped = llm.health().engines[number].pid
+                assert stopped is not None
+                workers = workers_of(stopped)
+                streams = [asyncio.create_task(read_stream(llm, seed)) for seed in right]
+                os.kill(stopped, signal.SIGSTOP)
+                if limit is None:
+                    await asyncio.sleep(3.0)
+                    os.kill(stopped, signal.SIGCONT)
+                assert await asyncio.gather(*streams) == list(right.values())
+                if limit is None:
+                    assert llm.health().engines[number].pid == stopped
+                    continue
+                await until(
+                    "it is replaced with its ranks", lambda pids=(stopped, *workers): not any(map(is_running, pids))
+                )
+                await until("it is back", lambda: llm.health().ok)
+
+    asyncio.run(run())

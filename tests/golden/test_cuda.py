@@ -1,5 +1,7 @@
 """The same engine on a CUDA device gives the greedy tokens of the CPU, in fp32. Runs where there is such a device."""
 
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from ratoon.observe.startup import StartupTimer
 from tests.golden import encoder_engines, tiny_models
 from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine_of_folder, model_folder, scheduler_of, tiny_model
+from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.grammar_engines import forced_texts, grammar_engine, grammar_folder
 from tests.golden.image_readers import IMAGE_FAMILIES, PLACEHOLDERS, image_reader, num_encoder_runs, picture
+from tests.golden.nodes import beat_fast, free_port, running_node
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.tiny_models import random_token_ids
 from tests.golden.tiny_states import tiny_granite_hybrid, tiny_mamba2
@@ -363,3 +367,19 @@ def check_that_drafts_change_nothing(device, kind, folder):
 @pytest.mark.parametrize("kind", ["ngram", "model", "head"])
 def test_drafts_change_no_bit_of_an_answer_with_batch_invariant(kind, tmp_path):
     check_that_drafts_change_nothing("cuda", kind, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
+@pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_two_hosts_with_a_rank_each_on_one_gpu_give_the_tokens_of_one_worker(ranks, monkeypatch):
+    """Rows and sums go by the connections between hosts, not by NCCL, which would refuse two ranks on one GPU."""
+    beat_fast(monkeypatch, silence=30.0)
+    folder, port = model_folder(WIDE), free_port()
+    settings = {"device": "cuda", "dtype": "float32", "skip_tokenizer": True, "max_num_seqs": 8, "num_blocks": 96}
+    with LLM(str(folder), **settings) as llm:
+        right = answers(llm, PROMPTS)
+    with (
+        running_node(folder, port, device="cuda"),
+        LLM(str(folder), master_port=port, nnodes=2, **{ranks: 2}, **settings) as llm,
+    ):
+        assert answers(llm, PROMPTS) == right

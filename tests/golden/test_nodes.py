@@ -21,8 +21,10 @@ from ratoon.core.errors import ConfigError, DeviceLostError
 from ratoon.core.settings import configure, engine_config
 from ratoon.distributed import node as node_module
 from ratoon.distributed.cluster import SECRET_VARIABLE
+from tests.golden import every_kind
 from tests.golden.engines import model_folder
-from tests.golden.every_kind import answers
+from tests.golden.every_kind import answers, ask_everything, right_answers
+from tests.golden.grammar_engines import FAMILY, grammar_folder
 from tests.golden.nodes import SECRET, Relay, beat_fast, free_port, running_node
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.golden.test_steps_in_flight import EVERYTHING, LLAMA
@@ -97,6 +99,14 @@ def test_ranks_of_a_stage_on_several_hosts_answer_as_one_worker(nnodes: int, set
             assert answers(llm, PROMPTS) == right
             found = llm.extract_hidden_states(PROMPTS[0], EVERYTHING).tensor
             assert found == pytest.approx(states, abs=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_requests_of_every_kind_are_answered_on_two_hosts_as_by_one_worker(ranks: str) -> None:
+    folder, port = grammar_folder(FAMILY), free_port()
+    with running_node(folder, port), every_kind.open_engine(folder, master_port=port, nnodes=2, **{ranks: 2}) as llm:
+        ask_everything(llm).check(right_answers())
 
 
 def test_a_network_that_is_cut_ends_the_run_on_both_sides_and_the_host_joins_again() -> None:

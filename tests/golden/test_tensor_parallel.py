@@ -30,6 +30,7 @@ from tests.unit.models.test_quantised_ranks import quantised_file
         # More ranks than key-value heads, and a vocabulary of 97: both are on some ranks alone
         (4, {"max_steps_in_flight": 3}),
         pytest.param(2, {"max_steps_in_flight": 1}, marks=pytest.mark.full),
+        pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ if sys.platform != "linux":
 from ratoon import LLM, SamplingParams
 from ratoon.core.errors import ConfigError, DeviceLostError, ModelError
 from ratoon.core.params import HiddenStatesParams
+from ratoon.core.worker import WORKER_METHODS
+from ratoon.distributed import multiproc
 from ratoon.distributed.multiproc import MultiprocExecutor
 from tests.golden.engines import model_folder
 from tests.golden.every_kind import answers
@@ -34,6 +38,10 @@ def executor_of(llm: LLM) -> MultiprocExecutor:
     executor = llm._client.core.executor
     assert isinstance(executor, MultiprocExecutor)
     return executor
+
+
+def call_and_wait(executor: MultiprocExecutor, method: str, *arguments: Any) -> list[Any]:
+    return executor.collective_rpc(method, *arguments).result()
 
 
 def test_a_worker_in_a_process_answers_as_one_in_this_process() -> None:
@@ -69,6 +77,42 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "one worker": {"executor": "mp"},
+    "tensor parallel": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(("what", "ranks"), [*(("step", ranks) for ranks in RANKS), ("call", "tensor parallel")])
+def test_a_worker_that_stands_still_is_waited_for_until_its_time_is_over(
+    what: str, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiproc, "SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(multiproc, "SECONDS_TO_ANSWER", 2.0)
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with open_engine(model_folder(FAMILY), **RANKS[ranks]) as llm:
+        llm.generate(PROMPTS, greedy, progress=False)
+        executor = executor_of(llm)
+        failures: list[str] = []
+        executor.when_failed = failures.append
+        pids = [worker.pid for worker in executor._workers]
+        os.kill(pids[-1], signal.SIGSTOP)
+        wait: Callable[[], Any]
+        if what == "step":
+            wait = partial(llm.generate, PROMPTS, greedy, progress=False)
+            monkeypatch.setattr(multiproc, "SECONDS_OF_A_STEP", 0.5)
+            expected = r"not ended step \d+ within 0.5 seconds, and not answered since"
+        else:
+            wait = partial(call_and_wait, executor, "sleep", 1)
+            monkeypatch.setitem(WORKER_METHODS, "sleep", WORKER_METHODS["sleep"]._replace(seconds=2.0))
+            expected = "not answered 'sleep' within 2 seconds"
+        with pytest.raises(DeviceLostError, match=f"^worker {len(pids) - 1} has {expected}$") as lost:
+            wait()
+        assert failures == [str(lost.value)]
+    wait_until("no worker is left behind", lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_what_can_not_be_divided_is_refused_before_anything_is_loaded() -> None:

@@ -26,16 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from ratoon.core.config import EngineConfig
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
-from ratoon.core.machine import usable_cores
 from ratoon.core.messages import (
     LAST_WORD,
     DPWave,
@@ -57,6 +54,7 @@ from ratoon.core.request import (
     FinishReason,
 )
 from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.distributed.placement import place_engine
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
 from ratoon.engine.processes.socket_directory import remove_if_abandoned
@@ -336,29 +334,6 @@ def main() -> int:
     configure_logging()
     process = EngineCoreProcess(read_launch(sys.stdin.buffer, EngineLaunch))
     return process.run()
-
-
-def place_engine(config: EngineConfig, index: int, num_engines: int) -> EngineConfig:
-    """The settings of engine `index`. Given values are kept; only defaults are divided among engines."""
-    if num_engines == 1:
-        return config
-    if config.data_parallel_lockstep:  # one pass of the model in a step, neither more nor less
-        config = config.with_(scheduler=replace(config.scheduler, max_steps_in_flight=1))
-    import torch
-
-    from ratoon.execution.kv.kv_memory import KV_FRACTION
-
-    if config.num_threads is None:
-        config = config.with_(num_threads=max(1, usable_cores() // num_engines))
-    num_devices = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
-    if not num_devices:
-        return config
-    config = config.with_(device=f"cuda:{index % num_devices}")
-    cache = config.cache
-    if cache.num_blocks is None and cache.memory_bytes is None and cache.memory_fraction is None:
-        sharers = len(range(index % num_devices, num_engines, num_devices))  # engines on the same device
-        config = config.with_(cache=replace(cache, memory_fraction=KV_FRACTION["cuda"] / sharers))
-    return config
 
 
 if __name__ == "__main__":

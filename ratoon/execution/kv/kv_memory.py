@@ -64,7 +64,8 @@ def _kv_bytes(cache: CacheConfig, device: torch.device, step_bytes: int) -> int:
         return cache.memory_bytes
     if cache.gpu_memory_utilization is not None and device.type == "cuda":
         return share_of_gpu(device, cache.gpu_memory_utilization) - step_bytes
-    memory = int(free_memory(device) * (cache.memory_fraction or KV_FRACTION[device.type])) - step_bytes
+    fraction = cache.memory_fraction or KV_FRACTION[device.type] / cache.num_sharers
+    memory = int(free_memory(device) * fraction) - step_bytes
     if device.type == "cpu" and cache.memory_fraction is None:
         memory = min(memory, CPU_KV_LIMIT)
     return memory

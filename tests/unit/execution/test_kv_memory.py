@@ -64,6 +64,8 @@ def test_weights_that_fill_the_share_leave_nothing(monkeypatch: pytest.MonkeyPat
         (CacheConfig(gpu_memory_utilization=0.5), 36 * GIB - 6 * GIB),
         (CacheConfig(memory_fraction=0.5), 35 * GIB - 6 * GIB),
         (CacheConfig(), int(0.85 * 70 * GIB) - 6 * GIB),
+        (CacheConfig(num_sharers=2), int(0.85 / 2 * 70 * GIB) - 6 * GIB),
+        (CacheConfig(memory_fraction=0.5, num_sharers=2), 35 * GIB - 6 * GIB),
         (CacheConfig(memory_bytes=GIB), GIB),  # a size that was asked for is a size
         (CacheConfig(num_blocks=7), None),
     ],
