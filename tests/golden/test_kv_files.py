@@ -96,6 +96,15 @@ def test_engines_of_other_models_and_salts_do_not_read_them(tmp_path):
         assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 64)
 
 
+def test_engines_whose_weights_have_other_bits_do_not_read_them(tmp_path):
+    settings = SHARE | {"kv_files": str(tmp_path), "kv_cache_dtype": "float16"}
+    for quantization in ("int8", "int4", "none"):
+        with engine(FAMILY, **settings, quantization=quantization) as llm:
+            assert run(llm, PROMPTS[:1], greedy(4))[0].num_cached_tokens == 0
+    with engine(FAMILY, **settings, quantization="int8") as llm:
+        assert run(llm, PROMPTS[:1], greedy(4))[0].num_cached_tokens == 64
+
+
 def test_a_load_that_takes_longer_than_computing_is_not_made_and_tried_again_later(tmp_path, expected):
     settings = SHARE | {"kv_files": str(tmp_path)}
     with engine(FAMILY, **settings) as llm:

@@ -9,17 +9,24 @@ from typing import Any
 
 import msgspec
 
-from ratoon.core.config import CacheConfig, EngineConfig
+from ratoon.core.config import CacheConfig, EngineConfig, RopeScaling
 from ratoon.core.kv import KVFingerprint
 from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.observe.startup import StartupTimer
 from tests.golden.tiny_models import tiny_llama
 
 
-def fingerprint(name: str = "here", changed: dict[str, Any] | None = None, **cache: Any) -> KVFingerprint:
-    """`changed`: in the config of the model."""
+def fingerprint(
+    name: str = "here",
+    changed: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    **cache: Any,
+) -> KVFingerprint:
+    """`changed`: in the config of the model. `settings`: of the engine."""
     tiny = tiny_llama()
-    config = EngineConfig(model="tiny", device="cpu", dtype="float32", cache=CacheConfig(num_blocks=8, **cache))
+    config = EngineConfig(
+        model="tiny", device="cpu", dtype="float32", cache=CacheConfig(num_blocks=8, **cache), **(settings or {})
+    )
     source = copy(tiny.source)
     source.name = name
     executor = UniProcExecutor(config, replace(tiny.config, **(changed or {})), source, StartupTimer())
@@ -41,6 +48,27 @@ def test_other_weights_sizes_and_types_are_told_apart() -> None:
     assert "weights" in fingerprint("elsewhere").differences(found)
     assert "specs" in fingerprint(block_size=32).differences(found)
     assert "specs" in fingerprint(kv_cache_dtype="float16").differences(found)
+
+
+def test_other_formats_of_the_weights_are_told_apart() -> None:
+    """With equal specs and pages, too: only the numbers of keys and values differ."""
+    kinds = [
+        fingerprint(settings={"quantization": kept}, kv_cache_dtype="float16") for kept in ("none", "int8", "int4")
+    ]
+    assert len({kind.digest for kind in kinds}) == 3
+    assert kinds[0].differences(kinds[1]).startswith("arithmetic is ")
+    auto = fingerprint(settings={"quantization": "auto"}, kv_cache_dtype="float16")
+    assert auto == kinds[0], "nothing is quantised in either"
+
+
+def test_the_frequencies_that_the_longest_sequence_chooses_are_told_apart() -> None:
+    factors = (1.0,) * (tiny_llama().config.head_dim // 2)
+    scaling = RopeScaling("longrope", 2.0, 64, short_factors=factors, long_factors=factors)
+    short, longer, long = (
+        fingerprint(changed={"rope_scaling": scaling}, settings={"max_model_len": length}) for length in (32, 64, 96)
+    )
+    assert short == longer
+    assert "arithmetic" in long.differences(short)
 
 
 def test_other_files_and_another_rope_are_told_apart(tmp_path: Path) -> None:
