@@ -222,8 +222,7 @@ class Worker:
         if config.media is None or not self._part.stage.is_first:
             return
         dtype = dtype_name(self._choices.dtype)
-        tensors = self._choices.tensors
-        kind = fingerprint_of_encoder(tensors, dtype, config.hidden_size, shard.world_size, self._config)
+        kind = fingerprint_of_encoder(self._choices.tensors, dtype, config, shard.world_size, self._config)
         self._encoder_store = connector.open_encoder_store(kind)
         if self._encoder_store is not None:
             self.runner.media.store = EncoderStore(self._encoder_store, may_save=shard.rank == 0)

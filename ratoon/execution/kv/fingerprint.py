@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
+from ratoon.core.media import MediaConfig
 from ratoon.execution.kv.geometry import Geometry
 from ratoon.layers.ops import Ops
 from ratoon.layers.rotary import uses_long_factors
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.weights import TensorSource
+from ratoon.models.digest import digest_of_weights
 
 
 def fingerprint_of(
@@ -33,7 +34,7 @@ def fingerprint_of(
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
     sources = [tensors] if draft_tensors is None else [tensors, draft_tensors]
     return KVFingerprint(
-        weights=" ".join([*map(digest_of_weights, sources), blake2b(repr(config).encode(), digest_size=8).hexdigest()]),
+        weights=" ".join([*map(digest_of_weights, sources), _digest_of_config(config)]),
         dtype=dtype,
         arithmetic=tuple(arithmetic),
         specs=tuple(map(repr, specs)),
@@ -71,24 +72,15 @@ def name_of_part(part: ModelPart) -> str:
     return f"rank {shard.rank} of {shard.world_size}, stage {stage.index} of {stage.count}"
 
 
-def digest_of_weights(tensors: TensorSource) -> str:
-    """A digest of where the weights come from, of their names and shapes, and of when their files were last changed.
-    The numbers are not read: that would take as long as loading them."""
-    parts = [tensors.name, *(f"{name} {shape}" for name, shape in sorted(tensors.shapes().items()))]
-    return blake2b("\0".join([*parts, *_states_of_files(Path(tensors.name))]).encode(), digest_size=16).hexdigest()
-
-
-def _states_of_files(path: Path) -> list[str]:
-    """The sizes and times of a file, or of the files of a folder; nothing for weights that are not from files."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    states = [(file.name, file.stat()) for file in files if file.is_file()]
-    return [f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in states]
-
-
 def fingerprint_of_encoder(
-    tensors: TensorSource, dtype: str, width: int, world_size: int, config: EngineConfig
+    tensors: TensorSource, dtype: str, model_config: ModelConfig, world_size: int, config: EngineConfig
 ) -> KVFingerprint:
-    """The kind of what an encoder of media makes: rows of embeddings, `width` numbers each. Ranks have equal ones."""
-    spec = f"rows of an encoder, {width} wide, made by one of {world_size} ranks"
+    """The kind of what an encoder of media makes: rows of embeddings. Ranks have equal ones."""
+    spec = f"rows of an encoder, {model_config.hidden_size} wide, made by one of {world_size} ranks"
     arithmetic = (_arithmetic_of_encoders(config),)
-    return KVFingerprint(weights=digest_of_weights(tensors), dtype=dtype, arithmetic=arithmetic, specs=(spec,))
+    weights = f"{digest_of_weights(tensors)} {_digest_of_config(model_config.media)}"
+    return KVFingerprint(weights=weights, dtype=dtype, arithmetic=arithmetic, specs=(spec,))
+
+
+def _digest_of_config(config: ModelConfig | MediaConfig | None) -> str:
+    return blake2b(repr(config).encode(), digest_size=8).hexdigest()
