@@ -100,6 +100,9 @@ class LLM(BaseLLM):
 
             self._client = make_dp_client(self.config, own, self.startup_timer)
         self.engine: LLMEngine = self._wire(LLMEngine, self._client, self._client.describe())
+        roots = self.engine.output_processor.roots
+        if leases := roots.leases_to_restore():
+            roots.note_restored(self._call("restore_leases", leases))
         self._batches = Batches(self.engine)
         self.startup_timer.finish()
 

@@ -167,6 +167,8 @@ class KVFingerprint(msgspec.Struct, frozen=True):
 
     weights: str = ""  # a digest
     dtype: str = ""  # in which the model computes
+    # What else changes its numbers: formats that its weights have in memory, choices between kernels or frequencies
+    arithmetic: tuple[str, ...] = ()
     specs: tuple[str, ...] = ()  # of the KV groups: kind, sizes, dtype of keys and values
     layout: PageLayout = PageLayout((), ())
     page_orders: tuple[str, ...] = ()  # of the KV groups: how a backend arranges the elements of a page

@@ -39,6 +39,9 @@ class ChainedIndex(TransferIndex):
     def prolong(self, key: bytes) -> None:
         self._kept.prolong(key)
 
+    def keep(self, key: bytes, seconds: float) -> None:
+        self._kept.keep(key, seconds)
+
     def lose(self, key: bytes) -> None:
         self._transfers.lose(key)
         self._kept.lose(key)

@@ -59,6 +59,11 @@ class BlockIndex(ABC):
         """The block of this key is to be kept for 24 hours, if there is room for it."""
         return
 
+    def keep(self, key: bytes, seconds: float) -> None:
+        """A lease holds the block of this key for so many seconds, also over a restart of the engine: as long it is to
+        be kept, if there is room for it, even where a later text of its session supersedes it."""
+        return
+
     def lose(self, key: bytes) -> None:
         """The block of this key could not be loaded: it is not there any more."""
         return
@@ -176,6 +181,10 @@ class IndexOfRanks(BlockIndex):
     def prolong(self, key: bytes) -> None:
         for index in self._indexes:
             index.prolong(key)
+
+    def keep(self, key: bytes, seconds: float) -> None:
+        for index in self._indexes:
+            index.keep(key, seconds)
 
     def lose(self, key: bytes) -> None:
         for index in self._indexes:

@@ -153,6 +153,19 @@ def branch_id_of(request_id: str, choice: int) -> str:
     return request_id if choice == 0 else f"{request_id}#{choice}"
 
 
+class EndedLease(msgspec.Struct):
+    """The lease of a text, which an earlier process gave and whose time is not over."""
+
+    branch_id: str
+    root_id: str
+    owner: str | None
+    seconds: float  # until it ends
+    token_ids: list[int]  # of the text, or those before its first image
+    adapter: str | None = None  # the digest of its files
+    cache_salt: str | None = None
+    encoder_input: str | None = None  # a hash of it
+
+
 class InheritedFrom(enum.IntEnum):
     """Where a continuation found the keys and values of its parent."""
 

@@ -50,6 +50,7 @@ SECONDS_TO_BEGIN = 600.0  # for the request of a transfer that a receiver has su
 SECONDS_FOR_LAST_BLOCKS = 2.0  # from the end of a request until its last blocks are saved
 SECONDS_OF_A_TRANSFER = 20.0  # that a request waits for its blocks once it has come
 SECONDS_OF_AN_IDLE_LINK = 30.0
+OF_ANOTHER_KIND = "the other engine has another model, or settings with which keys and values differ"
 MAX_OVER = 4096  # names of transfers that are remembered once they are over
 
 
@@ -109,9 +110,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Gone(msgspec.Struct, tag=True):
-    """There is no such transfer, or it is over."""
+    """There is no such transfer, or it is over; or the receiver's blocks are of another kind than the sender's."""
 
     name: str
+    is_of_another_kind: bool = False
 
 
 Message = Subscribe | Alive | Taken | Want | Welcome | Blocks | Content | Done | Gone
@@ -380,7 +382,11 @@ class PeerExchange:
     def _answer(self, identity: bytes, message: Any) -> None:
         now = time.monotonic()
         if isinstance(message, Subscribe):
-            if message.fingerprint != self._fingerprint or message.name in self._over:
+            if message.fingerprint != self._fingerprint:
+                logger.warning("the KV transfer %s is refused: %s", message.name, OF_ANOTHER_KIND)
+                self._reply(identity, Gone(message.name, is_of_another_kind=True))
+                return
+            if message.name in self._over:
                 self._reply(identity, Gone(message.name))
                 return
             sending = self._sending.setdefault(message.name, Sending(message.name, now))
@@ -490,7 +496,7 @@ class PeerExchange:
         elif isinstance(message, Done):
             receiving.is_complete = True
         elif isinstance(message, Gone):
-            self._end(receiving, "it is not there any more")
+            self._end(receiving, OF_ANOTHER_KIND if message.is_of_another_kind else "it is not there any more")
             return
         if receiving.is_complete and not receiving.wanted:
             self._end(receiving)

@@ -102,6 +102,7 @@ class FilesIndex(BlockIndex):
         self._seen: dict[str, int] = {}  # folders, and when they had last changed as they were read
         self._of_folder: dict[str, set[bytes]] = {}
         self._marks: dict[bytes, float] = {}  # times of last use that files are to get
+        self._leased: dict[bytes, float] = {}  # keys that leases hold, and until when
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.look()
@@ -121,22 +122,38 @@ class FilesIndex(BlockIndex):
         return True
 
     def supersede(self, key: bytes) -> None:
-        if key in self._keys:
-            with self._lock:
+        with self._lock:
+            if key in self._keys and self._leased.get(key, 0.0) <= time.time():
                 self._marks[key] = SUPERSEDED
 
     def prolong(self, key: bytes) -> None:
-        if key in self._keys:
+        self._use_until(key, time.time() + SECONDS_OF_A_DAY)
+
+    def keep(self, key: bytes, seconds: float) -> None:
+        end = time.time() + seconds
+        if self._use_until(key, end):
             with self._lock:
-                self._marks[key] = time.time() + SECONDS_OF_A_DAY
+                self._leased[key] = max(self._leased.get(key, 0.0), end)
+
+    def _use_until(self, key: bytes, when: float) -> bool:
+        """Lets the file of this key have its last use in the future. False: there is none."""
+        if key not in self._keys:
+            return False
+        with self._lock:
+            self._marks[key] = max(self._marks.get(key, 0.0), when)
+        return True
 
     def _mark(self) -> None:
         """Writes down when files are to go. Those that are not written yet are marked later."""
         with self._lock:
             marks, self._marks = self._marks, {}
+            now = time.time()
+            self._leased = {key: end for key, end in self._leased.items() if end > now}
         for key, used_at in marks.items():
+            path = _path_of(self._folder, key)
             try:
-                os.utime(_path_of(self._folder, key), (used_at, used_at))
+                if used_at == SUPERSEDED or used_at > os.stat(path).st_mtime:
+                    os.utime(path, (used_at, used_at))
             except FileNotFoundError:
                 with self._lock:
                     if key in self._own:

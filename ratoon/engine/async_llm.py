@@ -123,6 +123,10 @@ class AsyncLLM(BaseLLM):
         await asyncio.to_thread(self._name_adapters)
         ready = client.ready
         self.engine = self._wire(AsyncLLMEngine, client, ready.description, ready.max_model_len, ready.block_size)
+        roots = self.engine.output_processor.roots
+        if leases := roots.leases_to_restore():
+            answers = await client.call_utility("restore_leases", leases)
+            roots.note_restored(branch_id for answer in answers for branch_id in answer)
         self.startup_timer.finish()
 
     async def shutdown(self, drain_seconds: float = 0.0) -> None:

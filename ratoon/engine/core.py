@@ -20,6 +20,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.futures import all_done
@@ -28,7 +30,7 @@ from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_index
 from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
-from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from ratoon.core.request import EndedLease, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
 from ratoon.engine.map import EngineMap, prompt_tokens_in
@@ -354,6 +356,11 @@ class EngineCore:
         ends = (self.scheduler.next_expiry(), self.preparing.next_deadline())
         expiry = min((end for end in ends if end is not None), default=None)
         return None if expiry is None else max(0.0, expiry - self._clock())
+
+    def restore_leases(self, leases: list[Any]) -> list[str]:
+        """Leases of an earlier process go on, the first ones first; each is an encoded EndedLease. Returns the branches
+        of those that do."""
+        return self.scheduler.restore_leases(msgspec.convert(leases, list[EndedLease]), self._clock())
 
     def end_leases(self, branch_ids: list[str]) -> int:
         """Give the memory of ended branches back now. How many there were."""

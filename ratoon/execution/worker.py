@@ -35,7 +35,7 @@ from ratoon.execution.drafting.build import BuiltDraft
 from ratoon.execution.expert_load import ExpertLoad
 from ratoon.execution.grammar.compiler import GrammarCompiler
 from ratoon.execution.grammar.interface import GrammarLibrary
-from ratoon.execution.kv.fingerprint import fingerprint_of, fingerprint_of_encoder
+from ratoon.execution.kv.fingerprint import arithmetic_of, fingerprint_of, fingerprint_of_encoder
 from ratoon.execution.kv.kv_memory import (
     cut_kv_memory,
     free_memory,
@@ -145,8 +145,10 @@ class Worker:
         pool = cut_kv_memory(self._config.cache, choices.geometry, choices.device, beside)
         draft_tensors = None if choices.draft is None else choices.draft.tensors
         dtype = dtype_name(choices.dtype)
+        on_cpu = choices.device.type == "cpu"
+        arithmetic = arithmetic_of(self._config, self._model_config, choices.max_model_len, choices.ops, on_cpu)
         fingerprint = fingerprint_of(
-            pool, choices.geometry, choices.tensors, dtype, draft_tensors, self._part, self._model_config
+            pool, choices.geometry, choices.tensors, dtype, draft_tensors, self._part, self._model_config, arithmetic
         )
         self._pool = replace(pool, fingerprint=fingerprint)
         size = PoolSize(self._pool.num_blocks, self._pool.num_host_blocks)
@@ -220,7 +222,7 @@ class Worker:
         if config.media is None or not self._part.stage.is_first:
             return
         dtype = dtype_name(self._choices.dtype)
-        kind = fingerprint_of_encoder(self._choices.tensors, dtype, config.hidden_size, shard.world_size)
+        kind = fingerprint_of_encoder(self._choices.tensors, dtype, config, shard.world_size, self._config)
         self._encoder_store = connector.open_encoder_store(kind)
         if self._encoder_store is not None:
             self.runner.media.store = EncoderStore(self._encoder_store, may_save=shard.rank == 0)

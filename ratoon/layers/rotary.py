@@ -75,7 +75,7 @@ def cos_sin_table(config: ModelConfig, max_position: int) -> Tensor:
     """[max_position, rotary_dim] in float32: row p holds rotary_dim/2 cosines, then as many sines."""
     check_scaling(config)
     scaling, dim, theta = config.rope_scaling, rotary_dim_of(config), config.rope_theta
-    original_max = scaling.original_max_position or config.max_position
+    original_max = _original_length(config)
     positions = torch.arange(max_position, dtype=torch.float32)
     amplitude = 1.0
     if scaling.kind == "llama3":
@@ -84,7 +84,7 @@ def cos_sin_table(config: ModelConfig, max_position: int) -> Tensor:
         frequencies = _yarn_frequencies(dim, theta, scaling, original_max)
         amplitude = _yarn_amplitude(scaling)
     elif scaling.kind == "longrope":
-        factors = scaling.long_factors if max_position > original_max else scaling.short_factors
+        factors = scaling.long_factors if uses_long_factors(config, max_position) else scaling.short_factors
         frequencies = 1.0 / (torch.tensor(factors) * theta ** _exponents(dim))
         amplitude = _longrope_amplitude(scaling, original_max)
     elif scaling.kind == "dynamic":
@@ -98,6 +98,15 @@ def cos_sin_table(config: ModelConfig, max_position: int) -> Tensor:
     torch.cos(angles, out=table[:, : dim // 2])
     torch.sin(angles, out=table[:, dim // 2 :])
     return table if amplitude == 1.0 else table.mul_(amplitude)
+
+
+def uses_long_factors(config: ModelConfig, max_position: int) -> bool:
+    """Which of the two sets of frequencies of longrope all sequences have."""
+    return max_position > _original_length(config)
+
+
+def _original_length(config: ModelConfig) -> int:
+    return config.rope_scaling.original_max_position or config.max_position
 
 
 def _exponents(dim: int) -> Tensor:

@@ -128,6 +128,14 @@ class BlockStore:
             assert block.block_hash is not None
             self.index.prolong(block_key(block.group, block.block_hash))
 
+    def keep_leased(self, blocks: Iterable[tuple[Block, bytes | None, int]], seconds: float) -> None:
+        """A lease holds these blocks, each with its hash and the number of its group: the connector keeps those that it
+        has for so long."""
+        assert self.index is not None
+        for _, block_hash, group in blocks:
+            if block_hash is not None:
+                self.index.keep(block_key(group, block_hash), seconds)
+
     def send(self, name: str, blocks: Iterable[Block]) -> None:
         """Full blocks of a transfer that are written: those that were not sent yet go to the connector with the next
         plan. Without room for them they are not sent."""

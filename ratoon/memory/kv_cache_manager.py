@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 
 from ratoon.core.encoder import EncoderInput
 from ratoon.core.kv import A_DAY, IN_MEMORY, NULL_BLOCK, KVCacheConfig, SwapCosts
+from ratoon.core.kv_connector import block_key
 from ratoon.core.outputs import TransferReport
 from ratoon.core.plan import BlockCopy, BlockIds, SchedulerOutput
 from ratoon.core.stats import PrefixCacheStats
@@ -20,6 +21,7 @@ from ratoon.memory.block_pool import Block, BlockPool
 from ratoon.memory.block_store import BlockStore, HostTier
 from ratoon.memory.cross_tables import CrossTables
 from ratoon.memory.growth import rule_for
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.prefix_cache import GroupBlocks, PrefixCache, hashes_up_to
 from ratoon.memory.sequence import CrossTable, TokenSequence
 from ratoon.memory.sessions import SessionKey, SessionTable
@@ -271,9 +273,11 @@ class KVCacheManager:
             for block in table[num_computed // size :]
         )
 
-    def offer_text(self, ended: TokenSequence, retention: str | None = None) -> None:
+    def offer_text(
+        self, ended: TokenSequence, retention: str | None = None, lease_seconds: float | None = None
+    ) -> None:
         """A text has ended: what outlives the engine is offered its full blocks, unless it is to stay in memory. It
-        still has its memory."""
+        still has its memory. `lease_seconds`: that it is to be leased for."""
         if not self.store.keeps_ended_texts or retention == IN_MEMORY:
             return
         self.register_blocks()
@@ -282,11 +286,27 @@ class KVCacheManager:
             full = [one for one in table[: ended.num_computed_tokens // size] if one.block_hash is not None]
             for block in full:
                 block.in_memory = False  # what a text that was to stay in memory has in common with this one
-            self.store.offer_kept((one, one.block_hash, one.group) for one in full)
+            named: list[tuple[Block, bytes | None, int]] = [(one, one.block_hash, one.group) for one in full]
+            self.store.offer_kept(named)
             if retention == A_DAY:
                 self.store.prolong(full)
+            if lease_seconds is not None:
+                self.store.keep_leased(named, lease_seconds)
         if ended.cross is not None and ended.cross.is_settled:
-            self.store.offer_kept(self.cross_tables.named_blocks(ended.cross))
+            named = list(self.cross_tables.named_blocks(ended.cross))
+            self.store.offer_kept(named)
+            if lease_seconds is not None:
+                self.store.keep_leased(named, lease_seconds)
+
+    def last_key_of(self, token_ids: list[int], extra_keys: ExtraKeys) -> bytes | None:
+        """The key of the last full block of a text whose last token is not computed. None: it has none."""
+        text = TokenSequence("", token_ids, extra_keys)
+        num_tokens = self.prefix_cache.whole_blocks(text, len(token_ids) - 1)
+        if num_tokens <= 0:
+            return None
+        group = len(self._sizes) - 1
+        self.prefix_cache.hash_blocks(text, num_tokens)
+        return block_key(group, text.block_hashes[self._sizes[group]][num_tokens // self._sizes[group] - 1])
 
     def end_in_session(
         self, key: SessionKey, ended: TokenSequence, num_prompt_tokens: int, request_id: str, is_branch: bool = False

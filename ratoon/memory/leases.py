@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ratoon.core.kv_connector import block_key
-from ratoon.core.request import InheritedFrom
+from ratoon.core.request import EndedLease, InheritedFrom
 from ratoon.core.stats import LeaseStats
 from ratoon.memory.block_pool import Block
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.sequence import CrossTable, TokenSequence
 
@@ -176,6 +177,21 @@ class LeaseTable:
             chosen = self._next_victim(self._leases.values())
             assert chosen is not None
             self._evict(chosen)
+        return True
+
+    def restore(self, lease: EndedLease, extra_keys: ExtraKeys, now: float) -> bool:
+        """A lease of an earlier process goes on, with its blocks in the connector. False: they are not there, or such
+        leases hold as many tokens as the budget has room for."""
+        budget = self.budget * self._kv_cache.block_size
+        num_tokens = sum(one.num_tokens for one in self._moved.values() if not one.slots)
+        if lease.branch_id in self._moved or num_tokens + len(lease.token_ids) > budget:
+            return False
+        key = self._kv_cache.last_key_of(lease.token_ids, extra_keys)
+        if key is None or not self._is_in_connector(key):
+            return False
+        self._moved[lease.branch_id] = MovedLease(
+            lease.branch_id, now + lease.seconds, lease.owner, lease.root_id, len(lease.token_ids), key, [], set()
+        )
         return True
 
     def end(self, branch_id: str) -> bool:

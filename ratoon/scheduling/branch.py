@@ -241,14 +241,16 @@ class Branch(TokenSequence):
 
 def extra_keys_of(request: EngineCoreRequest, media: Sequence[MediaRun] = ()) -> ExtraKeys:
     """What besides tokens must be equal for two requests to share blocks."""
-    keys = []
-    if request.adapter is not None:
-        keys.append(("adapter", request.adapter.digest))
-    if request.cache_salt is not None:
-        keys.append(("salt", request.cache_salt))
-    if request.encoder_input is not None:
-        keys.append(("encoder", request.encoder_input.content_hash.hex()))
+    adapter = None if request.adapter is None else request.adapter.digest
+    encoder_input = None if request.encoder_input is None else request.encoder_input.content_hash.hex()
+    keys = tagged_keys(adapter, request.cache_salt, encoder_input)
     return ExtraKeys(keys, spans_of(request, media)) if keys or media else NO_EXTRA_KEYS
+
+
+def tagged_keys(adapter: str | None, cache_salt: str | None, encoder_input: str | None) -> list[tuple[str, str]]:
+    """`adapter` is a digest, and `encoder_input` a hash."""
+    values = {"adapter": adapter, "salt": cache_salt, "encoder": encoder_input}
+    return [(tag, value) for tag, value in values.items() if value is not None]
 
 
 def branch_seed(seed: int | None, request_id: str, choice: int) -> int:

@@ -5,7 +5,7 @@ No clock, no tensors and no text here; the KVCacheManager counts the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -14,12 +14,13 @@ from ratoon.core.kv import KVCacheConfig, SwapCosts
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.readings import reading_id
-from ratoon.core.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from ratoon.core.request import EndedLease, EngineCoreOutput, EngineCoreRequest, FinishReason
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.stats import SchedulerStats
+from ratoon.memory.hashing import ExtraKeys
 from ratoon.memory.kv_cache_manager import KVCacheManager
 from ratoon.memory.leases import LeaseTable
-from ratoon.scheduling.branch import Branch, BranchStatus
+from ratoon.scheduling.branch import Branch, BranchStatus, tagged_keys
 from ratoon.scheduling.kinds.registry import Kinds
 from ratoon.scheduling.planner import StepPlanner
 from ratoon.scheduling.preemption import Preemption
@@ -203,6 +204,15 @@ class Scheduler:
         self.leases.expire(now)
         overdue = [output for kind in self.kinds.all for output in kind.end_overdue()]
         return overdue + self.state.admit_with_adapters()
+
+    def restore_leases(self, leases: Sequence[EndedLease], now: float) -> list[str]:
+        """Leases of an earlier process go on. Returns the branches of those that do."""
+        restored = []
+        for lease in leases:
+            keys = ExtraKeys(tagged_keys(lease.adapter, lease.cache_salt, lease.encoder_input))
+            if self.leases.restore(lease, keys, now):
+                restored.append(lease.branch_id)
+        return restored
 
     def next_expiry(self) -> float | None:
         """When the next lease or deadline ends; None: there is none."""

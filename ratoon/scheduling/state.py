@@ -392,7 +392,7 @@ class SchedulerState:
                 self.kv_cache.send_blocks(branch, request.kv_transfer)
             if is_text:
                 self.readings.text_ended(branch, request, branch.choice, num_tokens)
-                self.kv_cache.offer_text(branch, request.retention)
+                self.kv_cache.offer_text(branch, request.retention, request.retain_kv)
                 self.end_in_session(branch, request)
             if not (is_text and is_there and self.lease(branch, request)):
                 self.kv_cache.free(branch, trusted)

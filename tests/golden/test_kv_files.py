@@ -13,6 +13,7 @@ import pytest
 from ratoon.api.llm import LLM
 from ratoon.core.errors import ConfigError
 from ratoon.core.params import BeamSearchParams
+from ratoon.core.request import InheritedFrom
 from tests.depths import both_depths
 from tests.golden.engines import engine, greedy, run, scheduler_of, tokens_of
 from tests.golden.tiny_models import random_token_ids
@@ -68,6 +69,44 @@ def test_roots_of_an_earlier_process_are_continued_and_searched(tmp_path, expect
         assert found[0].num_cached_tokens == 80  # 90 tokens of the parent: its full blocks
 
 
+def test_a_lease_goes_on_in_a_restarted_engine_and_holds_its_files(tmp_path, expected):
+    """Files have room for the blocks of a few texts; those of the lease were used before all others."""
+    with engine(FAMILY, **SHARE, kv_files=str(tmp_path)) as llm:
+        run(llm, PROMPTS[:1], greedy(1))
+    size = max(file.stat().st_size for file in files_of(tmp_path))
+    for file in files_of(tmp_path):
+        file.unlink()
+    settings = SHARE | {"kv_files": str(tmp_path), "kv_files_size": 20 * size}
+    with engine(FAMILY, **settings) as llm:
+        for name, seconds in (("leased", 600.0), ("over", 0.01), ("free", None)):
+            prompt = {"prompt_token_ids": random_token_ids(70, seed=len(name))}
+            llm.generate([prompt], greedy(20), name, retain_kv=seconds, use_tqdm=False)
+        for seed in range(6):
+            run(llm, [random_token_ids(70, seed=100 + seed)], greedy(4))
+            llm._client.core.executor._worker._mover.flush()
+            scheduler_of(llm).kv_cache.store.index.look()  # as it does every two seconds
+        scheduler_of(llm).leases.end_all()  # in this process
+    with engine(FAMILY, **settings) as llm:
+        assert [llm.find_parent(name).leased for name in ("leased", "over", "free")] == [True, False, False]
+        (lease,) = scheduler_of(llm).leases.moved()
+        assert (lease.root_id, lease.place, lease.num_tokens) == ("leased", InheritedFrom.FILES, 90)
+        found = {name: llm.generate_continuation(name, [1, 2], greedy(4)) for name in ("leased", "over")}
+        assert found["leased"].num_cached_tokens == 80
+        assert found["leased"].continuation.source == "files"
+        assert found["over"].num_cached_tokens == 0
+        llm.forget("leased")
+        assert scheduler_of(llm).leases.moved() == []
+    for file in files_of(tmp_path):
+        file.unlink()
+    with engine(FAMILY, **settings) as llm:
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(20), "lost", retain_kv=600.0, use_tqdm=False)
+        scheduler_of(llm).leases.end_all()
+    for file in files_of(tmp_path):
+        file.unlink()
+    with engine(FAMILY, **settings) as llm:
+        assert not llm.find_parent("lost").leased
+
+
 def test_damaged_files_are_computed_and_written_again(tmp_path, expected):
     settings = SHARE | {"kv_files": str(tmp_path)}
     with engine(FAMILY, **settings) as llm:
@@ -94,6 +133,15 @@ def test_engines_of_other_models_and_salts_do_not_read_them(tmp_path):
         (other,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(4), cache_salt="other", use_tqdm=False)
         (same,) = run(llm, PROMPTS[:1], greedy(4))
         assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 64)
+
+
+def test_engines_whose_weights_have_other_bits_do_not_read_them(tmp_path):
+    settings = SHARE | {"kv_files": str(tmp_path), "kv_cache_dtype": "float16"}
+    for quantization in ("int8", "int4", "none"):
+        with engine(FAMILY, **settings, quantization=quantization) as llm:
+            assert run(llm, PROMPTS[:1], greedy(4))[0].num_cached_tokens == 0
+    with engine(FAMILY, **settings, quantization="int8") as llm:
+        assert run(llm, PROMPTS[:1], greedy(4))[0].num_cached_tokens == 64
 
 
 def test_a_load_that_takes_longer_than_computing_is_not_made_and_tried_again_later(tmp_path, expected):

@@ -217,6 +217,7 @@ class Service:
         self.startup_timer.finish()
         self._engines_have_started = True
         self._hub.start()
+        await self._hub.restore_leases()
         if self._throughput is not None:
             self._tasks.append(asyncio.create_task(self._write_throughput(self._throughput)))
         for front_end in self._front_ends:

@@ -5,6 +5,7 @@ It processes the engine's outputs and builds the caller's. The OutputProcessor h
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,7 @@ class RequestState:
     error: str | None = None
     refusal: RequestError | None = None
     owner: str | None = None
-    leased: bool = False  # its memory is to be kept for continuations
+    retain_kv: float | None = None  # seconds that its memory is to be kept for continuations
     session: str | None = None
     retention: str | None = None
     cache_salt: str | None = None
@@ -336,7 +337,7 @@ class RequestState:
             adapter=self.adapter,
             owner=self.owner,
             engine=self.engine,
-            leased=self.leased,
+            leased_until=None if self.retain_kv is None else time.time() + self.retain_kv,
             session=self.session,
             retention=self.retention,
             searching=self.beam_search and not self.finished,
@@ -384,7 +385,7 @@ def make_request_state(
         answer=answer,
         beam_search=isinstance(params, BeamSearchParams),
         owner=request.owner,
-        leased=request.retain_kv is not None,
+        retain_kv=request.retain_kv,
         session=request.session,
         retention=request.retention,
         cache_salt=request.cache_salt,

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from ratoon.core.encoder import EncoderInput
 from ratoon.core.errors import RequestError, UnknownParentError
 from ratoon.core.kv import IN_MEMORY
 from ratoon.core.media import MediaFeature, RopePositions, cut_features, feature_around
-from ratoon.core.request import branch_id_of
+from ratoon.core.request import EndedLease, branch_id_of
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.wire import Decoder, WireError, encode
 from ratoon.engine.output.record_log import RecordLog
@@ -40,7 +41,7 @@ class Root:
     adapter: Adapter | None = None
     owner: str | None = None  # only the same owner may continue it
     engine: int | None = None  # where it ran
-    leased: bool = False  # whether it was asked to keep its memory
+    leased_until: float | None = None  # wall-clock time until which it was asked to keep its memory
     searching: bool = False  # a beam search that still runs: its choices are not known yet
     ended_at: float = field(default_factory=time.time)  # wall-clock time
     encoder_input: EncoderInput | None = None  # what its encoder read; the prompt is then the decoder's
@@ -55,6 +56,31 @@ class Root:
         """The session of a continuation that names none: without one of the parent's, it is that of all its
         continuations."""
         return f"continuations of {self.internal_id}" if self.session is None else self.session
+
+    @property
+    def leased(self) -> bool:
+        """Whether its memory may be leased still. Leases may also end before their time."""
+        return self.leased_until is not None and self.leased_until > time.time()
+
+    def leases(self) -> list[EndedLease]:
+        """Returns the leases of its choices, for an engine that is started again."""
+        if not self.leased or self.leased_until is None:
+            return []
+        # Blocks before the first image are hashed by their tokens alone, and the last token is never computed
+        num_tokens = min((feature.offset + 1 for feature in self.mm_features), default=None)
+        return [
+            EndedLease(
+                self.branch_id(choice),
+                self.request_id,
+                self.owner,
+                self.leased_until - time.time(),
+                self.tokens(choice)[:num_tokens],
+                None if self.adapter is None else self.adapter.digest,
+                self.cache_salt,
+                None if self.encoder_input is None else self.encoder_input.content_hash.hex(),
+            )
+            for choice in range(len(self.choices))
+        ]
 
     @property
     def feature_bytes(self) -> int:
@@ -215,6 +241,21 @@ class RootTable:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: len(held.roots)))
         while self._feature_bytes > self._max_feature_bytes:
             self._drop_oldest(max(self._by_owner.values(), key=lambda held: held.feature_bytes))
+
+    def leases_to_restore(self) -> list[Any]:
+        """Returns the leases of an earlier process that are not over, encoded for the engine's `restore_leases`: those
+        of the newest roots first."""
+        roots = [root for held in self._by_owner.values() for root in held.roots.values() if root.leased]
+        roots.sort(key=lambda root: root.ended_at, reverse=True)
+        return [msgspec.to_builtins(lease) for root in roots for lease in root.leases()]
+
+    def note_restored(self, branch_ids: Iterable[str]) -> None:
+        """An engine was started again, and these leases of earlier processes go on; others do not."""
+        restored = set(branch_ids)
+        for held in self._by_owner.values():
+            for root in held.roots.values():
+                if root.leased and restored.isdisjoint(root.branch_ids):
+                    root.leased_until = None
 
     def close(self) -> None:
         """Another process may have the log now."""

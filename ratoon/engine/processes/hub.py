@@ -98,7 +98,7 @@ class Running:
             adapter=request.adapter,
             owner=request.owner,
             engine=self.engine,
-            leased=request.retain_kv is not None,
+            leased_until=None if request.retain_kv is None else time.time() + request.retain_kv,
             session=request.session,
             retention=request.retention,
             searching=isinstance(params, BeamSearchParams),
@@ -154,6 +154,12 @@ class EngineHub:
         self.observe: Callable[[EngineCoreOutputs], None] = lambda step: None  # is told of every step
 
     # ---- life ----
+
+    async def restore_leases(self) -> None:
+        """Leases that the log of roots has go on in the engines, which have started."""
+        if leases := self.roots.leases_to_restore():
+            answers = await self.client.call_utility("restore_leases", leases)
+            self.roots.note_restored(branch_id for answer in answers for branch_id in answer)
 
     def start(self) -> None:
         """Begin to route; the engines have started."""

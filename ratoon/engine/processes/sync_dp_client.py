@@ -113,7 +113,7 @@ class SyncDPClient:
 
 def combine(results: Sequence[Any]) -> Any:
     """What the results of several engines are together: counts are added, one that is not true makes all so, shares are
-    averaged, texts are listed."""
+    averaged, texts are listed, lists are joined."""
     first = results[0]
     if len(results) == 1 or first is None:
         return first
@@ -124,4 +124,6 @@ def combine(results: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         combined = {name: combine([result[name] for result in results]) for name in first}
         return combined | {name: combined[name] / len(results) for name in MEANS if name in combined}
+    if isinstance(first, list):
+        return [one for result in results for one in result]
     return ", ".join(map(str, results)) if isinstance(first, str) else list(results)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
 
-from ratoon.core.config import ModelConfig
+from ratoon.core.config import EngineConfig, ModelConfig
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, lay_out_pages
+from ratoon.core.media import MediaConfig
 from ratoon.execution.kv.geometry import Geometry
+from ratoon.layers.ops import Ops
+from ratoon.layers.rotary import uses_long_factors
 from ratoon.layers.shard import WHOLE_MODEL, ModelPart
 from ratoon.layers.weights import TensorSource
+from ratoon.models.digest import digest_of_weights
 
 
 def fingerprint_of(
@@ -20,22 +24,44 @@ def fingerprint_of(
     draft_tensors: TensorSource | None = None,
     part: ModelPart = WHOLE_MODEL,
     config: ModelConfig | None = None,
+    arithmetic: Sequence[str] = (),
 ) -> KVFingerprint:
     """`dtype`: in which the model computes. `draft_tensors`: those of the model that drafts, if there is one. `part`:
     what this worker has of the model; ranks of equal sizes have blocks of equal layout and different content.
-    `config`: of the model, with what a user changed in it, such as rope."""
+    `config`: of the model, with what a user changed in it, such as rope. `arithmetic`: see `arithmetic_of`."""
     specs = [*(group.spec for group in kv_config.all_groups), *(group.spec for group in kv_config.attached)]
     choices = [*geometry.choices, *geometry.attached_choices]
     shapes = [choice.backend.page_shapes(spec) for choice, spec in zip(choices, specs, strict=True)]
     sources = [tensors] if draft_tensors is None else [tensors, draft_tensors]
     return KVFingerprint(
-        weights=" ".join([*map(digest_of_weights, sources), blake2b(repr(config).encode(), digest_size=8).hexdigest()]),
+        weights=" ".join([*map(digest_of_weights, sources), _digest_of_config(config)]),
         dtype=dtype,
+        arithmetic=tuple(arithmetic),
         specs=tuple(map(repr, specs)),
         layout=lay_out_pages(kv_config.all_groups, kv_config.attached),
         page_orders=tuple(f"{choice.backend.name} {shape}" for choice, shape in zip(choices, shapes)),
         part=name_of_part(part),
     )
+
+
+def arithmetic_of(
+    config: EngineConfig, model_config: ModelConfig, max_model_len: int, ops: Ops, on_cpu: bool
+) -> list[str]:
+    """What changes the numbers of keys and values beside weights and dtype. `ops` has the weights of the model."""
+    found = sorted(f"weights in {one['format']}" for one in ops.kept_formats())
+    if model_config.encoder is not None or model_config.media is not None:
+        found.append(_arithmetic_of_encoders(config))
+    if config.batch_invariant and not on_cpu:  # there it is always so
+        found.append("the same bits in any batch")
+    if model_config.rope_scaling.kind == "longrope":
+        is_long = uses_long_factors(model_config, max_model_len)
+        found.append(f"{'long' if is_long else 'short'} factors of frequencies")
+    return found
+
+
+def _arithmetic_of_encoders(config: EngineConfig) -> str:
+    """Products and attention of encoders are rounded as this setting says, even where no weight is quantised."""
+    return f"encoder with quantization {config.quantization}"
 
 
 def name_of_part(part: ModelPart) -> str:
@@ -46,21 +72,15 @@ def name_of_part(part: ModelPart) -> str:
     return f"rank {shard.rank} of {shard.world_size}, stage {stage.index} of {stage.count}"
 
 
-def digest_of_weights(tensors: TensorSource) -> str:
-    """A digest of where the weights come from, of their names and shapes, and of when their files were last changed.
-    The numbers are not read: that would take as long as loading them."""
-    parts = [tensors.name, *(f"{name} {shape}" for name, shape in sorted(tensors.shapes().items()))]
-    return blake2b("\0".join([*parts, *_states_of_files(Path(tensors.name))]).encode(), digest_size=16).hexdigest()
+def fingerprint_of_encoder(
+    tensors: TensorSource, dtype: str, model_config: ModelConfig, world_size: int, config: EngineConfig
+) -> KVFingerprint:
+    """The kind of what an encoder of media makes: rows of embeddings. Ranks have equal ones."""
+    spec = f"rows of an encoder, {model_config.hidden_size} wide, made by one of {world_size} ranks"
+    arithmetic = (_arithmetic_of_encoders(config),)
+    weights = f"{digest_of_weights(tensors)} {_digest_of_config(model_config.media)}"
+    return KVFingerprint(weights=weights, dtype=dtype, arithmetic=arithmetic, specs=(spec,))
 
 
-def _states_of_files(path: Path) -> list[str]:
-    """The sizes and times of a file, or of the files of a folder; nothing for weights that are not from files."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    states = [(file.name, file.stat()) for file in files if file.is_file()]
-    return [f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in states]
-
-
-def fingerprint_of_encoder(tensors: TensorSource, dtype: str, width: int, world_size: int) -> KVFingerprint:
-    """The kind of what an encoder of media makes: rows of embeddings, `width` numbers each. Ranks have equal ones."""
-    spec = f"rows of an encoder, {width} wide, made by one of {world_size} ranks"
-    return KVFingerprint(weights=digest_of_weights(tensors), dtype=dtype, specs=(spec,))
+def _digest_of_config(config: ModelConfig | MediaConfig | None) -> str:
+    return blake2b(repr(config).encode(), digest_size=8).hexdigest()

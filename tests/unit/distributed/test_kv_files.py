@@ -176,6 +176,27 @@ def test_superseded_blocks_are_removed_first_and_those_of_a_day_last(tmp_path):
     opened.close()
 
 
+def test_blocks_of_a_lease_stay_as_long_as_it_runs_also_as_superseded_ones(tmp_path, monkeypatch):
+    opened, now = Opened(tmp_path), time.time()
+    opened.save(1, 2)
+    opened.mover.flush()
+    opened.index.keep(key(1), 60)
+    opened.index.keep(key(2), 60)
+    opened.index.prolong(key(2))
+    opened.index.supersede(key(1))
+    opened.index.look()
+    used_at = [os.stat(kv_files._path_of(opened.index._folder, key(number))).st_mtime for number in (1, 2)]
+    assert [round((when - now) / 60) for when in used_at] == [1, 24 * 60], "the later of two ends"
+    opened.index.keep(key(2), 60)
+    opened.index.look()
+    assert os.stat(kv_files._path_of(opened.index._folder, key(2))).st_mtime == used_at[1]
+    monkeypatch.setattr(kv_files.time, "time", lambda: now + 100)
+    opened.index.supersede(key(1))
+    opened.index.look()
+    assert os.stat(kv_files._path_of(opened.index._folder, key(1))).st_mtime == kv_files.SUPERSEDED
+    opened.close()
+
+
 def test_a_block_that_is_not_written_yet_is_marked_when_it_is(tmp_path):
     opened = Opened(tmp_path)
     assert opened.index.offer(key(1))

@@ -153,7 +153,7 @@ def test_nothing_is_kept_for_a_receiver_that_is_silent_or_never_comes(make, monk
     assert not sender.send("a", b"key-9")  # the request goes on, and its blocks are not kept
 
 
-def test_a_transfer_that_is_over_unknown_or_of_another_model_is_not_waited_for(make, monkeypatch):
+def test_a_transfer_that_is_over_unknown_or_of_another_model_is_not_waited_for(make, monkeypatch, caplog):
     monkeypatch.setattr(kv_exchange, "SECONDS_TO_BEGIN", 0.5)
     sender, receiver, other_model = make(), make(), make(fingerprint="another")
     sender.begin_sending("a")
@@ -161,6 +161,10 @@ def test_a_transfer_that_is_over_unknown_or_of_another_model_is_not_waited_for(m
     sender.end_sending("a")
     other_model.receive("a", sender.address, nothing_is_there).result(PATIENCE)
     assert len(other_model.inbox) == 0
+    assert caplog.messages == [
+        f"the KV transfer a is refused: {kv_exchange.OF_ANOTHER_KIND}",
+        f"blocks of the KV transfer a are computed here: {kv_exchange.OF_ANOTHER_KIND}",
+    ]
     receiver.receive("a", sender.address, nothing_is_there).result(PATIENCE)
     assert len(receiver.inbox) == 2
     receiver.receive("unknown", sender.address, nothing_is_there).result(PATIENCE)
