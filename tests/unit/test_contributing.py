@@ -136,6 +136,11 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
             assert name in known, name
 
 
+def test_the_page_about_the_architecture_is_short() -> None:
+    """Newcomers read it whole; details of a subject belong to the subject's own page."""
+    assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 3700
+
+
 def test_files_that_comments_and_docstrings_name_exist() -> None:
     known = {path.name for room in ("ratoon", "bench", "tests", "docs") for path in (ROOT / room).rglob("*.py")}
     known |= {path.name for path in ROOT.glob("*.py")}
