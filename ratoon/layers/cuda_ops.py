@@ -43,6 +43,7 @@ from ratoon.layers.product_choices import (
     invariant_choice,
 )
 from ratoon.layers.stored import StoredTensor
+from ratoon.layers.torch_internals import scaled_product
 from ratoon.layers.torch_ops import TorchOps, route
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton import experts as experts_kernels
@@ -180,9 +181,7 @@ class CudaLinear:
         """Multiplies with the input in 8 bits too. `is_gate`: the input is silu of the first half of x times the
         second."""
         numbers, row_scales = quantize_rows(x, norm, is_gate, self.dependent)
-        product = torch._scaled_mm(
-            numbers, self.weight.t(), row_scales, scales[None, :], self.bias, out_dtype=x.dtype, use_fast_accum=True
-        )
+        product = scaled_product(numbers, self.weight.t(), row_scales, scales[None, :], self.bias, x.dtype)
         return product if residual is None else residual.add_(product)
 
 
