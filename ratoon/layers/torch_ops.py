@@ -231,7 +231,7 @@ class TorchExperts:
             if count:
                 results[start : start + count] = down(self._gate(gate_up(rows[start : start + count])))
             start += count
-        by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, -1)
+        by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, x.shape[1])
         weights = routes.weights.masked_fill(elsewhere.view(num_rows, top_k), 0.0).to(x.dtype)
         return (by_pair * weights[..., None]).sum(1)
 
