@@ -109,7 +109,7 @@ class TorchOps:
         return TorchExperts(self, products, own, gate)
 
     def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
-        return partial(multiply_heads, weight.transpose(1, 2).contiguous(), kept)
+        return TorchHeadProduct(weight.transpose(1, 2).contiguous(), kept)
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
         return y.addcmul_(x, gates.sigmoid())
@@ -236,13 +236,23 @@ class TorchExperts:
         return (by_pair * weights[..., None]).sum(1)
 
 
-def multiply_heads(weight: Tensor, kept: int, x: Tensor) -> Tensor:
+class TorchHeadProduct:
     """The product of `Ops.make_head_product`, by operations of torch; weight [heads, in, out]."""
-    num_heads, _, out = weight.shape
-    y = torch.empty((x.shape[0], num_heads, kept + out), dtype=x.dtype, device=x.device)
-    y[..., :kept] = x[..., :kept]
-    y[..., kept:] = torch.bmm(x[..., kept:].transpose(0, 1), weight).transpose(0, 1)
-    return y
+
+    __slots__ = ("kept", "weight")
+
+    def __init__(self, weight: Tensor, kept: int) -> None:
+        self.weight: Tensor | None = weight
+        self.kept = kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kept, weight = self.kept, self.weight
+        assert weight is not None
+        y = x.new_empty((x.shape[0], weight.shape[0], kept + weight.shape[2]))
+        if kept:
+            y[..., :kept] = x[..., :kept]
+        torch.bmm(x[..., kept:].transpose(0, 1), weight, out=y[..., kept:].transpose(0, 1))
+        return y
 
 
 def mask_lookup(lookup: Lookup, rows: range) -> Lookup:
