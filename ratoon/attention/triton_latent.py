@@ -1,18 +1,20 @@
 """Latent attention by the "triton" backend: what it supports, and the launches of a step (triton_latent_kernels.py).
 
-Any mixture of prefill, decode and continuations is one launch, in which a program finds its request by itself, and with
-few rows a second one, which puts splits of keys together. Grids depend on numbers of tokens and requests alone, so that
-a step can be captured in a CUDA graph.
+Requests with many new tokens have the expanded form (triton_expanded.py). The others have the absorbed one: any mixture
+of prefill, decode and continuations is one launch, in which a program finds its request by itself, and with few rows a
+second one, which puts splits of keys together. Grids depend on numbers of tokens and requests alone, so that a step can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ratoon.attention.interface import AttentionBackend, AttentionNeeds, CommonAttentionMetadata, LayerCache
+from ratoon.attention.triton_expanded import ExpandedSizes, Expansion, attend_expanded, find_expansion
 from ratoon.attention.triton_plan import choose_store_tile, power_of_two
 from ratoon.layers.attention import (
     AttentionLayer,
@@ -71,6 +73,13 @@ def choose_latent_splits(num_programs: int, num_rows: int, max_seq_len: int, blo
 class LatentMetadata:
     inputs: CommonAttentionMetadata
     num_requests: int
+    expansions: dict[ExpandedSizes, Expansion | None] = field(default_factory=dict)
+
+    def expansion(self, sizes: ExpandedSizes) -> Expansion | None:
+        """The requests that have the expanded form, for layers of these sizes: all layers of a model."""
+        if sizes not in self.expansions:
+            self.expansions[sizes] = find_expansion(self.inputs, sizes)
+        return self.expansions[sizes]
 
 
 class TritonLatentBackend(AttentionBackend):
@@ -168,7 +177,18 @@ class TritonLatentBackend(AttentionBackend):
         products: LatentProducts,
     ) -> Tensor:
         self._store(layer, queries, k, kv_cache, metadata, transform)
-        return self._attend_absorbed(layer, queries, kv_cache, metadata, products)
+        sizes = None if self._batch_invariant else ExpandedSizes.of(layer, products)
+        expansion = None if sizes is None else metadata.expansion(sizes)
+        if sizes is None or expansion is None:
+            return self._attend_absorbed(layer, queries, kv_cache, metadata, products)
+        out, others = queries.new_empty(queries.shape[0], sizes.heads * sizes.value), expansion.others
+        if others is not None:
+            alone = self.build_metadata(others.inputs)
+            found = self._attend_absorbed(layer, queries[others.rows], kv_cache, alone, products)
+            out.index_copy_(0, others.rows, found)
+        (pages,), block_size = kv_cache, metadata.inputs.block_size
+        attend_expanded(layer, queries, pages, block_size, expansion, sizes, products, out)
+        return out
 
     def forward_latent_rows(
         self,
