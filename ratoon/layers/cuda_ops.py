@@ -214,6 +214,22 @@ class CudaGatedMLP:
         return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu", gate_up.dependent)
 
 
+class InvariantHeadProduct:
+    """The product of Ops.make_head_product, of which a row's bits depend on no other row."""
+
+    weight: Tensor | None = None  # these products alone have such bits
+
+    def __init__(self, products: Sequence[Product], kept: int) -> None:
+        """`products`: of each head."""
+        self._products = products
+        self._kept = kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kept = self._kept
+        heads = [product(x[:, head, kept:].contiguous()) for head, product in enumerate(self._products)]
+        return torch.cat((x[..., :kept], torch.stack(heads, 1)), -1)
+
+
 class Fp8Rows:
     """Implements WeightFormat for weights in 8 bits (fp8.py)."""
 
@@ -291,13 +307,7 @@ class CudaOps(TorchOps):
     def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
         if not self.batch_invariant:
             return super().make_head_product(weight, kept)
-        products = [self.make_linear(own.contiguous(), None) for own in weight]  # whose bits depend on no other row
-
-        def multiply(x: Tensor) -> Tensor:
-            heads = [product(x[:, head, kept:].contiguous()) for head, product in enumerate(products)]
-            return torch.cat((x[..., :kept], torch.stack(heads, 1)), -1)
-
-        return multiply
+        return InvariantHeadProduct([self.make_linear(own.contiguous(), None) for own in weight], kept)
 
     def make_low_rank(
         self,
