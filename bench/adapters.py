@@ -28,9 +28,17 @@ from ratoon import LLM, SamplingParams
 
 SEED = 0
 FLOATS, QUANTISED = "float32", "Q4_0"
-BASE, ONE, MANY = "base", "one adapter", "several adapters"
-LABELS = {BASE: "without adapters", ONE: "all with the same adapter", MANY: "with several adapters"}
+OFF, BASE, AMONG, ONE, MANY = "off", "base", "one among plain", "one adapter", "several adapters"
+LABELS = {
+    OFF: "an engine without slots for adapters",
+    BASE: "without adapters",
+    AMONG: "one with an adapter, the others without",
+    ONE: "all with the same adapter",
+    MANY: "with several adapters",
+}
 RATIOS = {
+    "base": Ratio("throughput without, against no slots", OFF, BASE),
+    "among": Ratio("throughput with one among plain", BASE, AMONG),
     "one": Ratio("throughput with one, against without", BASE, ONE),
     "many": Ratio("throughput with several, against without", BASE, MANY, "at least 0.85"),
 }
@@ -72,15 +80,17 @@ class Adapters(Program):
     def _measure(self, path: Path) -> dict[str, Any]:
         args = self.args
         settings: dict[str, Any] = {
-            "device": "cpu", "num_threads": args.threads, "max_num_seqs": args.requests, "max_loras": args.adapters,
-            "max_lora_rank": args.rank, "enable_prefix_caching": False, "skip_tokenizer": True,
+            "device": "cpu", "num_threads": args.threads, "max_num_seqs": args.requests, "max_model_len": 1024,
+            "enable_prefix_caching": False, "skip_tokenizer": True,
         }  # fmt: skip
+        slots = {"max_loras": args.adapters, "max_lora_rank": args.rank}
         adapters = {f"adapter-{number}": str(folder) for number, folder in enumerate(self.folders)}
         source = PromptSource(SEED, 400 if self.args.quick else 40_000)
         throughput, switches = Times(LABELS, RATIOS), Times(SWITCH_LABELS, {})
-        with LLM(str(path), adapters=adapters, max_model_len=1024, **settings) as llm:
+        with LLM(str(path), adapters=adapters, **slots, **settings) as llm, LLM(str(path), **settings) as plain:
             for index in range(args.rounds + 1):  # the first one warms up
-                round_of = {way: self._answer(llm, source, way) for way in in_turn(LABELS, index)}
+                engines = {way: plain if way == OFF else llm for way in LABELS}
+                round_of = {way: self._answer(engines[way], source, way) for way in in_turn(LABELS, index)}
                 switched = self._switch(llm, source, index)
                 if index:
                     say(f"{path.name}, round {index}/{args.rounds}")
@@ -93,7 +103,10 @@ class Adapters(Program):
         args = self.args
         prompts = [source.prompt(args.input) for _ in range(args.requests)]
         numbers = range(args.requests)
-        named = {BASE: [None for _ in numbers], ONE: ["adapter-0" for _ in numbers]}
+        named: dict[str, list[str | None]] = {way: [None for _ in numbers] for way in (OFF, BASE)} | {
+            ONE: ["adapter-0" for _ in numbers]
+        }
+        named[AMONG] = ["adapter-0", *named[BASE][1:]]
         named[MANY] = [f"adapter-{number % args.adapters}" for number in numbers]
         for name in dict.fromkeys(named[way]):  # which brings it to its slot
             llm.generate(source.prompt(4), SamplingParams(max_tokens=1), adapter=name, progress=False)

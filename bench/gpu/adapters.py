@@ -4,8 +4,9 @@ Ratoon and by vLLM in one run.
     python3 bench/gpu/adapters.py [--vllm-python PYTHON] [--model llama3-8b] [--requests 32] [--adapters 8] [--rank 16]
 
 The model has random weights of a shape in models/, and so have the adapters, for all linear layers. Every step has all
-adapters: each request has one of them in turn. A figure is (whole - the first token) / the other tokens. Each engine is
-a process of its own, one after the other.
+adapters: each request has one of them in turn; other rows have one adapter for all requests, or for one among plain
+ones. The engine of the row "off" has no memory for adapters. A figure is (whole - the first token) / the other tokens.
+Each engine is a process of its own, one after the other.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 SHAPES = Path(__file__).parent / "models"
 sys.path.insert(0, str(Path(__file__).parents[1]))
-BASE, ONE, MANY = "base", "one adapter", "several adapters"
-KINDS = (BASE, ONE, MANY)
+OFF, BASE, AMONG, ONE, MANY = "off", "base", "one among plain", "one adapter", "several adapters"
+KINDS = (BASE, AMONG, ONE, MANY)
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -47,7 +48,9 @@ class Ratoon:
         from ratoon import LLM, SamplingParams
 
         self._params = SamplingParams
-        settings = {"max_loras": len(adapters), "max_lora_rank": args.rank, "max_num_seqs": 256}
+        settings: dict[str, Any] = {"max_num_seqs": 256}
+        if adapters:
+            settings |= {"max_loras": len(adapters), "max_lora_rank": args.rank}
         self._llm = LLM(
             model, load_format="dummy", device=args.device, max_model_len=2048, skip_tokenizer=True,
             enable_prefix_caching=False, disable_log_stats=True,
@@ -67,11 +70,13 @@ class VLLM:
         from vllm.lora.request import LoRARequest
 
         self._params = SamplingParams
+        settings: dict[str, Any] = {}
+        if adapters:
+            settings = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": max(args.rank, 8)}
         self._adapters = [LoRARequest(str(index), index + 1, path) for index, path in enumerate(adapters)]
         self._llm = LLM(
-            model, load_format="dummy", max_model_len=2048, skip_tokenizer_init=True, enable_lora=True,
-            max_loras=len(adapters), max_lora_rank=max(args.rank, 8), max_num_seqs=256, enable_prefix_caching=False,
-            disable_log_stats=True,
+            model, load_format="dummy", max_model_len=2048, skip_tokenizer_init=True, max_num_seqs=256,
+            enable_prefix_caching=False, disable_log_stats=True, **settings,
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], adapters: list[int | None], num_tokens: int) -> list[int]:
@@ -85,7 +90,12 @@ class VLLM:
 def measure(engine: Ratoon | VLLM, kind: str, args: argparse.Namespace, number: int) -> float:
     """Seconds of a token behind the first."""
     choose = random.Random(f"{kind} {number}")
-    adapters = [{BASE: None, ONE: 0, MANY: index % args.adapters}[kind] for index in range(args.requests)]
+    numbers = range(args.requests)
+    adapters: list[int | None] = [None for _ in numbers]
+    if kind == AMONG:
+        adapters[0] = 0
+    elif kind in (ONE, MANY):
+        adapters = [0 if kind == ONE else index % args.adapters for index in numbers]
     seconds = []
     for count in (1, args.tokens):
         prompts = [[choose.randrange(1000, 30_000) for _ in range(args.input)] for _ in range(args.requests)]
@@ -98,21 +108,22 @@ def measure(engine: Ratoon | VLLM, kind: str, args: argparse.Namespace, number: 
 
 def work(args: argparse.Namespace) -> None:
     """In the process of one engine."""
-    adapters = sorted(str(path) for path in args.folder.glob("adapters/*"))
+    kinds = (OFF,) if args.off else KINDS
+    adapters = [] if args.off else sorted(str(path) for path in args.folder.glob("adapters/*"))
     engine = {"ratoon": Ratoon, "vllm": VLLM}[args.worker](str(args.folder / args.model), adapters, args)
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(args.rounds + 1):
-        for kind in KINDS if number % 2 else reversed(KINDS):
+        for kind in kinds if number % 2 else reversed(kinds):
             figure = measure(engine, kind, args, number)
             if number > 0:  # the first one warms up
                 found[kind].append(figure)
-    base = statistics.median(found[BASE])
+    base = statistics.median(found[kinds[0]])
     for kind, steps in found.items():
         record = {
             "engine": args.worker, "kind": kind, "requests": args.requests, "rank": args.rank,
             "ms_a_token": round(1000 * statistics.median(steps), 3),
             "spread": [round(1000 * min(steps), 3), round(1000 * max(steps), 3)],
-            "share_of_base": round(base / statistics.median(steps), 3),
+            f"share_of_{kinds[0]}": round(base / statistics.median(steps), 3),
         }  # fmt: skip
         print("RESULT", json.dumps(record), flush=True)
 
@@ -126,6 +137,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--worker", choices=("ratoon", "vllm"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--off", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args)
@@ -140,7 +152,9 @@ def main() -> None:
         make_adapters(folder / "adapters", tensor_shapes(config), args.adapters, args.rank, "bfloat16")
         pythons = {"ratoon": sys.executable} | ({"vllm": args.vllm_python} if args.vllm_python else {})
         for engine, python in pythons.items():
-            subprocess.run([python, __file__, *sys.argv[1:], "--worker", engine, "--folder", scratch], check=True)
+            for more in (["--off"], []):
+                command = [python, __file__, *sys.argv[1:], "--worker", engine, "--folder", scratch, *more]
+                subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

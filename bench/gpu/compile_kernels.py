@@ -38,10 +38,17 @@ from ratoon.execution.inputs.input_kernels import append_tokens
 from ratoon.execution.inputs.row_writes import RowWrites
 from ratoon.execution.kv.block_kernels import Pages, copy_blocks
 from ratoon.layers import cuda_ops, fp8
-from ratoon.layers.attention import AttentionLayer, HeadTransform, LatentAttentionLayer, StateSpaceLayer
+from ratoon.layers.attention import (
+    AttentionLayer,
+    HeadTransform,
+    LatentAttentionLayer,
+    LatentProducts,
+    StateSpaceLayer,
+)
 from ratoon.layers.cuda_ops import CudaGatedMLP, CudaLinear, CudaOps
 from ratoon.layers.ops import ExpertGate, FusedProduct, RMSWeights, Routes, RoutingRule
 from ratoon.layers.product_choices import ProductChoices, Tile, invariant_choice
+from ratoon.layers.torch_ops import TorchHeadProduct
 from ratoon.layers.triton import (
     bits,
     elementwise,
@@ -152,6 +159,23 @@ def attend_to_vectors(
     angles: Any = _Table(64, 1)
     transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), angles, None, None)
     backend.forward(layer, q, k, k[..., 64:], (pages,), backend.build_metadata(inputs), transform)
+
+
+def attend_by_products(
+    heads: int, query_lens: list[int], seq_len: int, dtype: torch.dtype = BF16, kv_dtype: torch.dtype | None = None
+) -> None:
+    """Compiles the same of queries that have not been multiplied yet: long ones have the expanded form."""
+    backend, layer = triton_latent.TritonLatentBackend(), LatentAttentionLayer(0, heads, 1, 576, 0.07, rope_dim=64)
+    inputs, num_tokens, rank, size = step_inputs(query_lens, seq_len), sum(query_lens), 512, 128
+    products = LatentProducts(
+        TorchHeadProduct(torch.zeros(heads, size, rank, dtype=dtype), 64),
+        TorchHeadProduct(torch.zeros(heads, rank, size, dtype=dtype), 0),
+    )
+    queries, k = torch.zeros(num_tokens, heads, 64 + size, dtype=dtype), torch.zeros(num_tokens, 1, 576, dtype=dtype)
+    pages = torch.zeros(2, BLOCK_SIZE, 576, dtype=kv_dtype or dtype)
+    angles: Any = _Table(64, 1)
+    transform = HeadTransform(torch.zeros(num_tokens, dtype=torch.int64), angles, None, None)
+    backend.forward_latent(layer, queries, k, (pages,), backend.build_metadata(inputs), transform, products)
 
 
 def scan(heads: int, head_dim: int, groups: int, query_lens: list[int], dtype: torch.dtype = BF16) -> None:
@@ -464,6 +488,15 @@ def latent(compilation: Compilation) -> None:
     attend_to_vectors(16, [1], 2000, kv_dtype=torch.float8_e4m3fn)
     compilation.part = "latent: float32"
     attend_to_vectors(16, [1], 2000, torch.float32)
+    for heads in (16, 128):
+        compilation.part = f"latent: {heads} heads, expanded, beside decodes"
+        attend_by_products(heads, [128, 1, 1], 128)
+    compilation.part = "latent: 16 heads, expanded, in segments"
+    attend_by_products(16, [256], 5000)
+    compilation.part = "latent: 16 heads, expanded, vectors in fp8"
+    attend_by_products(16, [128], 128, kv_dtype=torch.float8_e4m3fn)
+    compilation.part = "latent: 4 heads, expanded, float32"
+    attend_by_products(4, [128], 128, torch.float32)
 
 
 def states(compilation: Compilation) -> None:

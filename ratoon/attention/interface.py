@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from ratoon.core.kv import AttentionSpec, KVCacheSpec, LatentSpec, StateSpec
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform, StateSpaceLayer
+from ratoon.layers.attention import (
+    AttentionLayer,
+    CrossAttentionLayer,
+    HeadTransform,
+    LatentAttentionLayer,
+    LatentProducts,
+    StateSpaceLayer,
+)
 
 # Tokens that a request of a padded step has at most, where it is neither a decode nor holds a prompt: backends may have
 # a kernel of their own for such steps.
@@ -237,6 +244,41 @@ class AttentionBackend(ABC):
         if not rows.shape[0]:
             return q.new_empty(0, layer.num_heads * layer.value_dim)
         return self.attend(layer, q[rows], kv_cache, metadata_of_rows)
+
+    def forward_latent(
+        self,
+        layer: LatentAttentionLayer,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: Any,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+    ) -> torch.Tensor:
+        """Transforms, stores and attends. Shapes as in StepContext.attend_latent. This is the absorbed form; a backend
+        that has another one, where it is cheaper, overrides this."""
+        values = k[..., layer.rope_dim :]
+        found = self.forward(layer, products.absorb(queries), k, values, kv_cache, metadata, transform)
+        return products.values_of(found, layer.num_heads)
+
+    def forward_latent_rows(
+        self,
+        layer: LatentAttentionLayer,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: Any,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+        rows: torch.Tensor,
+        metadata_of_rows: Any,
+    ) -> torch.Tensor:
+        """Attends as `forward_latent` does, but with these `rows` [R] only, as `forward_rows` does."""
+        values = k[..., layer.rope_dim :]
+        found = self.forward_rows(
+            layer, products.absorb(queries), k, values, kv_cache, metadata, transform, rows, metadata_of_rows
+        )
+        return products.values_of(found, layer.num_heads)
 
 
 def _floats(kv_cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ratoon.attention.triton_kernels import divide_by_sums
 
 
 @triton.jit
-def _find_request(starts_ptr, num_requests, tile, TOKENS: tl.constexpr):
+def find_request(starts_ptr, num_requests, tile, TOKENS: tl.constexpr):
     """The request of a tile, and which of its tiles it is. Request r has tiles from starts[r] // TOKENS + r on: enough
     for its tokens, and sometimes one more."""
     low, high = num_requests * 0, num_requests
@@ -27,16 +27,17 @@ def _find_request(starts_ptr, num_requests, tile, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def latent_kernel(
-    q_ptr, pages_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr, acc_ptr, peak_ptr, total_ptr, sinks_ptr, scale,
-    num_requests, num_splits, stride_q, stride_q_head, stride_block, stride_table, HEADS: tl.constexpr,
-    ROPE: tl.constexpr, VALUE: tl.constexpr, ROPE_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
+    q_rope_ptr, q_value_ptr, pages_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr, acc_ptr, peak_ptr, total_ptr,
+    sinks_ptr, scale, num_requests, num_splits, stride_rope, stride_rope_head, stride_value, stride_value_head,
+    stride_block, stride_table, HEADS: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of TOKENS tokens, tiles of TILE_HEADS heads, splits of keys. `scale` is that of powers of two. With
+    """Grid: tiles of TOKENS tokens, tiles of TILE_HEADS heads, splits of keys. Queries are in two parts, which may be
+    in different places: for the rotated numbers of a vector, and for its values. `scale` is that of powers of two. With
     SPLIT, the weighted sum, the peak and the total of each row and split go to acc, peak and total [rows, splits]; else
     the result to out. HAS_SINKS: see divide_by_sums."""
-    request, tile = _find_request(starts_ptr, num_requests, tl.program_id(0), TOKENS)
+    request, tile = find_request(starts_ptr, num_requests, tl.program_id(0), TOKENS)
     start, end = tl.load(starts_ptr + request), tl.load(starts_ptr + request + 1)
     first = start + tile * TOKENS
     if first >= end:
@@ -48,9 +49,11 @@ def latent_kernel(
     positions = length - end + tokens  # of the rows in their sequence, which see keys up to there
     rope, value = tl.arange(0, ROPE_PAD), tl.arange(0, VALUE_PAD)
     in_rope, in_value = rope < ROPE, value < VALUE
-    q_rows = q_ptr + tokens.to(tl.int64)[:, None] * stride_q + heads[:, None] * stride_q_head
-    q_rope = tl.load(q_rows + rope[None, :], mask=in_rows[:, None] & in_rope[None, :], other=0.0)
-    q_value = tl.load(q_rows + ROPE + value[None, :], mask=in_rows[:, None] & in_value[None, :], other=0.0)
+    far = tokens.to(tl.int64)[:, None]
+    rope_rows = q_rope_ptr + far * stride_rope + heads[:, None] * stride_rope_head
+    value_rows = q_value_ptr + far * stride_value + heads[:, None] * stride_value_head
+    q_rope = tl.load(rope_rows + rope[None, :], mask=in_rows[:, None] & in_rope[None, :], other=0.0)
+    q_value = tl.load(value_rows + value[None, :], mask=in_rows[:, None] & in_value[None, :], other=0.0)
     keys_end = tl.minimum(length, length - end + first + TOKENS)  # that the last of the rows sees
     share = tl.cdiv(tl.cdiv(keys_end, BLOCK_N), num_splits) * BLOCK_N
     first_key = tl.program_id(2) * share

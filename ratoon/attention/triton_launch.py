@@ -124,7 +124,7 @@ class Launches:
             store_kernel, (-(-num_tokens // tokens), num_blocks),
             q, k, v, pages, inputs.slot_mapping, *head.tensors, *head.numbers, num_tokens, q.stride(0), k.stride(0),
             v.stride(0), q.stride(1), k.stride(1), v.stride(1), pages.stride(0), Q_HEADS=q_heads,
-            KV_HEADS=layer.num_kv_heads, HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size,
+            KV_HEADS=layer.num_kv_heads, Q_DIM=layer.head_dim, HEAD_DIM=layer.head_dim, BLOCK_SIZE=inputs.block_size,
             HALF_PAD=power_of_two(half), REST_PAD=power_of_two(max(1, layer.head_dim - 2 * half)), TOKENS=tokens,
             HEADS=heads, EXACT=self._batch_invariant and q.dtype != torch.float32, num_warps=4, **head.constants,
             **self._options,

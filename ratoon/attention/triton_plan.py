@@ -171,11 +171,11 @@ def find_cascade(inputs: CommonAttentionMetadata, longest_short: int, causal: bo
     if runs is None:
         return None
     suffixes = (inputs.seq_lens - runs.begins)[query_lens <= longest_short]
-    prefixes = SharedPrefixes(*_copy_together(runs, inputs.seq_lens_device.device))
+    prefixes = SharedPrefixes(*copy_together(runs, inputs.seq_lens_device.device))
     return Cascade.of(prefixes, inputs, int(runs.prefix_lens.max()), max(1, int(suffixes.max())))
 
 
-def _copy_together(arrays: tuple[np.ndarray, ...], device: torch.device) -> list[Tensor]:
+def copy_together(arrays: tuple[np.ndarray, ...], device: torch.device) -> list[Tensor]:
     """Arrays on the device as int32, by one copy; each aligned to 16 bytes, as kernels expect of all tensors."""
     sizes = [-(-len(array) // 4) * 4 for array in arrays]
     packed = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -117,13 +117,14 @@ def _transform_heads(
 def store_kernel(
     q_ptr, k_ptr, v_ptr, cache_ptr, slots_ptr, positions_ptr, cos_sin_ptr, axes_ptr, q_weight_ptr, k_weight_ptr,
     stride_axis, q_eps, k_eps, num_tokens, stride_q, stride_k, stride_v, stride_q_head, stride_k_head, stride_v_head,
-    stride_block, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    stride_block, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROTARY: tl.constexpr, HAS_AXES: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: TOKENS tokens each, HEADS heads each: first those of queries, transformed in place, then those of keys,
-    transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are. EXACT: see sum_squares."""
+    transformed into the cache, then those of values. Q_HEADS 0: queries stay as they are. Q_DIM: the first numbers of a
+    query's head, those of all that are transformed. EXACT: see sum_squares."""
     q_blocks: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_blocks: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     block = tl.program_id(1)
@@ -136,12 +137,12 @@ def store_kernel(
         heads = block * HEADS + rows % HEADS
         in_rows = (tokens < num_tokens) & (heads < Q_HEADS)
         q_ptrs = q_ptr + token_offsets * stride_q + heads * stride_q_head
-        first, second, rest = _load_parts(q_ptrs, in_rows, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
+        first, second, rest = _load_parts(q_ptrs, in_rows, Q_DIM, HALF, HALF_PAD, REST_PAD)
         first, second, rest = _transform_heads(
             first, second, rest, tokens, in_rows, positions_ptr, cos_sin_ptr, axes_ptr, stride_axis, q_weight_ptr,
-            q_eps, HEAD_DIM, HALF, HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY, HAS_AXES, EXACT,
+            q_eps, Q_DIM, HALF, HALF_PAD, REST_PAD, HAS_Q_NORM, HAS_ROTARY, HAS_AXES, EXACT,
         )  # fmt: skip
-        _store_parts(q_ptrs, in_rows, first, second, rest, HEAD_DIM, HALF, HALF_PAD, REST_PAD)
+        _store_parts(q_ptrs, in_rows, first, second, rest, Q_DIM, HALF, HALF_PAD, REST_PAD)
         return
     heads = (block - q_blocks) % kv_blocks * HEADS + rows % HEADS
     in_rows = (tokens < num_tokens) & (heads < KV_HEADS)

@@ -21,8 +21,12 @@ class BlockStored(KVCacheEvent):
     parent_block_hash: int | None  # of the block before the first of them; None: they begin a text
     token_ids: list[int]  # of all of them
     block_size: int
-    lora_id: int | None = None
+    lora_id: int | None = None  # a number of the adapter that the text has; None: it has none
     medium: str | None = None
+    lora_name: str | None = None  # the digest of the adapter's files
+    # Of each block, what it is hashed with beside tokens and adapter: a salt, an encoder's input, images. None of a
+    # block, or of all: nothing
+    extra_keys: list[list[str] | None] | None = None
 
 
 class BlockRemoved(KVCacheEvent):

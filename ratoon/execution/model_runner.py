@@ -21,7 +21,8 @@ from ratoon.execution.drafting.build import BuiltDraft, make_drafting
 from ratoon.execution.drafting.drafting import Drafting
 from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.grammar.compiler import GrammarCompiler
-from ratoon.execution.inputs.batch_rows import BatchRows, SpanRows
+from ratoon.execution.inputs.batch_rows import BatchRows, ColumnSource, SpanRows
+from ratoon.execution.inputs.columns import StepColumns
 from ratoon.execution.inputs.embeddings import EmbeddingTable
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.row_writes import RowWrites
@@ -120,6 +121,11 @@ class ModelRunner:
         self.pooling = PoolingBranches(model)
         self.beam_rows = BeamRows(self.input_batch, self.sampling_rows)
         self.embeddings = EmbeddingTable(model.config.hidden_size, dtype, device)
+        self._column_sources: list[ColumnSource] = []
+        if model.stage.is_first:  # later ones read rows of the stage before them
+            self._column_sources.append(self.embeddings.columns_of)
+        if model.config.sees_ahead:
+            self._column_sources.append(visible_ends)
         self.media = MediaRunner(self.embeddings, device, dtype, encoder_may_round)
         self.program = StepProgram(model, self.kv)
         self.inputs: InputPreparation | DeviceInputs
@@ -244,8 +250,8 @@ class ModelRunner:
     def _run_program(self, plan: SchedulerOutput, spans: SpanRows) -> ExecutedPass:
         beams = [(self.beam_rows.rows_of(step.req_id), step.num_tokens) for step in plan.beam_steps if step.num_tokens]
         batch = self._batch_rows.lay_out(plan, beams, spans)
-        if batch.adapter_slots is not None and self.adapters is not None:
-            self.adapters.require(set(batch.adapter_slots.tolist()) - {-1})
+        if self.adapters is not None and "adapter_slots" in batch.columns:
+            self.adapters.require(set(batch.columns["adapter_slots"].tolist()) - {-1})
         layout = StepLayout(plan, batch)
         if self.drafting is not None:
             self.drafting.begin(plan, batch, spans)
@@ -255,11 +261,12 @@ class ModelRunner:
         if len(readers) > 1:
             readers.sort(key=lambda reader: reader.wanted.end.rank)
         wanted = [reader.wanted for reader in readers]
-        embeddings = None
-        if self.model.stage.is_first:  # later ones read rows of the stage before them
-            embeddings = self.embeddings.of_step(self.input_batch, batch.rows, batch.num_scheduled)
-        ends = visible_ends(self.input_batch, batch.rows, batch.num_scheduled)
-        step = ProgramStep(batch, wanted, embeddings, ends)
+        columns: StepColumns = batch.columns
+        for find_columns in self._column_sources:
+            found = find_columns(self.input_batch, batch)
+            if found:
+                columns = {**columns, **found}
+        step = ProgramStep(batch, wanted, columns)
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:

@@ -14,6 +14,7 @@ import torch
 from ratoon.core.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.norm import HeadRMSNorm
+from ratoon.layers.ops import HeadProduct
 from ratoon.layers.rotary import Rotary
 
 
@@ -41,6 +42,19 @@ class HeadTransform:
         return HeadTransform(self.positions[..., rows], self.rotary, self.q_norm, self.k_norm)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentProducts:
+    """The products between heads and the vectors of latent attention. Their weights serve both forms of it: in the
+    absorbed form queries and results of heads are multiplied, in the expanded form the vectors are."""
+
+    absorb: HeadProduct  # with W_uk: [T, heads, rope_dim + nope_dim] → [T, heads, rope_dim + kv_rank]
+    expand: HeadProduct  # with W_uv: [T, heads, kv_rank] → [T, heads, size of a value]
+
+    def values_of(self, attended: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """What heads read from vectors, [T, heads · kv_rank] → their values [T, heads · size of a value]."""
+        return self.expand(attended.unflatten(1, (num_heads, -1))).flatten(1)
+
+
 class StepContext(Protocol):
     """The interface of one forward pass, of a decoder or an encoder, for its layers."""
 
@@ -61,9 +75,23 @@ class StepContext(Protocol):
         attend with q; returns [T, heads · value_dim]."""
         ...
 
+    def attend_latent(
+        self,
+        layer: LatentAttentionLayer,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+    ) -> torch.Tensor:
+        """Transform, store and attend as `attend` does, for heads that read vectors k [T, 1, head_dim]. The queries [T,
+        heads, rope_dim + nope_dim] have not been multiplied with W_uk, and the results [T, heads · size of a value] are
+        values: which form of the products is computed is left to the step."""
+        ...
+
     def reading(self, rows: torch.Tensor) -> StepContext | None:
         """Returns the pass for a last layer of which only these `rows` [R] are read: its `attend` stores k and v of all
-        rows, attends with those of `rows`, and returns [R, heads · value_dim]. None: it attends with all."""
+        rows, attends with those of `rows`, and returns [R, heads · value_dim]; so does its `attend_latent`. None: it
+        attends with all."""
         ...
 
     def scan(self, layer: StateSpaceLayer, projected: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from ratoon.layers.product_choices import (
     invariant_choice,
 )
 from ratoon.layers.stored import StoredTensor
+from ratoon.layers.torch_internals import scaled_product
 from ratoon.layers.torch_ops import TorchOps, route
 from ratoon.layers.triton import elementwise, norms
 from ratoon.layers.triton import experts as experts_kernels
@@ -180,9 +181,7 @@ class CudaLinear:
         """Multiplies with the input in 8 bits too. `is_gate`: the input is silu of the first half of x times the
         second."""
         numbers, row_scales = quantize_rows(x, norm, is_gate, self.dependent)
-        product = torch._scaled_mm(
-            numbers, self.weight.t(), row_scales, scales[None, :], self.bias, out_dtype=x.dtype, use_fast_accum=True
-        )
+        product = scaled_product(numbers, self.weight.t(), row_scales, scales[None, :], self.bias, x.dtype)
         return product if residual is None else residual.add_(product)
 
 
@@ -213,6 +212,22 @@ class CudaGatedMLP:
         if isinstance(choice, FEW_ROWS):
             return gate_up.multiply_few(x, choice, norm, None, is_gate=True)
         return elementwise.gated_activation(gate_up.fused(x, norm, None), "silu", gate_up.dependent)
+
+
+class InvariantHeadProduct:
+    """The product of Ops.make_head_product, of which a row's bits depend on no other row."""
+
+    weight: Tensor | None = None  # these products alone have such bits
+
+    def __init__(self, products: Sequence[Product], kept: int) -> None:
+        """`products`: of each head."""
+        self._products = products
+        self._kept = kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kept = self._kept
+        heads = [product(x[:, head, kept:].contiguous()) for head, product in enumerate(self._products)]
+        return torch.cat((x[..., :kept], torch.stack(heads, 1)), -1)
 
 
 class Fp8Rows:
@@ -292,13 +307,7 @@ class CudaOps(TorchOps):
     def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
         if not self.batch_invariant:
             return super().make_head_product(weight, kept)
-        products = [self.make_linear(own.contiguous(), None) for own in weight]  # whose bits depend on no other row
-
-        def multiply(x: Tensor) -> Tensor:
-            heads = [product(x[:, head, kept:].contiguous()) for head, product in enumerate(products)]
-            return torch.cat((x[..., :kept], torch.stack(heads, 1)), -1)
-
-        return multiply
+        return InvariantHeadProduct([self.make_linear(own.contiguous(), None) for own in weight], kept)
 
     def make_low_rank(
         self,

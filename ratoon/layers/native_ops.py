@@ -129,6 +129,8 @@ class EncoderLinear:
 class NativeHeadProduct:
     """[T, heads, kept + in] → [T, heads, kept + out]: see Ops.make_head_product."""
 
+    weight: Tensor | None = None  # it is packed
+
     def __init__(self, weight: Tensor, kept: int) -> None:
         kernels = library()
         assert kernels is not None

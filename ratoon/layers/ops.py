@@ -158,7 +158,18 @@ class ExpertProducts(Protocol):
         ...
 
 
-HeadProduct = Callable[[Tensor], Tensor]  # [T, heads, kept + in] → [T, heads, kept + out]
+class HeadProduct(Protocol):
+    """A product of heads, of which each has its own weight: see Ops.make_head_product."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight [heads, in, out] in contiguous memory, for products in another order. None: it is kept in another
+        form, or all products with it must be made by this object."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads, kept + in] → [T, heads, kept + out]"""
+        ...
 
 
 class Ops(Protocol):

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Tensor = torch.Tensor
 
 
 def _stream_of(device: int) -> int:
@@ -24,6 +27,9 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 PLAIN_TENSORS: Callable[[], AbstractContextManager[None]] | None = getattr(
     torch._C, "DisableTorchFunctionSubclass", None
 )
+
+# A product of numbers in 8 bits
+_scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
 
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and handle; torch never frees them
 
@@ -54,3 +60,31 @@ def end_allocation_to_pool(device: int, pool: tuple[int, int]) -> None:
     leave = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if leave is not None:
         leave(device, pool)
+
+
+def plain_scaled_product(
+    x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What `scaled_product` returns, by a product in float32."""
+    product = (x.float() @ weight.float()) * x_scales * weight_scales
+    return (product if bias is None else product + bias).to(dtype)
+
+
+def scaled_product(
+    x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns x [T, in] times weight [in, out], both in 8 bits, plus the bias [out], in `dtype`. `x_scales` [T, 1] and
+    `weight_scales` [1, out] are what the numbers are multiplied by."""
+    if _scaled_mm is None:
+        return plain_scaled_product(x, weight, x_scales, weight_scales, bias, dtype)
+    return _scaled_mm(x, weight, x_scales, weight_scales, bias, out_dtype=dtype, use_fast_accum=True)
+
+
+class QuickDispatchMode(TorchDispatchMode):
+    """A TorchDispatchMode that torch.compile does not have to pass over."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping the mode's method to hide it from torch.compile, which imports that compiler with
+        the first call and takes more than a second. A version that does not know this hook wraps it."""
+        return False

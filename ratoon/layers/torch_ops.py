@@ -109,7 +109,7 @@ class TorchOps:
         return TorchExperts(self, products, own, gate)
 
     def make_head_product(self, weight: Tensor, kept: int = 0) -> HeadProduct:
-        return partial(multiply_heads, weight.transpose(1, 2).contiguous(), kept)
+        return TorchHeadProduct(weight.transpose(1, 2).contiguous(), kept)
 
     def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
         return y.addcmul_(x, gates.sigmoid())
@@ -231,18 +231,28 @@ class TorchExperts:
             if count:
                 results[start : start + count] = down(self._gate(gate_up(rows[start : start + count])))
             start += count
-        by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, -1)
+        by_pair = torch.empty_like(results).index_copy_(0, order, results).view(num_rows, top_k, x.shape[1])
         weights = routes.weights.masked_fill(elsewhere.view(num_rows, top_k), 0.0).to(x.dtype)
         return (by_pair * weights[..., None]).sum(1)
 
 
-def multiply_heads(weight: Tensor, kept: int, x: Tensor) -> Tensor:
+class TorchHeadProduct:
     """The product of `Ops.make_head_product`, by operations of torch; weight [heads, in, out]."""
-    num_heads, _, out = weight.shape
-    y = torch.empty((x.shape[0], num_heads, kept + out), dtype=x.dtype, device=x.device)
-    y[..., :kept] = x[..., :kept]
-    y[..., kept:] = torch.bmm(x[..., kept:].transpose(0, 1), weight).transpose(0, 1)
-    return y
+
+    __slots__ = ("kept", "weight")
+
+    def __init__(self, weight: Tensor, kept: int) -> None:
+        self.weight: Tensor | None = weight
+        self.kept = kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kept, weight = self.kept, self.weight
+        assert weight is not None
+        y = x.new_empty((x.shape[0], weight.shape[0], kept + weight.shape[2]))
+        if kept:
+            y[..., :kept] = x[..., :kept]
+        torch.bmm(x[..., kept:].transpose(0, 1), weight, out=y[..., kept:].transpose(0, 1))
+        return y
 
 
 def mask_lookup(lookup: Lookup, rows: range) -> Lookup:

@@ -7,10 +7,25 @@ is told of once, however many requests share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from ratoon.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, external_hash
+from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys
 
 GROUP = 0
+
+
+def _extra_keys_of(keys: ExtraKeys, blocks: range, block_size: int) -> list[list[str] | None] | None:
+    """What each of the blocks is hashed with beside tokens and adapter, as digests: a subscriber tells such blocks from
+    plain text, and does not learn the salt of a tenant."""
+    if keys is NO_EXTRA_KEYS:
+        return None
+    plain = ExtraKeys([one for one in keys.tagged if one[0] == "adapter"]).encoded
+    found: list[list[str] | None] = []
+    for block in blocks:
+        own = keys.of_block(block * block_size, (block + 1) * block_size)
+        found.append(None if own == plain else [blake2b(own, digest_size=16).hexdigest()])
+    return found if any(found) else None
 
 
 class BlockEvents:
@@ -19,9 +34,17 @@ class BlockEvents:
         self._told: set[bytes] = set()
         self._events: list[Event] = [AllBlocksCleared()]  # of an engine that was there before, under the same address
 
-    def stored(self, hashes: Sequence[bytes], first: int, token_ids: Sequence[int], block_size: int) -> None:
-        """The blocks of a text from `first` on can be found now. `hashes` and `token_ids` are those of the whole
-        text."""
+    def stored(
+        self,
+        hashes: Sequence[bytes],
+        first: int,
+        token_ids: Sequence[int],
+        block_size: int,
+        keys: ExtraKeys = NO_EXTRA_KEYS,
+    ) -> None:
+        """The blocks of a text from `first` on can be found now. `hashes`, `token_ids` and `keys` are those of the
+        whole text."""
+        adapter = next((value for tag, value in keys.tagged if tag == "adapter"), None)
         told, start = self._told, first
         while start < len(hashes):
             if hashes[start] in told:
@@ -38,7 +61,10 @@ class BlockEvents:
                     None if start == 0 else external_hash(hashes[start - 1]),
                     list(token_ids[start * block_size : end * block_size]),
                     block_size,
-                    medium=self._medium,
+                    None if adapter is None else external_hash(bytes.fromhex(adapter)),
+                    self._medium,
+                    adapter,
+                    _extra_keys_of(keys, range(start, end), block_size),
                 )
             )
             start = end

@@ -152,7 +152,7 @@ class PrefixCache:
                     if block is not null:
                         cache_full_block(block, block_hashes[place], group, branch.stays_in_memory)
             if self.events is not None and GROUP in groups:  # now: a block may have taken the place of another one
-                self.events.stored(block_hashes[:num_full], first // size, branch.token_ids, size)
+                self.events.stored(block_hashes[:num_full], first // size, branch.token_ids, size, branch.extra_keys)
         branch.num_registered_tokens = num_tokens
 
     # ---- telling ----

@@ -1,9 +1,10 @@
 """Latent attention (MLA), the block of DeepSeek's families.
 
 One vector of a token is kept, from which keys and values of all heads would be products: key = W_uk · vector, value =
-W_uv · vector. Here these products are on the other side (the absorbed form): queries are multiplied with W_uk, so that
-heads attend to the vectors themselves, and what they give is multiplied with W_uv. Beside the vector there are some
-numbers that are rotated, as a part of every head's key; they stand in front of it, and in front of a head's query.
+W_uv · vector (the expanded form). These products can also be on the other side (the absorbed form): queries are
+multiplied with W_uk, so that heads attend to the vectors themselves, and what they give is multiplied with W_uv. Which
+of the two is computed is the attention backend's choice. Beside the vector there are some numbers that are rotated, as
+a part of every head's key; they stand in front of it, and in front of a head's query.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from ratoon.core.config import LatentConfig, ModelConfig
-from ratoon.layers.attention import AttentionLayer, HeadTransform, StepContext
+from ratoon.layers.attention import (
+    AttentionLayer,
+    HeadTransform,
+    LatentAttentionLayer,
+    LatentProducts,
+    StepContext,
+)
 from ratoon.layers.linear import Linear, Piece, RowParallelLinear, halves_of_heads
 from ratoon.layers.norm import HeadRMSNorm, LinearInput, RMSNorm
-from ratoon.layers.ops import HeadProduct
 from ratoon.layers.rotary import Rotary
 from ratoon.layers.stored import TensorSlice
 from ratoon.layers.weights import Weights
@@ -28,9 +34,9 @@ LATENT_NORM_EPS = 1e-6  # whatever the config has for the others
 
 @dataclass(slots=True, eq=False)
 class LatentAttention:
-    """Queries and vectors, the norms of the latter, the rotation, attention, and values of what it gives."""
+    """Queries and vectors, the norms of the latter, the rotation, and attention."""
 
-    layer: AttentionLayer
+    layer: LatentAttentionLayer
     output: Linear
     rotary: Rotary
     sizes: LatentConfig
@@ -38,26 +44,24 @@ class LatentAttention:
     query_norm: RMSNorm | None  # of what queries are products of
     query: Linear | None  # None: `input` has queries
     vector_norm: HeadRMSNorm
-    absorb: HeadProduct  # [T, heads, rope_dim + nope_dim] → [T, heads, rope_dim + kv_rank]
-    expand: HeadProduct  # [T, heads, kv_rank] → [T, heads, value_dim]
+    products: LatentProducts
 
     def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
-        num_heads, rope_dim, kept = self.layer.num_heads, self.sizes.rope_dim, self.layer.head_dim
+        rope_dim, kept = self.sizes.rope_dim, self.layer.head_dim
         joined = self.input(x, step.adapters)
         queries, k = joined[:, :-kept], joined[:, -kept:].unsqueeze(1)  # k [T, 1, rope_dim + kv_rank]
         self.vector_norm(k[..., rope_dim:])
         if self.query is not None and self.query_norm is not None:
             queries = self.query(self.query_norm(queries), step.adapters)
-        q = self.absorb(queries.unflatten(1, (num_heads, -1)))  # [T, heads, rope_dim + kv_rank]
+        q = queries.unflatten(1, (self.layer.num_heads, -1))  # [T, heads, rope_dim + nope_dim]
         transform = HeadTransform(positions, self.rotary, None, None)
-        attended = self.layer(q, k, k[..., rope_dim:], step, transform)  # [T, heads · kv_rank]
-        return self.expand(attended.unflatten(1, (num_heads, -1))).flatten(1)
+        return step.attend_latent(self.layer, q, k, transform, self.products)  # [T, heads · value_dim]
 
 
 def build_latent(weights: Weights, config: ModelConfig, layer: AttentionLayer, rotary: Rotary) -> LatentAttention:
     """The attention of a layer, from the tensors below `weights`, of which a rank takes those of its heads."""
     sizes = config.latent
-    assert sizes is not None
+    assert sizes is not None and isinstance(layer, LatentAttentionLayer)
     weights.ignore("rotary_emb.inv_freq")
     hidden, has_bias = config.hidden_size, config.attention_bias
     heads, _ = weights.shard.cut_heads(config.num_heads, 1)
@@ -71,7 +75,6 @@ def build_latent(weights: Weights, config: ModelConfig, layer: AttentionLayer, r
         pieces.insert(0, Piece(name, sizes.q_rank, has_bias, [whole]))
         query_norm = RMSNorm(weights / "q_a_layernorm", sizes.q_rank, LATENT_NORM_EPS)
         query = Linear([own], sizes.q_rank)
-    absorb, expand = _head_products(weights / "kv_b_proj", sizes, config.num_heads, heads)
     width = config.num_heads * sizes.value_dim
     return LatentAttention(
         layer,
@@ -82,8 +85,7 @@ def build_latent(weights: Weights, config: ModelConfig, layer: AttentionLayer, r
         query_norm,
         query,
         HeadRMSNorm(weights / "kv_a_layernorm", sizes.kv_rank, LATENT_NORM_EPS),
-        absorb,
-        expand,
+        _head_products(weights / "kv_b_proj", sizes, config.num_heads, heads),
     )
 
 
@@ -114,13 +116,11 @@ def _rotated_rows(rope_dim: int, interleaved: bool) -> list[int]:
     return halves_of_heads(1, rope_dim, rope_dim if interleaved else 0)
 
 
-def _head_products(
-    weights: Weights, sizes: LatentConfig, num_heads: int, heads: range
-) -> tuple[HeadProduct, HeadProduct]:
+def _head_products(weights: Weights, sizes: LatentConfig, num_heads: int, heads: range) -> LatentProducts:
     """The products with W_uk and W_uv of a rank's heads. The checkpoint has both as one layer, head by head."""
     size = sizes.nope_dim + sizes.value_dim
     rows = TensorSlice.of_range(0, range(heads.start * size, heads.stop * size), num_heads * size)
     stored = weights.take("weight", num_heads * size, sizes.kv_rank, part=rows)
     keys, values = stored.unflatten(0, (len(heads), size)).split([sizes.nope_dim, sizes.value_dim], 1)
     ops = weights.ops
-    return ops.make_head_product(keys.transpose(1, 2), sizes.rope_dim), ops.make_head_product(values)
+    return LatentProducts(ops.make_head_product(keys.transpose(1, 2), sizes.rope_dim), ops.make_head_product(values))

@@ -184,6 +184,7 @@ def test_streams_over_two_front_ends_are_measured_against_one(tmp_path: Path) ->
     assert rounds["2"][0]["service"] > 0 and rounds["1"][0]["service"] == 0
 
 
+@pytest.mark.full
 @needs_embedded_model
 @pytest.mark.slow
 def test_the_share_of_the_engine_is_measured_with_one_and_two_steps_in_flight() -> None:
@@ -410,6 +411,7 @@ def test_agents_traffic_gives_the_same_answers_with_and_without_tiers_and_sessio
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_rerank_compares_scores_and_times_with_transformers(tmp_path: Path) -> None:
     written = tmp_path / "rerank.json"

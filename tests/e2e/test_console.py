@@ -513,7 +513,7 @@ def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server)
     console.page.locator("[aria-label=Leases] tr", has_text=name).wait_for(state="detached")
 
 
-def test_a_wrong_schema_gets_the_servers_error_beside_it(console: Console):
+def test_forms_of_answers_are_enforced_and_a_wrong_one_gets_the_servers_error_beside_it(console: Console):
     console.page.click("summary:has-text('Form of the answer')")
     console.page.select_option("label:has-text('It must be') select", "json_schema")
     schema = {"type": "object", "properties": {"age": {"not": {}}}, "required": ["age"]}
@@ -529,6 +529,17 @@ def test_a_wrong_schema_gets_the_servers_error_beside_it(console: Console):
     console.page.wait_for_selector("text=The server accepts it.")
     console.ask("Name a colour.")
     assert console.answers()[0].strip() in ('"red"', '"green"')
+    for form, text, possible in (
+        ("choice", "blue\nyellow", ("blue", "yellow")),
+        ("grammar", 'start: "I like " COLOUR\nCOLOUR: "pink" | "grey"', ("I like pink", "I like grey")),
+    ):
+        console.page.select_option("label:has-text('It must be') select", form)
+        console.page.fill("textarea.editor", text)
+        console.ask("Name another one.")
+        assert console.answers()[-1].strip() in possible
+    console.page.fill("textarea.editor", "start: NOTHING")
+    console.page.click("text=Check")
+    console.page.wait_for_selector("#format-error:visible >> text=NOTHING")
 
 
 def test_a_called_tool_gets_its_canned_result(console: Console):

@@ -186,6 +186,7 @@ def test_a_cluster_without_room_is_an_error_that_says_so(cluster: Cluster, monke
         open_engine(grammar_folder(FAMILY), **ON_RAY, num_threads=64)
 
 
+@pytest.mark.full
 @needs_embedded_model
 def test_the_application_for_ray_serve_answers(cluster: Cluster) -> None:
     serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'ray[serve]'")

@@ -39,6 +39,7 @@ def vectors_of_transformers(texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(means).numpy()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}], ids=["as the client likes it", "as numbers"])
 def test_vectors_are_those_that_the_model_was_made_for(client: openai.OpenAI, options: dict) -> None:
     answer = client.embeddings.create(model=MODEL, input=TEXTS, **options)

@@ -34,6 +34,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def shared_memory_names() -> set[str]:
+    """Of the whole host. Empty where the system keeps no such names as files."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

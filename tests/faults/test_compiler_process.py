@@ -219,6 +219,7 @@ def test_kernels_are_compiled_where_the_cache_cannot_be_written(tmp_path: Path) 
     assert "TRITON_CACHE_DIR" in log
 
 
+@pytest.mark.full
 def test_two_engines_may_start_with_one_cache(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:

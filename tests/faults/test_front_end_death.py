@@ -1,4 +1,5 @@
-"""Front ends that are killed or stopped under load: only their own connections notice."""
+"""Front ends that are killed or stopped under load, and the engines and ranks behind them: only connections to a front
+end that was killed break, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,11 +19,13 @@ import pytest
 from tests.e2e.front_ends import MODEL, FrontEnd, each_front_end
 from tests.e2e.servers import Server, serving
 from tests.faults.kills import number_of_kills
+from tests.faults.processes import is_running, shared_memory_names, workers_of
 from tests.unit.api.server.harness import write_tiny_model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 NUM_CLIENTS = 6
 NUM_KILLS = number_of_kills(4)
+NUM_ENGINES = NUM_RANKS = 2
 PROMPTS = ["Once upon", "a time", "there was", "x"]
 PARAMS = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 BROKEN = (ConnectionError, http.client.HTTPException, TimeoutError)
@@ -47,9 +52,7 @@ class Load:
         while not self._over.is_set():
             prompt = draw.choice(PROMPTS)
             try:
-                one = FrontEnd(self._server, None)
-                status, answer = one.ask("POST", "/v1/completions", {"model": MODEL, "prompt": prompt, **PARAMS})
-                one.close()
+                status, answer = complete(self._server, prompt)
             except (*BROKEN, json.JSONDecodeError):
                 self.num_broken += 1
                 continue
@@ -69,13 +72,71 @@ class Load:
             thread.join()
 
 
+def complete(server: Server, prompt: str) -> tuple[int, Any]:
+    """By a connection of its own."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=PATIENCE)) as connection:
+        body = json.dumps({"model": MODEL, "prompt": prompt, **PARAMS})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def processes_of(server: Server) -> dict[str, list[int]]:
+    """Of a server with two front ends: these, the engines, and the ranks of engines, of which all work."""
+    found: dict[str, list[int]] = {}
+
+    def all_work() -> bool:
+        try:
+            with each_front_end(server, key=None) as front_ends:
+                engines = [one["pid"] for one in front_ends[0].get("/health")["engines"] if one["state"] == "ok"]
+                found.update(front_ends=[front_end.pid for front_end in front_ends], engines=engines)
+        except (AssertionError, *BROKEN):  # of a front end that begins, or whose engines do
+            return False
+        found["ranks"] = [rank for engine in engines for rank in workers_of(engine)]
+        return len(engines) == NUM_ENGINES and len(found["ranks"]) == NUM_ENGINES * NUM_RANKS
+
+    wait_until("all of the group works", all_work)
+    return found
+
+
 def answers_of(front_end: FrontEnd) -> dict[str, str]:
     return {
         prompt: front_end.post("/v1/completions", prompt=prompt, **PARAMS)["choices"][0]["text"] for prompt in PROMPTS
     }
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
+def test_any_process_of_a_group_is_killed_under_load(folder):
+    """Of two front ends, and two engines of two ranks each. Only connections to a front end that is killed break."""
+    draw, shared_memory = random.Random(2), shared_memory_names()
+    seen: set[int] = set()
+    num_killed_front_ends = 0
+    group = ("--api-servers", "2", "--replicas", str(NUM_ENGINES), "--tensor-parallel-size", str(NUM_RANKS))
+    with serving(folder, *group) as server:
+        processes_of(server)
+        expected = {prompt: complete(server, prompt)[1]["choices"][0]["text"] for prompt in PROMPTS}
+        with Load(server, expected) as load:
+            for _ in range(number_of_kills(3)):
+                processes = processes_of(server)
+                seen.update(*processes.values())
+                time.sleep(draw.random() / 2)
+                kind = draw.choice(list(processes))
+                os.kill(draw.choice(processes[kind]), signal.SIGKILL)
+                num_killed_front_ends += kind == "front_ends"
+            seen.update(*processes_of(server).values())
+        assert not load.wrong and load.num_right > 0
+        assert load.num_broken <= num_killed_front_ends * NUM_CLIENTS
+        server.stop()
+        assert server.wait() == 0
+    wait_until("all processes have ended", lambda: not any(map(is_running, seen)))
+    assert shared_memory_names() <= shared_memory
+
+
 def test_front_ends_are_killed_and_one_is_stopped_under_load(folder):
+    shared_memory = shared_memory_names()
+    seen: set[int] = set()
     with serving(folder, "--api-servers", "2", "--admin", "--admin-key", "root") as server:
         with each_front_end(server, 1, None) as (one,):
             expected = answers_of(one)
@@ -84,9 +145,11 @@ def test_front_ends_are_killed_and_one_is_stopped_under_load(folder):
             for _ in range(NUM_KILLS):
                 with each_front_end(server, key=None) as front_ends:
                     pids = [front_end.pid for front_end in front_ends]
+                    seen.update(pids, (one["pid"] for one in front_ends[0].get("/health")["engines"]))
                 time.sleep(draw.random() / 2)
                 os.kill(draw.choice(pids), signal.SIGKILL)
             with each_front_end(server, key=None) as (stopped, other):
+                seen.update((stopped.pid, other.pid))
                 os.kill(stopped.pid, signal.SIGSTOP)
                 time.sleep(2)
                 assert answers_of(other) == expected, "the others go on"
@@ -104,3 +167,5 @@ def test_front_ends_are_killed_and_one_is_stopped_under_load(folder):
         wait_until("nothing is left of what was lost", is_idle)
         server.stop()
         assert server.wait() == 0
+    wait_until("all processes have ended", lambda: not any(map(is_running, seen)))
+    assert shared_memory_names() <= shared_memory

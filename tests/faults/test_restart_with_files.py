@@ -37,6 +37,7 @@ def kill_all(server, path, num_blocks: int) -> None:
     wait_until("all processes are gone", lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("front_ends", [1, 2])
 def test_answers_outlive_all_processes(tmp_path, front_ends):
     folder, files = write_tiny_model(tmp_path / MODEL), tmp_path / "kv"

@@ -6,7 +6,13 @@ import torch
 from torch.nn import functional
 
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, HeadTransform, StateSpaceLayer
+from ratoon.layers.attention import (
+    AttentionLayer,
+    HeadTransform,
+    LatentAttentionLayer,
+    LatentProducts,
+    StateSpaceLayer,
+)
 from ratoon.models.base import LanguageModel
 
 Tensor = torch.Tensor
@@ -46,6 +52,17 @@ class DenseStep:
             scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, num_queries, 1)), -1)
         weights = scores.softmax(dim=-1)[..., :num_keys]
         return torch.einsum("hts,shd->thd", weights, values).flatten(1)  # [T, heads · head_dim]
+
+    def attend_latent(
+        self,
+        layer: LatentAttentionLayer,
+        queries: Tensor,
+        k: Tensor,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+    ) -> Tensor:
+        found = self.attend(layer, products.absorb(queries), k, k[..., layer.rope_dim :], transform)
+        return products.values_of(found, layer.num_heads)
 
     def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
         """Token after token, as the recurrence is written."""

@@ -78,6 +78,7 @@ def check_all(
     return answers
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["torch", *NATIVE])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixed_batch_gets_what_peft_gives_each_request(family: str, backend: str, tmp_path: Path) -> None:

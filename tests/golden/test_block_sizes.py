@@ -65,6 +65,7 @@ def answers(llm: LLM) -> list[list[list[int]]]:
     return [[list(choice.token_ids) for choice in output.outputs] for output in [*outputs, *searched]]
 
 
+@pytest.mark.one_in(3)
 @both_depths
 @pytest.mark.parametrize(
     "settings",

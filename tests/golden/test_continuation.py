@@ -66,6 +66,7 @@ def test_a_leased_continuation_equals_the_whole_text_at_every_offset(family, par
             assert tokens_of(child) == afresh(llm, whole(parent) + suffix, params)
 
 
+@pytest.mark.one_in(2)
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_parent(family):

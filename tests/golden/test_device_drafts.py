@@ -301,6 +301,7 @@ def test_a_model_with_an_encoder_is_refused() -> None:
         pass
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_slept_drafts_again(kind: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

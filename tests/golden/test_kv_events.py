@@ -15,6 +15,7 @@ from ratoon.core.kv_events import AllBlocksCleared, BlockRemoved, EventBatch, ex
 from ratoon.core.settings import engine_config
 from ratoon.engine.kv_events import END, KVEventPublisher, with_port_of
 from ratoon.memory.block_events import BlockEvents
+from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys, MediaSpan
 from tests.golden.engines import engine, greedy, run, scheduler_of
 from tests.golden.tiny_models import random_token_ids
 from tests.waiting import PATIENCE, wait_until
@@ -138,14 +139,36 @@ def test_subscribers_get_messages_with_topic_and_numbers():
             break
     a, b, c = (external_hash(one * 32) for one in (b"a", b"b", b"c"))
     assert batch[1] == [
-        ["BlockStored", [a, b], None, list(range(8)), 4, None, "GPU"],
-        ["BlockStored", [c], b, list(range(8, 12)), 4, None, "GPU"],
+        ["BlockStored", [a, b], None, list(range(8)), 4, None, "GPU", None, None],
+        ["BlockStored", [c], b, list(range(8, 12)), 4, None, "GPU", None, None],
         ["BlockRemoved", [a], "GPU"],
     ]
     with pytest.raises(ConfigError, match=r"kv_events: .*can't be bound"):
         KVEventPublisher(address)
     router.close()
     publisher.close()
+
+
+def test_blocks_of_adapters_salts_and_images_are_told_from_plain_text():
+    events = BlockEvents("GPU")
+    events.take()
+    adapter = "ab" * 16
+    image = [MediaSpan(5, 2, "of an image")]
+    texts = [
+        NO_EXTRA_KEYS,
+        ExtraKeys([("adapter", adapter)]),
+        ExtraKeys([("salt", "secret"), ("adapter", adapter)]),
+        ExtraKeys([], image),
+    ]
+    for number, keys in enumerate(texts):
+        events.stored([bytes([number, block] * 16) for block in range(2)], 0, list(range(8)), 4, keys)
+    plain, adapted, salted, shown = msgspec.msgpack.decode(msgspec.msgpack.encode(events.take()))
+    assert plain[5:] == [None, "GPU", None, None]
+    assert adapted[5:8] == [int("ab" * 8, 16), "GPU", adapter] and adapted[8] is None
+    assert salted[5:8] == adapted[5:8] and len(salted[8]) == 2 and all(salted[8])
+    assert "secret" not in repr(salted)
+    assert shown[5:8] == [None, "GPU", None]
+    assert shown[8][0] is None and len(shown[8][1]) == 1, "the block before the image is plain text"
 
 
 def test_engines_of_a_service_have_ports_of_their_own():

@@ -41,6 +41,7 @@ def oracle_tokens(tiny: TinyMediaModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

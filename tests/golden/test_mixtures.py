@@ -78,6 +78,7 @@ BACKENDS = ["torch", *(["cpu"] if "native" in OPS else [])]
 ENGINES = [name for name in MIXTURES if name not in ("qwen3_moe", "mixtral with a window")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ENGINES)
 def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> None:
     with engine(family) as llm:

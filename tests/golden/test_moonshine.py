@@ -102,6 +102,7 @@ def test_texts_of_sounds_of_several_lengths_in_one_batch_are_those_of_transforme
     assert len({tuple(text) for text in texts}) == len(texts), "the encoder is heard"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [72, 64])
 def test_greedy_tokens_over_64_are_those_of_transformers(size: int) -> None:
     """Long texts of sounds of two lengths in one batch, over several blocks of the decoder's cache. So small a model

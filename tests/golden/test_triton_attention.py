@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from ratoon.attention import triton_backend
+from ratoon.attention import triton_backend, triton_expanded, triton_latent
 from ratoon.attention.triton_backend import TritonAttentionBackend
 from ratoon.attention.triton_plan import Operands
+from ratoon.execution.device_kinds import CpuDevice
+from ratoon.layers.torch_ops import TorchOps
 from tests.golden import encoder_engines
 from tests.golden.encoder_engines import assert_greedy, core_of, decoder_prompt, source_of
 from tests.golden.engines import engine, greedy, oracle_tokens, run, tokens_of
@@ -61,6 +63,27 @@ def test_so_does_one_whose_heads_have_sinks() -> None:
         for prompt, count in ((PROMPTS[1], 2), (repeating, 4)):  # of two tokens none is drafted
             assert tokens_of(run(llm, [prompt], greedy(count))) == [oracle_tokens(family, prompt, count)]
     assert kernels == {False, True}
+
+
+def test_so_does_one_with_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks: the first is expanded, the second and decodes are absorbed."""
+    family, found = "deepseek_v2", []
+    attend = triton_latent.attend_expanded
+
+    def note(*args: Any) -> None:
+        expansion = args[4]
+        found.append((expansion.num_rows, expansion.num_keys, expansion.others is not None))
+        attend(*args)
+
+    monkeypatch.setattr(triton_latent, "attend_expanded", note)
+    monkeypatch.setattr(triton_latent, "choose_store_tile", lambda num_tokens: (16, 4))
+    monkeypatch.setattr(triton_expanded, "MIN_ROWS", 16)
+    monkeypatch.setattr(triton_expanded, "GATHERED_KEYS", 64)
+    monkeypatch.setattr(CpuDevice, "make_ops", lambda *arguments: TorchOps())  # weights as a GPU has them
+    with engine(family, attention_backend="triton", max_num_batched_tokens=30) as llm:
+        tokens = tokens_of(run(llm, PROMPTS, greedy(COUNT)))
+    assert tokens == [oracle_tokens(family, prompt, COUNT) for prompt in PROMPTS]
+    assert set(found) == {(30, 30, False)}
 
 
 @pytest.mark.parametrize("family", ["t5"])

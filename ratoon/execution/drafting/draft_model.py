@@ -8,6 +8,7 @@ import torch
 
 from ratoon.execution.drafting.interface import Choose, Inputs, PassOfDrafts
 from ratoon.execution.inputs.buffers import indices_on
+from ratoon.execution.inputs.columns import NO_COLUMNS
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
 from ratoon.execution.passes.ends import Layers, Logits
@@ -63,7 +64,7 @@ def inputs_of_group(inputs: StepInputs, table: int, count: int) -> StepInputs:
     """The inputs of a pass whose layers, in `count` groups of their own, lie in the blocks of one group. Its rows are
     token ids at their positions, without adapters."""
     groups = [inputs.groups[table]] * count
-    return replace(inputs, groups=groups, rope_positions=inputs.positions, cross=None, embeddings=None, adapters=None)
+    return replace(inputs, groups=groups, cross=None, columns=NO_COLUMNS)
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

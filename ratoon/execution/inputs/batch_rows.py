@@ -5,12 +5,13 @@ Branches come first, in the plan's order but for those that share a prefix, then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ratoon.core.plan import SchedulerOutput
+from ratoon.execution.inputs.columns import SENT, StepColumns, is_read, no_columns
 from ratoon.execution.inputs.input_batch import InputBatch
 
 
@@ -32,7 +33,12 @@ class StepBatch:
     num_scheduled: np.ndarray  # [R]
     cu_num_tokens: np.ndarray  # [R]
     unwritten: np.ndarray | None  # [R] bool: those whose keys and values are not kept
-    adapter_slots: np.ndarray | None = None  # [R]; None: no row has an adapter
+    # The optional ones that the rows have, which a branch keeps between steps
+    columns: Mapping[str, np.ndarray] = field(default_factory=no_columns)
+
+
+# Finds optional columns that differ from step to step
+ColumnSource = Callable[[InputBatch, StepBatch], StepColumns]
 
 
 class BatchRows:
@@ -40,6 +46,9 @@ class BatchRows:
 
     def __init__(self, branches: InputBatch) -> None:
         self._branches = branches
+        self._optional = [
+            column for column in SENT.values() if column.is_optional and column.of_rows and is_read(column, branches)
+        ]
         self._last: StepBatch | None = None  # of branches alone
         self._of: tuple[dict[str, int], int] = {}, 0  # the plan and the rows that it was made for
 
@@ -66,9 +75,11 @@ class BatchRows:
             num_scheduled += spans.counts
         scheduled = np.array(num_scheduled, np.int64)
         batch = StepBatch(ids, np.array(rows, np.int64), scheduled, scheduled.cumsum(), unwritten)
-        if branches.adapter_slots is not None:
-            slots = branches.adapter_slots[batch.rows]
-            batch.adapter_slots = slots if (slots >= 0).any() else None
+        for column in self._optional:
+            assert column.of_rows is not None
+            values = getattr(branches, column.of_rows)[batch.rows]
+            if (values != column.padding).any():
+                batch.columns = {**batch.columns, column.name: values}
         if is_plain:
             self._last, self._of = batch, (counts, branches.num_table_changes)
         return batch

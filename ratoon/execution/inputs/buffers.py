@@ -86,10 +86,16 @@ class StepBuffer:
 
     __slots__ = ("_device", "_tensor", "array")
 
-    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        """`memory`: on the host."""
         self._device = None if device.type == "cpu" else device
-        self._tensor = torch.zeros(shape, dtype=dtype)
-        self.array: np.ndarray = self._tensor.numpy()
+        self._tensor = memory
+        self.array: np.ndarray = memory.numpy()
+
+    def parts(self) -> list[StepBuffer]:
+        """One for each entry of the first dimension, in the same memory."""
+        device = self._tensor.device if self._device is None else self._device
+        return [StepBuffer(part, device) for part in self._tensor]
 
     def tensor(self, count: int) -> torch.Tensor:
         """The first `count` entries."""

@@ -8,7 +8,7 @@ so a step is launched before the host knows them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,24 @@ import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata, SharedPrefixes
 from ratoon.core.errors import ConfigError
-from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.buffers import indices_on
 from ratoon.execution.inputs.cells import all_to_device
-from ratoon.execution.inputs.columns import PREPARED, SAMPLING_NUMBERS, SENT, SENT_BY_NAME, Per, Sizes
-from ratoon.execution.inputs.embeddings import StepEmbeddings
+from ratoon.execution.inputs.columns import (
+    NO_COLUMNS,
+    NO_NAMES,
+    PREPARED,
+    SAMPLING_NUMBERS,
+    SENT,
+    Per,
+    Sizes,
+    StepColumns,
+    StepTable,
+    is_read,
+)
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import append_tokens, prepare, receive, scatter
 from ratoon.execution.inputs.packed import PackedBuffer
 from ratoon.execution.inputs.step_inputs import StepInputs
-from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.embedding import RowEmbeddings
 from ratoon.layers.sampling import Masks, Mode, sample_plain
 
 Tensor = torch.Tensor
@@ -104,7 +111,7 @@ class DeviceInputs:
         self.max_rows = max(max_padded_reqs, 1)  # that a padded step reads
         sent = Sizes(max_num_reqs, max_num_tokens, self.max_rows)
         prepared = Sizes(max(max_num_reqs, max_padded_reqs), max(max_num_tokens, max_padded), self.max_rows)
-        self._sent = [column for column in SENT if _is_read(column.only_with, rows)]
+        self._sent = [column for column in SENT.values() if is_read(column, rows)]
         layout = {
             column.name: ((sent if column.padding is None else prepared).of(column.per), column.dtype)
             for column in self._sent
@@ -116,24 +123,28 @@ class DeviceInputs:
         sizes = [*rows.block_sizes.tolist(), *([] if rows.cross_tables is None else [rows.cross_block_size])]
         self._block_sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         self._one_block_size = sizes[0] if len(set(sizes)) == 1 else 0  # 0: groups have different ones
-        made: dict[str, Tensor] = {}
-        for column in PREPARED:
-            entries = [prepared.of(column.per)] if _is_read(column.only_with, rows) else [0]
-            times = [] if column.times is None else [getattr(rows, column.times)]
-            width = [] if column.width is None else [getattr(rows, column.width)]
-            made[column.name] = torch.zeros(times + entries + width, dtype=column.dtype, device=device)
-        self.prepared = made
+        self.prepared: dict[str, Tensor] = {}
+        for name, made in PREPARED.items():
+            shape = made.shape(rows, prepared.of(made.per) if is_read(made, rows) else 0)
+            self.prepared[name] = torch.zeros(shape, dtype=made.dtype, device=device)
+        self._of_all_steps = [  # optional columns that are prepared, and read, whether or not a row needs them
+            name for name, made in PREPARED.items() if made.is_optional and name not in SENT and is_read(made, rows)
+        ]
         self.sampled = torch.zeros(self.max_rows, dtype=torch.int32, device=device)  # tokens of rows that were read
         self._max_padded = max_padded
-        self._embeddings: Tensor | None = None  # [max_padded, H] of padded steps
+        self._tables: dict[str, Tensor] = {}  # [max_padded, H] of padded steps
         self._nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
         self._copies: Sequence[tuple[int, int]] = ()  # of blocks, with the next step
         self._copy_blocks: Callable[[Tensor], None] | None = None
 
     def prepare(
-        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
+        self,
+        batch_rows: np.ndarray,
+        num_scheduled: np.ndarray,
+        unwritten: np.ndarray | None = None,
+        columns: StepColumns = NO_COLUMNS,
     ) -> StepInputs:
-        """As InputPreparation.prepare."""
+        """Makes the inputs of a step, as InputPreparation.prepare does."""
         step = self.send(batch_rows, num_scheduled, unwritten)
         num_reqs, max_query_len = len(batch_rows), int(num_scheduled.max())
         self.compute(step.num_tokens, num_reqs, max_query_len)
@@ -155,15 +166,42 @@ class DeviceInputs:
             longest = int(encoder_lens.max())
             table = rows.cross_tables[batch_rows, : -(-longest // rows.cross_block_size)]
             cross = self._cross_metadata(query_start_loc, encoder_lens, table, max_query_len, longest)
-        return StepInputs(
+        inputs = StepInputs(
             self.prepared["input_ids"][: step.num_tokens],
             self.prepared["positions"][: step.num_tokens],
-            self._rope_positions(step.num_tokens),
             groups,
             step.cu_num_tokens,
             step.writes_nothing,
             cross,
         )
+        if columns or self._of_all_steps:
+            inputs.set_columns(self._optional(columns, step.num_tokens, num_reqs), columns)
+        return inputs
+
+    def _optional(self, columns: StepColumns, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
+        """The optional columns of a step that is not padded: those that the host has travel in one copy."""
+        found = self._prepared_optional(columns, num_tokens, num_reqs)
+        arrays = {}
+        for name, values in columns.items():
+            if isinstance(values, StepTable):
+                found[name] = values.joined()
+            elif name not in PREPARED:
+                arrays[name] = values.astype(_NUMPY[SENT[name].dtype], copy=False)
+        if arrays:
+            found.update(zip(arrays, all_to_device(list(arrays.values()), self._device)))
+        return found
+
+    def _prepared_optional(self, names: Iterable[str], num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
+        """Those that kernels prepare: the ones with these names, and the ones of all steps."""
+        sizes, found = Sizes(num_reqs, num_tokens), {}
+        for name in (*self._of_all_steps, *(name for name in names if name in PREPARED)):
+            made, entries = PREPARED[name], self.prepared[name]
+            count = sizes.of(made.per)
+            if made.times is None:
+                found[name] = entries[:count]
+            else:
+                found[name] = entries[:, :count] if len(entries) > 1 else entries[0, :count]
+        return found
 
     # ---- from the host ----
 
@@ -195,7 +233,7 @@ class DeviceInputs:
                 last = max(last, order[column.name])
         for part, columns in of_rows:
             for name, values in columns.items():
-                column, array = SENT_BY_NAME[name], host[name]
+                column, array = SENT[name], host[name]
                 if column.per is Per.ROW:
                     array = array[part]
                 array[: len(values)] = values
@@ -295,9 +333,17 @@ class DeviceInputs:
             block_size=self._one_block_size,
         )
 
-    def padded(self, size: int, num_reqs: int, max_query_len: int, num_runs: int | None = None) -> StepInputs:
+    def padded(
+        self,
+        size: int,
+        num_reqs: int,
+        max_query_len: int,
+        num_runs: int | None = None,
+        names: frozenset[str] = NO_NAMES,
+    ) -> StepInputs:
         """The inputs of a step padded to `size` tokens and so many requests, with upper bounds for lengths. `num_runs`:
-        of requests that attend to a shared prefix together, padded; their columns were sent.
+        of requests that attend to a shared prefix together, padded; their columns were sent. `names`: the optional
+        columns that the step has, which `bring` was given.
 
         The host does not know the numbers when a graph is replayed: its arrays are those of the device if they are in
         the same memory, and hold padding alone otherwise.
@@ -320,40 +366,30 @@ class DeviceInputs:
         if rows.cross_tables is not None:
             longest = rows.max_cross_blocks * rows.cross_block_size
             cross = self._cross_metadata(starts, encoder_lens, cross_table, max_query_len, longest, is_padded=True)
-        input_ids, positions = made["input_ids"][:size], made["positions"][:size]
-        return StepInputs(input_ids, positions, self._rope_positions(size), groups, starts[1:], False, cross)
+        inputs = StepInputs(made["input_ids"][:size], made["positions"][:size], groups, starts[1:], False, cross)
+        columns, sizes = self._prepared_optional(names, size, num_reqs), Sizes(num_reqs, size)
+        for name in names:
+            if name in self._tables:
+                columns[name] = self._tables[name]
+            elif name not in PREPARED:
+                columns[name] = self._packed.device[name][: sizes.of(SENT[name].per)]
+        inputs.set_columns(columns)
+        return inputs
 
-    def _rope_positions(self, num_tokens: int) -> Tensor:
-        if self.rows.rope_rows is None:
-            return self.prepared["positions"][:num_tokens]
-        found = self.prepared["rope_positions"][:, :num_tokens]
-        return found if self.rows.rope_axes > 1 else found[0]
-
-    def bring_embeddings(self, embeddings: StepEmbeddings) -> None:
-        """Copy the embeddings of a step that is padded to where a graph finds them: memory that is taken once, before
-        the first such step is captured."""
-        first = embeddings.parts[0]
-        if self._embeddings is None:
-            self._embeddings = torch.zeros(self._max_padded, first.shape[1], dtype=first.dtype, device=self._device)
-        torch.cat(embeddings.parts, out=self._embeddings[: embeddings.num_rows])
-
-    def embeddings(self, size: int) -> RowEmbeddings:
-        """Those of a step that is padded to `size` tokens."""
-        assert self._embeddings is not None, "there were some"
-        return RowEmbeddings(self._packed.device["embedding_rows"][:size], self._embeddings)
-
-    def let_see_ahead(self, step: StepInputs, size: int) -> None:
-        """Gives a step that is padded to `size` tokens the column of what they see, which was sent."""
-        for group in step.groups:
-            group.visible_ends_device = self._packed.device["visible_ends"][:size]
-
-    def adapters(self, num_tokens: int) -> AdapterRows:
-        """Those of the first tokens; padding has none."""
-        return AdapterRows(self.prepared["adapter_slots"][:num_tokens])
-
-    def adapters_of(self, batch: StepBatch) -> AdapterRows | None:
-        """As InputPreparation.adapters_of."""
-        return None if batch.adapter_slots is None else self.adapters(int(batch.cu_num_tokens[-1]))
+    def bring(self, columns: StepColumns) -> Mapping[str, np.ndarray]:
+        """Has the optional columns of a step that is padded where a graph finds them: tables are copied to memory that
+        is taken once, before the first such step is captured. Returns what is to be sent with the step."""
+        sent = {}
+        for name, values in columns.items():
+            if isinstance(values, StepTable):
+                if name not in self._tables:
+                    first = values.parts[0]
+                    shape = self._max_padded, first.shape[1]
+                    self._tables[name] = torch.zeros(shape, dtype=first.dtype, device=self._device)
+                torch.cat(values.parts, out=self._tables[name][: values.num_rows])
+            elif name not in PREPARED:  # the kernel makes it from what is sent of the rows
+                sent[name] = values
+        return sent
 
     def columns(self, rows: slice) -> SentColumns:
         """Those that `send` has brought for the end that these rows are read for."""
@@ -460,7 +496,7 @@ class SentColumns(DeviceColumns):
 
     def __getitem__(self, name: str) -> Tensor:
         entries = self._packed[name]
-        return entries[self._rows] if SENT_BY_NAME[name].per is Per.ROW else entries
+        return entries[self._rows] if SENT[name].per is Per.ROW else entries
 
     def _results(self, count: int) -> Tensor:
         return self._sampled[self._rows]
@@ -472,12 +508,12 @@ class UploadedColumns(DeviceColumns):
     def __init__(self, memory: Tensor, columns: Mapping[str, np.ndarray], num_rows: int) -> None:
         super().__init__(memory)
         self._num_rows = num_rows
-        arrays = [values.astype(_NUMPY[SENT_BY_NAME[name].dtype], copy=False) for name, values in columns.items()]
+        arrays = [values.astype(_NUMPY[SENT[name].dtype], copy=False) for name, values in columns.items()]
         self._columns = dict(zip(columns, all_to_device(arrays, memory.device))) if arrays else {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._columns:  # a number of a draw, for a greedy choice
-            dtype = SENT_BY_NAME[name].dtype
+            dtype = SENT[name].dtype
             self._columns[name] = torch.zeros(self._num_rows, dtype=dtype, device=self._memory.device)
         return self._columns[name]
 
@@ -486,7 +522,3 @@ class UploadedColumns(DeviceColumns):
 
 
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
-
-
-def _is_read(only_with: str | None, rows: InputBatch) -> bool:
-    return only_with is None or getattr(rows, only_with) is not None

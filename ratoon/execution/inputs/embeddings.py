@@ -6,33 +6,15 @@ plan, or put here by what computed it (passes/media.py), and is kept until a pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from ratoon.core.wire import WireTensor
-from ratoon.execution.inputs.cells import to_device
+from ratoon.execution.inputs.batch_rows import StepBatch
+from ratoon.execution.inputs.columns import NO_COLUMNS, StepColumns, StepTable
 from ratoon.execution.inputs.input_batch import InputBatch
-from ratoon.layers.embedding import RowEmbeddings
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepEmbeddings:
-    """The embeddings of a step: `parts`, one after another, are the table whose rows `rows` names."""
-
-    rows: np.ndarray  # [T] int32; -1: the token id is the row's input
-    parts: list[Tensor]  # [n, H] each, on the device
-
-    @property
-    def num_rows(self) -> int:
-        return sum(map(len, self.parts))
-
-    def on_device(self, device: torch.device) -> RowEmbeddings:
-        table = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        return RowEmbeddings(to_device(self.rows, device), table)
 
 
 class EmbeddingTable:
@@ -65,11 +47,12 @@ class EmbeddingTable:
     def clear(self) -> None:
         self._tensors.clear()
 
-    def of_step(self, rows: InputBatch, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> StepEmbeddings | None:
-        """The embeddings of a step with so many tokens of each of these rows. None: all its inputs are token ids.
-        Raises ValueError if a tensor is not there, or has too few rows."""
+    def columns_of(self, rows: InputBatch, batch: StepBatch) -> StepColumns:
+        """The embeddings of a step: rows of a table, and which of them is the input of each token. No columns: all its
+        inputs are token ids. Raises ValueError if a tensor is not there, or has too few rows."""
+        batch_rows, num_scheduled = batch.rows, batch.num_scheduled
         if not rows.embeddings or (rows.num_computed[batch_rows] >= rows.embedding_ends[batch_rows]).all():
-            return None
+            return NO_COLUMNS
         found = np.full(int(num_scheduled.sum()), -1, np.int32)
         parts: list[Tensor] = []
         next_row = offset = 0
@@ -83,7 +66,7 @@ class EmbeddingTable:
                     found[place : place + stop - first] = np.arange(next_row, next_row + stop - first)
                     next_row += stop - first
             offset += count
-        return StepEmbeddings(found, parts) if parts else None
+        return {"embedding_rows": found, "embedding_table": StepTable(parts)} if parts else NO_COLUMNS
 
     def _rows(self, key: str, first: int, count: int) -> Tensor:
         tensor = self._tensors.get(key)

@@ -8,16 +8,30 @@ reused memory.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from ratoon.attention.interface import CommonAttentionMetadata
 from ratoon.core.kv import NULL_BLOCK
-from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.buffers import StepBuffer
-from ratoon.execution.inputs.cells import all_to_device, to_device
+from ratoon.execution.inputs.cells import all_to_device
+from ratoon.execution.inputs.columns import (
+    NO_COLUMNS,
+    PREPARED,
+    SENT,
+    TABLES,
+    Per,
+    Sizes,
+    StepColumns,
+    StepTable,
+    is_read,
+    names_of,
+    no_columns,
+)
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.layers.adapters import AdapterRows
 from ratoon.layers.embedding import RowEmbeddings
@@ -32,24 +46,38 @@ class StepInputs:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] in the sequence
-    rope_positions: torch.Tensor  # [T] or [axes, T], by which heads are rotated: `positions`, if no row has its own
     groups: list[CommonAttentionMetadata]
     cu_num_tokens: np.ndarray  # [R]: the last token of request r is at cu_num_tokens[r] - 1
     writes_nothing: bool  # no token's keys and values are kept
     cross: CommonAttentionMetadata | None = None  # for cross-attention, whose sequences are encoder inputs
-    embeddings: RowEmbeddings | None = None  # the inputs of rows that are no token ids
-    adapters: AdapterRows | None = None  # of each token's row; None: no row has one
+    # The optional ones that the step has, on the device
+    columns: Mapping[str, torch.Tensor] = field(default_factory=no_columns)
+
+    def set_columns(self, columns: Mapping[str, torch.Tensor], on_host: Mapping[str, Any] = NO_COLUMNS) -> None:
+        """Gives the step its optional columns. `on_host`: those that the host knows, where it does."""
+        self.columns = columns
+        if "visible_ends" in columns:
+            for group in self.groups:
+                group.visible_ends_device, group.visible_ends = columns["visible_ends"], on_host.get("visible_ends")
+
+    # ---- optional columns, as models and layers read them ----
 
     @property
-    def sees_ahead(self) -> bool:
-        """Whether some tokens see more than what is before them."""
-        return self.groups[0].visible_ends_device is not None
+    def rope_positions(self) -> torch.Tensor:
+        """[T] or [axes, T], by which heads are rotated: `positions`, if no row has its own."""
+        return self.columns.get("rope_positions", self.positions)
 
-    def see_ahead(self, visible_ends: np.ndarray | None, device: torch.device) -> None:
-        """Sets the last position that each token [T] sees. None: its own."""
-        on_device = None if visible_ends is None else to_device(visible_ends, device)
-        for group in self.groups:
-            group.visible_ends, group.visible_ends_device = visible_ends, on_device
+    @property
+    def embeddings(self) -> RowEmbeddings | None:
+        """The inputs of rows that are no token ids."""
+        table = self.columns.get("embedding_table")
+        return None if table is None else RowEmbeddings(self.columns["embedding_rows"], table)
+
+    @property
+    def adapters(self) -> AdapterRows | None:
+        """The adapter of each token's row. None: no row has one."""
+        slots = self.columns.get("adapter_slots")
+        return None if slots is None else AdapterRows(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,57 +129,71 @@ class ReadRows:
         )
 
 
+def _make_buffers(rows: InputBatch, sizes: Sizes, device: torch.device) -> dict[str, StepBuffer]:
+    """One for each column that the program reads."""
+    read: dict[str, tuple[list[int], torch.dtype]] = {
+        name: ([sizes.of(column.per)], column.dtype)
+        for name, column in SENT.items()
+        if column.is_optional and is_read(column, rows)
+    }
+    for name, column in PREPARED.items():
+        if is_read(column, rows):
+            read[name] = column.shape(rows, sizes.of(column.per)), column.dtype
+    return {name: StepBuffer(torch.zeros(shape, dtype=dtype), device) for name, (shape, dtype) in read.items()}
+
+
 class InputPreparation:
     def __init__(self, rows: InputBatch, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
         self.rows = rows
-
-        def make(*shape: int, dtype: torch.dtype) -> StepBuffer:
-            return StepBuffer(*shape, dtype=dtype, device=device)
-
-        self.input_ids = make(max_num_tokens, dtype=torch.int64)
-        self.positions = make(max_num_tokens, dtype=torch.int64)
-        self.rope_positions: StepBuffer | None = None
-        if rows.rope_rows is not None:
-            self.rope_positions = make(rows.rope_axes, max_num_tokens, dtype=torch.int64)
-        self.adapter_slots = None if rows.adapter_slots is None else make(max_num_tokens, dtype=torch.int32)
-        self.query_start_loc = make(max_num_reqs + 1, dtype=torch.int32)
-        self.seq_lens = make(max_num_reqs, dtype=torch.int32)
-        num_groups = len(rows.block_tables)
-        self.slot_mappings = [make(max_num_tokens, dtype=torch.int64) for _ in range(num_groups)]
-        self.block_tables = [make(max_num_reqs, rows.max_blocks, dtype=torch.int32) for _ in range(num_groups)]
-        # Steps with one token of each request: their tensors are always the same, by the number of requests and by
-        # whether one has rope positions of its own
-        self._decodes: dict[tuple[int, bool], StepInputs] = {}
+        self._buffers = buffers = _make_buffers(rows, Sizes(max_num_reqs, max_num_tokens), device)
+        self.input_ids, self.positions = buffers["input_ids"], buffers["positions"]
+        self.query_start_loc, self.seq_lens = buffers["query_start_loc"], buffers["seq_lens"]
+        self.slot_mappings, self.block_tables = buffers["slot_mapping"].parts(), buffers["block_table"].parts()
+        # Steps with one token of each request: their tensors are always the same, by the number of requests, by whether
+        # one has rope positions of its own, and by the names of the optional columns that the step brings
+        self._decodes: dict[tuple[int, bool, frozenset[str]], StepInputs] = {}
         self._decode_kernel: DecodeKernel | None = None
         if device.type == "cpu" and rows.cross_tables is None and library() is not None:
             self._decode_kernel = DecodeKernel(self)
-        if rows.cross_tables is not None:
-            self.encoder_lens = make(max_num_reqs, dtype=torch.int32)
-            self.cross_tables = make(max_num_reqs, rows.cross_tables.shape[1], dtype=torch.int32)
-            self.nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
+        self._nothing_stored = torch.zeros(0, dtype=torch.int64, device=device)
 
     def prepare(
-        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None = None
+        self,
+        batch_rows: np.ndarray,
+        num_scheduled: np.ndarray,
+        unwritten: np.ndarray | None = None,
+        columns: StepColumns = NO_COLUMNS,
     ) -> StepInputs:
         """`batch_rows` [R]: the row of each scheduled branch; `num_scheduled` [R]: its tokens in this step (≥ 1);
-        `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block."""
+        `unwritten` [R] bool: rows whose keys and values are not kept: they go to the null block. `columns`: the
+        optional ones that the step has."""
         num_reqs = len(batch_rows)
         kernel = self._decode_kernel
         if kernel is None or unwritten is not None or num_reqs > MAX_DECODES or (num_scheduled != 1).any():
-            return self._prepare_any(batch_rows, num_scheduled, unwritten)
-        key = num_reqs, self.rows.has_rope_positions(batch_rows)
-        if key not in self._decodes:
-            self._decodes[key] = self._prepare_any(batch_rows, num_scheduled, None)
-        inputs = self._decodes[key]
+            return self._prepare_any(batch_rows, num_scheduled, unwritten, columns)
+        # The table of a step lies where it lies, and is not kept longer than the step.
+        if columns and not TABLES.keys().isdisjoint(columns):
+            return self._prepare_any(batch_rows, num_scheduled, unwritten, columns)
+        has_rope = self.rows.has_rope_positions(batch_rows)
+        key = num_reqs, has_rope, names_of(columns)
+        inputs = self._decodes.get(key)
+        if inputs is None:
+            inputs = self._decodes[key] = self._prepare_any(batch_rows, num_scheduled, None, columns)
         longest = kernel.fill(batch_rows)
-        if key[1]:
+        for name, values in columns.items():  # one entry for each token is one for each request
+            self._buffers[name].array[:num_reqs] = values
+        if has_rope:
             self._rope_positions(batch_rows, num_reqs)
         for group in inputs.groups:
             group.max_seq_len = longest
         return inputs
 
     def _prepare_any(
-        self, batch_rows: np.ndarray, num_scheduled: np.ndarray, unwritten: np.ndarray | None
+        self,
+        batch_rows: np.ndarray,
+        num_scheduled: np.ndarray,
+        unwritten: np.ndarray | None,
+        columns: StepColumns = NO_COLUMNS,
     ) -> StepInputs:
         rows = self.rows
         num_reqs = len(batch_rows)
@@ -177,27 +219,43 @@ class InputPreparation:
             groups.append(self._group_inputs(group, batch_rows, total, max_query_len, max_seq_len))
         cross = None if rows.cross_tables is None else self._cross_inputs(batch_rows, max_query_len)
         writes_nothing = unwritten is not None and bool(unwritten.all())
-        input_ids, positions_of_rope = self.input_ids.tensor(total), self.positions.tensor(total)
-        if rows.has_rope_positions(batch_rows):
-            positions_of_rope = self._rope_positions(req_indices, total)
-        return StepInputs(
-            input_ids, self.positions.tensor(total), positions_of_rope, groups, cu_num_tokens, writes_nothing, cross
+        inputs = StepInputs(
+            self.input_ids.tensor(total), self.positions.tensor(total), groups, cu_num_tokens, writes_nothing, cross
         )
+        self._set_columns(inputs, columns, req_indices, num_scheduled, rows.has_rope_positions(batch_rows))
+        return inputs
 
-    def adapters_of(self, batch: StepBatch) -> AdapterRows | None:
-        """The adapters of the tokens of a batch."""
-        if batch.adapter_slots is None:
-            return None
-        assert self.adapter_slots is not None
-        total = int(batch.cu_num_tokens[-1])
-        self.adapter_slots.array[:total] = np.repeat(batch.adapter_slots, batch.num_scheduled)
-        return AdapterRows(self.adapter_slots.tensor(total))
+    def _set_columns(
+        self,
+        inputs: StepInputs,
+        columns: StepColumns,
+        req_indices: np.ndarray,
+        num_scheduled: np.ndarray,
+        has_rope: bool,
+    ) -> None:
+        """Gives a step its optional columns, those that it brings and those that are prepared here, always in the same
+        memory but for tables. `req_indices` [T]: the row of each token."""
+        found: dict[str, torch.Tensor] = {}
+        on_host: dict[str, np.ndarray] = {}
+        for name, values in columns.items():
+            if isinstance(values, StepTable):
+                found[name] = values.joined()
+                continue
+            if name in PREPARED and SENT[name].per is Per.REQUEST:
+                values = np.repeat(values, num_scheduled)
+            buffer, count = self._buffers[name], len(values)
+            on_host[name] = buffer.array[:count]
+            on_host[name][:] = values
+            found[name] = buffer.tensor(count)
+        if has_rope:
+            found["rope_positions"] = self._rope_positions(req_indices, len(req_indices))
+        if found:
+            inputs.set_columns(found, on_host)
 
     def _rope_positions(self, req_indices: np.ndarray, total: int) -> torch.Tensor:
         """[T] or [axes, T], for tokens of these rows, of which one has rope positions of its own. In other steps they
         are the positions in the sequence [T], and nothing is done for them."""
-        buffer = self.rope_positions
-        assert buffer is not None
+        buffer = self._buffers["rope_positions"]
         buffer.array[:, :total] = self.rows.rope_positions(req_indices, self.positions.array[:total])
         found = buffer.columns(total)
         return found if self.rows.rope_axes > 1 else found[0]
@@ -241,21 +299,22 @@ class InputPreparation:
         """The same queries over the encoder's keys and values. Nothing is stored: that happened when the encoder
         ran."""
         assert self.rows.cross_tables is not None
+        encoder_lens, cross_table = self._buffers["encoder_lens"], self._buffers["cross_table"]
         num_reqs = len(batch_rows)
-        lens = self.encoder_lens.array[:num_reqs]
+        lens = encoder_lens.array[:num_reqs]
         lens[:] = self.rows.encoder_lens[batch_rows]
         max_seq_len = int(lens.max())
         num_blocks = -(-max_seq_len // self.rows.cross_block_size)
-        table = self.cross_tables.array
+        table = cross_table.array
         table[:num_reqs, :num_blocks] = self.rows.cross_tables[batch_rows, :num_blocks]
         return CommonAttentionMetadata(
             query_start_loc=self.query_start_loc.array[: num_reqs + 1],
             seq_lens=lens,
             block_table=table[:num_reqs],
             query_start_loc_device=self.query_start_loc.tensor(num_reqs + 1),
-            seq_lens_device=self.encoder_lens.tensor(num_reqs),
-            block_table_device=self.cross_tables.tensor(num_reqs),
-            slot_mapping=self.nothing_stored,
+            seq_lens_device=encoder_lens.tensor(num_reqs),
+            block_table_device=cross_table.tensor(num_reqs),
+            slot_mapping=self._nothing_stored,
             block_size=self.rows.cross_block_size,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from ratoon.execution.inputs.batch_rows import StepBatch
+from ratoon.execution.inputs.columns import NO_COLUMNS, StepColumns
 from ratoon.execution.inputs.input_batch import InputBatch
 
 
-def visible_ends(rows: InputBatch, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> np.ndarray | None:
-    """[T] int32: the last position that each token of the step sees. None: every token sees up to its own. Raises
+def visible_ends(rows: InputBatch, batch: StepBatch) -> StepColumns:
+    """The last position that each token of the step sees [T] int32. No column: every token sees up to its own. Raises
     ValueError if an image goes on behind the tokens of its row."""
     if not rows.seen_whole:
-        return None
+        return NO_COLUMNS
+    batch_rows, num_scheduled = batch.rows, batch.num_scheduled
     found: np.ndarray | None = None
     offset = 0
     for row, count in zip(batch_rows.tolist(), num_scheduled.tolist()):
@@ -31,7 +34,7 @@ def visible_ends(rows: InputBatch, batch_rows: np.ndarray, num_scheduled: np.nda
                 found = _positions(rows, batch_rows, num_scheduled)
             found[offset + first - begin : offset + last + 1 - begin] = last
         offset += count
-    return found
+    return NO_COLUMNS if found is None else {"visible_ends": found}
 
 
 def _positions(rows: InputBatch, batch_rows: np.ndarray, num_scheduled: np.ndarray) -> np.ndarray:

@@ -42,10 +42,8 @@ class Calls:
 
     def run(self, step: ProgramStep) -> list[Any]:
         wanted = step.wanted
-        inputs = self._inputs.prepare(step.batch.rows, step.batch.num_scheduled, step.batch.unwritten)
-        inputs.embeddings = None if step.embeddings is None else step.embeddings.on_device(self._device)
-        inputs.adapters = self._inputs.adapters_of(step.batch)
-        inputs.see_ahead(step.visible_ends, self._device)
+        batch = step.batch
+        inputs = self._inputs.prepare(batch.rows, batch.num_scheduled, batch.unwritten, step.columns)
         ends = ProgramEnds.of([each.end for each in wanted], [len(each.rows) for each in wanted])
         columns = self._columns(step)
         rows: np.ndarray | None = None  # all

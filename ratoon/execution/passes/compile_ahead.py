@@ -61,6 +61,8 @@ class ShapesOnly(TorchFunctionMode):
         name = function.__name__
         if name.endswith("_") and not name.endswith("__"):  # in place
             return args[0]
+        if kwargs and kwargs.get("out") is not None:
+            return kwargs["out"]
         if name == "linear":
             x, weight = args[:2]
             return x.new_empty(*x.shape[:-1], weight.shape[0])

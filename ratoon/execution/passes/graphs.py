@@ -22,6 +22,7 @@ import torch
 from ratoon.attention.interface import FEW_TOKENS
 from ratoon.core.config import ModelConfig
 from ratoon.core.stats import GraphStats
+from ratoon.execution.inputs.columns import NO_NAMES, names_of
 from ratoon.execution.inputs.device_inputs import ColumnsOfRows, DeviceInputs
 from ratoon.execution.inputs.prefix_runs import PrefixRunsOfRows, columns_of
 from ratoon.execution.passes.cuda_driver import load_library
@@ -86,9 +87,7 @@ class ProgramKey(NamedTuple):
     ends: tuple[PaddedEnd, ...]
     num_layers: int | None = None  # that are run; None: all of them
     num_runs: int | None = None  # of requests that attend to a shared prefix together, padded; None: there are none
-    has_embeddings: bool = False  # rows that are no token ids
-    has_adapters: bool = False  # rows that have one
-    sees_ahead: bool = False  # some rows see more than what is before them
+    columns: frozenset[str] = NO_NAMES  # the optional ones that the step has
     chosen: ChosenEnd | None = None  # whose tokens are chosen from the program's logits; None: the program itself
     has_few: bool = False  # no request has more than FEW_TOKENS, but for padding, which is attended to in part
 
@@ -406,11 +405,8 @@ class Graphs:
             of_rows += [(place, {"read_rows": each.rows, **each.columns}) for each, place in zip(wanted, places)]
         if runs is not None and key.num_runs is not None:
             of_rows.append((slice(None), columns_of(runs, key.num_runs)))
-        if step.embeddings is not None:
-            self._inputs.bring_embeddings(step.embeddings)
-            of_rows.append((slice(None), {"embedding_rows": step.embeddings.rows}))
-        if step.visible_ends is not None:
-            of_rows.append((slice(None), {"visible_ends": step.visible_ends}))
+        if step.columns:
+            of_rows.append((slice(None), self._inputs.bring(step.columns)))
         self._inputs.send(batch.rows, batch.num_scheduled, batch.unwritten, of_rows, batch.cu_num_tokens)
         results = self.steps.run(key)
         found = []
@@ -442,10 +438,10 @@ class Graphs:
             if num_reqs is None:
                 return None
             has_few = size > FEW_TOKENS >= longest
-        has_embeddings, has_adapters = step.embeddings is not None, step.batch.adapter_slots is not None
+        columns = names_of(step.columns)
         if is_decode and step.reads_all:
             ends: tuple[PaddedEnd, ...] = (PaddedEnd(step.wanted[0].end.in_pass, None),)
-            return ProgramKey(size, num_reqs, ends, has_embeddings=has_embeddings, has_adapters=has_adapters)
+            return ProgramKey(size, num_reqs, ends, columns=columns)
         ends = tuple(
             PaddedEnd(
                 each.end.in_pass,
@@ -459,24 +455,14 @@ class Graphs:
             len(each.rows) > (end.num_rows or 0) for each, end in zip(step.wanted, ends)
         ):
             return None
-        return ProgramKey(
-            size, num_reqs, ends, step.num_layers,
-            has_embeddings=has_embeddings, has_adapters=has_adapters, sees_ahead=step.visible_ends is not None,
-            has_few=has_few,
-        )  # fmt: skip
+        return ProgramKey(size, num_reqs, ends, step.num_layers, columns=columns, has_few=has_few)
 
     def _run_padded(self, key: ProgramKey) -> list[Any]:
         """The program of the step that `inputs.send` has brought to the device."""
         inputs, ends = self._inputs, key.program_ends
         num_reqs = key.size if key.num_reqs is None else key.num_reqs
         inputs.compute(key.size, num_reqs, 1 if key.num_reqs is None else key.size)  # padding may have all tokens
-        step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs)
-        if key.has_embeddings:
-            step.embeddings = inputs.embeddings(key.size)
-        if key.has_adapters:
-            step.adapters = inputs.adapters(key.size)
-        if key.sees_ahead:
-            inputs.let_see_ahead(step, key.size)
+        step = inputs.padded(key.size, num_reqs, key.max_query_len, key.num_runs, key.columns)
         places = ends.places
         rows = None
         if not key.reads_all:

@@ -7,14 +7,14 @@ recorded_passes.py as one native call. What it ends with is declared by the read
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ratoon.execution.inputs.batch_rows import StepBatch
-from ratoon.execution.inputs.embeddings import StepEmbeddings
+from ratoon.execution.inputs.columns import StepColumns, no_columns
 from ratoon.execution.inputs.step_inputs import ReadRows, StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
 from ratoon.execution.passes.cross_weights import CrossWeightRows
@@ -43,8 +43,8 @@ class ProgramStep:
 
     batch: StepBatch
     wanted: Sequence[EndRows]
-    embeddings: StepEmbeddings | None = None  # None: all rows are token ids
-    visible_ends: np.ndarray | None = None  # [T] the last position that each token sees; None: its own
+    # The optional ones that it has
+    columns: StepColumns = field(default_factory=no_columns)
 
     @property
     def num_tokens(self) -> int:
@@ -131,7 +131,8 @@ class StepProgram:
         kv = self.kv
         metadata = [backend.build_metadata(group) for backend, group in zip(kv.backends, inputs.groups)]
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
-        step = PagedStep(kv, metadata, cross, read, adapters=inputs.adapters, weights=weights)
+        adapters = inputs.adapters
+        step = PagedStep(kv, metadata, cross, read, adapters=adapters, weights=weights)
         observer = self._observer(ends, rows, inputs)
         with_states = None if rows is None else rows[: ends.num_with_states]
         states = run_stage(self.model, inputs, step, with_states, observer, num_layers)
@@ -139,7 +140,8 @@ class StepProgram:
             return []
         if weights is not None:
             weights.add_up()
-        adapters = inputs.adapters if inputs.adapters is None or rows is None else inputs.adapters.select(rows)
+        if adapters is not None and rows is not None:
+            adapters = adapters.select(rows)
         return self.finish(states, ends, columns, observer, adapters, weights)
 
     def finish(

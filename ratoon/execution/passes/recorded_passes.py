@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ratoon.execution.inputs.columns import TABLES, are_recorded, names_of
 from ratoon.execution.inputs.step_inputs import StepInputs
 from ratoon.execution.kv.kv_tensors import LayerCaches
 from ratoon.execution.passes.ends import End, LayerRows, Logits, RowColumns, States, Tokens
@@ -44,9 +45,7 @@ class PassShape(NamedTuple):
     num_tokens: int
     num_reqs: int
     end: End  # for all rows
-    has_embeddings: bool  # rows that are no token ids: then the pass begins behind the embeddings
-    has_adapters: bool  # rows that have one
-    has_rope_positions: bool  # apart from the positions in the sequence
+    columns: frozenset[str]  # the optional ones; with a table, the pass begins behind the embeddings
     layers: tuple[int, ...] = ()  # before which the stream is copied, rising
 
 
@@ -58,10 +57,13 @@ class PassResult(NamedTuple):
     streams: Mapping[int, StreamStates] = {}  # by layer
 
 
+Places = tuple[int, int, Mapping[str, int]]  # where ids, positions and optional columns were
+
+
 class RecordedPass(NamedTuple):
     program: Program
     stream: torch.Tensor | None  # [T, H]: what the stage begins with is brought here; None: the program computes it
-    places: tuple[int, ...]  # where ids and positions were
+    places: Places
     result: PassResult
     metadata: list[Any]  # of each KV group
     cross: Any
@@ -100,7 +102,8 @@ class RecordedPasses:
     ) -> list[Any] | None:
         """As StepProgram.run, with `rows` on the host. None: the step has to run call by call."""
         num_tokens = len(inputs.input_ids)
-        if not self._is_possible or num_tokens > MAX_TOKENS or inputs.sees_ahead:
+        names = names_of(inputs.columns)
+        if not self._is_possible or num_tokens > MAX_TOKENS or (names and not are_recorded(names)):
             return None
         layers = tuple(sorted({layer for end in ends.ends for layer in end.inner_layers}))
         end: End = STATES
@@ -109,15 +112,7 @@ class RecordedPasses:
             return None  # rows of other stages' layers come with the stream
         if is_last and can_end and _can_be_recorded(ends.ends[0], columns[0]):
             end = ends.ends[0]
-        shape = PassShape(
-            num_tokens,
-            len(inputs.cu_num_tokens),
-            end,
-            inputs.embeddings is not None,
-            inputs.adapters is not None,
-            inputs.rope_positions.data_ptr() != inputs.positions.data_ptr(),
-            layers,
-        )
+        shape = PassShape(num_tokens, len(inputs.cu_num_tokens), end, names, layers)
         found = self._run_shape(shape, program, inputs, reads_all=rows is None)
         if found is None:
             return None
@@ -180,7 +175,9 @@ class RecordedPasses:
         cross = None if inputs.cross is None else kv.cross_backend.build_metadata(inputs.cross)
         with Recording(self._arena) as begin:
             stream = begin_stage(model, inputs)
-        begins_with_ids = model.stage.is_first and not begin.obstacles and inputs.embeddings is None
+        # A table lies elsewhere in each step: what reads it is not recorded, and that is the beginning alone.
+        has_table = not TABLES.keys().isdisjoint(shape.columns)
+        begins_with_ids = model.stage.is_first and not begin.obstacles and not has_table
         if not begins_with_ids:
             brought = stream
             stream = self._arena.take(brought.nbytes).view(brought.dtype).view(brought.shape)
@@ -239,6 +236,6 @@ def _can_be_recorded(end: End, columns: RowColumns) -> bool:
     return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
 
 
-def _places(inputs: StepInputs) -> tuple[int, ...]:
-    slots = 0 if inputs.adapters is None else inputs.adapters.slots.data_ptr()
-    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.rope_positions.data_ptr(), slots
+def _places(inputs: StepInputs) -> Places:
+    columns = {name: column.data_ptr() for name, column in inputs.columns.items() if name not in TABLES}
+    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), columns

@@ -11,7 +11,14 @@ from ratoon.execution.inputs.step_inputs import ReadRows
 from ratoon.execution.kv.kv_tensors import KVTensors, LayerCaches
 from ratoon.execution.passes.cross_weights import CrossWeightRows
 from ratoon.layers.adapters import AdapterRows
-from ratoon.layers.attention import AttentionLayer, CrossAttentionLayer, HeadTransform, StateSpaceLayer
+from ratoon.layers.attention import (
+    AttentionLayer,
+    CrossAttentionLayer,
+    HeadTransform,
+    LatentAttentionLayer,
+    LatentProducts,
+    StateSpaceLayer,
+)
 
 Tensor = torch.Tensor
 
@@ -47,9 +54,29 @@ class PagedStep:
         backend, cache, metadata = kv.backends[group], kv.of_layer[index], self._metadata[group]
         if self._read is None or self._rows is None:
             return backend.forward(layer, q, k, v, cache, metadata, transform)
-        # Made here, where the layers before are launched: a device is busy with them meanwhile.
-        alone = backend.build_metadata(self._read.as_requests(group, self._rows)) if self._read.rows else None
+        alone = self._metadata_of_rows(backend, group, self._read, self._rows)
         return backend.forward_rows(layer, q, k, v, cache, metadata, transform, self._rows, alone)
+
+    def attend_latent(
+        self,
+        layer: LatentAttentionLayer,
+        queries: Tensor,
+        k: Tensor,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+    ) -> Tensor:
+        index, kv = layer.index, self._kv
+        group = kv.group_of_layer[index]
+        backend, cache, metadata = kv.backends[group], kv.of_layer[index], self._metadata[group]
+        if self._read is None or self._rows is None:
+            return backend.forward_latent(layer, queries, k, cache, metadata, transform, products)
+        alone = self._metadata_of_rows(backend, group, self._read, self._rows)
+        return backend.forward_latent_rows(layer, queries, k, cache, metadata, transform, products, self._rows, alone)
+
+    @staticmethod
+    def _metadata_of_rows(backend: AttentionBackend, group: int, read: ReadRows, rows: Tensor) -> Any:
+        """Made in the pass of the last layer, when those before are launched: a device is busy with them meanwhile."""
+        return backend.build_metadata(read.as_requests(group, rows)) if read.rows else None
 
     def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
         index, kv = layer.index, self._kv
@@ -96,6 +123,16 @@ class EncoderPass:
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform | None) -> Tensor:
         return self._backend.forward(layer, q, k, v, self._scratch, self._metadata, transform)
+
+    def attend_latent(
+        self,
+        layer: LatentAttentionLayer,
+        queries: Tensor,
+        k: Tensor,
+        transform: HeadTransform | None,
+        products: LatentProducts,
+    ) -> Tensor:
+        raise RuntimeError("an encoder has no latent vectors")
 
     def scan(self, layer: StateSpaceLayer, projected: Tensor) -> Tensor:
         raise RuntimeError("an encoder has no states")

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratoon.core.errors import DeviceLostError
 from ratoon.layers.native import Kernels, library
 from ratoon.layers.native.pages import new_pages
+from ratoon.layers.torch_internals import QuickDispatchMode
 
 Tensor = torch.Tensor
 
@@ -167,7 +167,7 @@ _large = Arena()  # of passes that are not recorded
 _large_lock = threading.Lock()
 
 
-class Recording(TorchDispatchMode):
+class Recording(QuickDispatchMode):
     """`with Recording(arena) as recording:` a pass, and then `recording.program()`. The pass is executed as well."""
 
     def __init__(self, arena: Arena) -> None:
@@ -207,12 +207,6 @@ class Recording(TorchDispatchMode):
         _open = None
         self._kernels.replace(self._kernels.functions)
         _lock.release()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """A hook of torch's. Otherwise it wraps the method below to hide it from torch.compile, and imports that
-        compiler with the first call, which takes more than a second."""
-        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None

@@ -702,7 +702,7 @@ def test_adapters_are_a_part_of_the_key_and_slots_may_be_loaded_behind_a_capture
     assert tokens(made.generate(batch, 3)) == tokens(plain.generate(batch, 3))
     assert made.runner.graphs is not None
     keys = [key for key in made.runner.graphs._graphs if key.chosen is None]
-    assert keys and all(key.has_adapters for key in keys)
+    assert keys and all(key.columns == {"adapter_slots"} for key in keys)
     # Another mix, in which one slot has another adapter: the same keys.
     for driver in (plain, made):
         driver.load({2: oracles[1].inspect(LLAMA)})
@@ -712,7 +712,7 @@ def test_adapters_are_a_part_of_the_key_and_slots_may_be_loaded_behind_a_capture
     assert decodes == [key for key in keys if key.num_reqs is None]
     alone = [(prompt, -1) for prompt, _ in batch]
     assert tokens(made.generate(alone, 3)) == tokens(plain.generate(alone, 3))
-    assert any(not key.has_adapters for key in made.runner.graphs._graphs)
+    assert any(not key.columns for key in made.runner.graphs._graphs)
 
 
 def tokens(answers: list[Answer]) -> list[list[int]]:

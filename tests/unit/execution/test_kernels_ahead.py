@@ -142,6 +142,7 @@ LATER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_requests_of_other_kinds_find_their_kernels_compiled() -> None:
     done = subprocess.run(

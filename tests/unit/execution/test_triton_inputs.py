@@ -15,7 +15,6 @@ from ratoon.core.errors import ConfigError
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import BlockCopy, InputOverrides, NewRequestData
 from ratoon.execution.inputs import device_inputs
-from ratoon.execution.inputs.batch_rows import StepBatch
 from ratoon.execution.inputs.device_inputs import DeviceInputs, DeviceRows
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.inputs.input_kernels import receive
@@ -175,11 +174,12 @@ def test_many_steps_are_prepared_as_on_the_host(
         left = rows.num_tokens[batch] - rows.num_computed[batch]
         counts = np.minimum(left, generator.integers(1, 20, len(batch)))
         unwritten = None if step % 3 else generator.random(len(batch)) < 0.5
-        equal_inputs(on_device.prepare(batch, counts, unwritten), on_host.prepare(batch, counts, unwritten))
-        if rows.adapter_slots is not None:
-            laid_out = StepBatch([], batch, counts, counts.cumsum(), unwritten, rows.adapter_slots[batch])
-            found, expected = on_device.adapters_of(laid_out), on_host.adapters_of(laid_out)
-            assert found is not None and expected is not None and found.slots.tolist() == expected.slots.tolist()
+        columns = {} if rows.adapter_slots is None else {"adapter_slots": rows.adapter_slots[batch]}
+        found, expected = (inputs.prepare(batch, counts, unwritten, columns) for inputs in (on_device, on_host))
+        equal_inputs(found, expected)
+        if columns:
+            assert found.adapters is not None and expected.adapters is not None
+            assert found.adapters.slots.tolist() == expected.adapters.slots.tolist()
 
 
 def test_a_sampled_token_is_fed_without_the_host() -> None:

@@ -164,6 +164,12 @@ def test_the_chosen_experts_are_summed(kind: str, own: range, bias: bool, gate: 
     torch.testing.assert_close(y.cpu().double(), expected, atol=2e-6, rtol=0)
 
 
+def test_no_rows_have_no_results() -> None:
+    """The last layer of a step that reads no rows has none."""
+    experts = TorchOps().make_experts(iter(make_weights(8, 48, 24, False)), range(8), ExpertGate())
+    assert experts(torch.empty(0, 48), random_routes(0, 8, 3)).shape == (0, 48)
+
+
 def test_many_pairs_are_sorted_by_torch_as_few_are_by_a_kernel() -> None:
     kernels = pytest.importorskip("ratoon.layers.triton.experts")
     for rows, top_k, own in [(1, 1, range(8)), (13, 3, range(8)), (40, 2, range(3, 5)), (3, 2, range(7, 8))]:

@@ -68,7 +68,9 @@ def test_one_file_knows_the_inside_of_triton() -> None:
 def test_two_files_know_the_inside_of_torch() -> None:
     for path in PACKAGE.rglob("*.py"):
         if str(path.relative_to(PACKAGE)) not in TORCH:
-            assert not re.search(r"\btorch\._(C|dynamo|inductor)\b", path.read_text()), path
+            text = path.read_text()
+            assert not re.search(r"\btorch\.((\w+\.)*_[a-z]|_C\b)", text), path
+            assert not re.search(r"\bdef _should_skip_dynamo\b", text), f"{path}: a hook of torch's"
 
 
 @pytest.mark.slow  # a process of its own, or an engine
@@ -87,6 +89,30 @@ def test_without_the_inside_of_torch_the_answers_are_careful(monkeypatch: pytest
     assert torch_internals.num_modes() == 1
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     torch_internals.end_allocation_to_pool(0, (0, 0))  # no error
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_products_in_8_bits_are_those_of_the_library_without_it_too(with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(5, 32, generator=generator), torch.randn(16, 32, generator=generator)
+    bias = torch.randn(16, generator=generator).bfloat16() if with_bias else None
+    x_scales, weight_scales = x.abs().amax(1, keepdim=True) / 448, weight.abs().amax(1)[None, :] / 448
+    numbers = (x / x_scales).to(torch.float8_e4m3fn), (weight.t() / weight_scales).to(torch.float8_e4m3fn)
+    found = torch_internals.plain_scaled_product(*numbers, x_scales, weight_scales, bias, torch.bfloat16)
+    expected = x @ weight.t() + (0 if bias is None else bias.float())
+    assert found.dtype is torch.bfloat16
+    # Each factor is rounded to 3 bits behind the leading one: by 1/16 at most of its size.
+    bound = (x.abs() @ weight.abs().t()) * (2 / 16 + 1 / 256) + expected.abs() / 256
+    assert ((found.float() - expected).abs() <= bound).all()
+
+
+def test_the_library_is_asked_for_products_in_8_bits_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, scales = torch.ones(1, 16).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    monkeypatch.setattr(torch_internals, "_scaled_mm", lambda *tensors, out_dtype, use_fast_accum: out_dtype)
+    arguments = numbers, numbers.t(), scales, scales, None, torch.bfloat16
+    assert torch_internals.scaled_product(*arguments) is torch.bfloat16
+    monkeypatch.setattr(torch_internals, "_scaled_mm", None)
+    assert torch_internals.scaled_product(*arguments).tolist() == [[16.0]]
 
 
 def test_the_bounds_of_the_package_are_those_of_the_files() -> None:

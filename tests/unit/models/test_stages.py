@@ -78,6 +78,7 @@ def build(config: ModelConfig, part: ModelPart, ops: Ops) -> LanguageModel:
     return build_model(config, DummySource(collect_shapes(config), seed=5), ops, CPU, torch.float32, part=part)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ops", ALL_OPS, ids=lambda ops: ops.name)
 @pytest.mark.parametrize("num_stages", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 5))])
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -366,6 +366,7 @@ LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow  # thousands of tokens, or vectors
 @pytest.mark.parametrize("kind", LARGE_ANSWERS)
 @again_if_long
