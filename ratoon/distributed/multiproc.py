@@ -196,7 +196,7 @@ class MultiprocExecutor:
 
     @property
     def stats(self) -> WorkerStats:
-        """Of the rank whose results count. Rows of experts are returned once."""
+        """Returns the statistics of the rank whose results count. Rows of experts are returned once."""
         with self._lock:
             stats, self._stats = self._stats, msgspec.structs.replace(self._stats, experts={})
         return stats
@@ -258,7 +258,7 @@ class MultiprocExecutor:
         self._inboxes[rank].take(message)
 
     def take_step(self, rank: int, result: StepResult) -> None:
-        """Of a worker's thread: the result of a step."""
+        """Takes the result of a step from a rank, on the thread that reads its messages."""
         is_output = rank == self._output_rank
         if result.fault is not None and not (is_output and (self._world_size == 1 or result.was_skipped)):
             # Behind the death of a rank the others fail as well, in the middle of a sum: the cause is what is told.

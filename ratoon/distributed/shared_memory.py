@@ -87,8 +87,8 @@ def new_memory(kernels: Kernels, world_size: int) -> int:
 
 
 def identity_of_host() -> bytes:
-    """The same bytes in processes that can share memory: of one running system and one network namespace, with the same
-    kernels. Where there are none, no two are the same."""
+    """Returns bytes that are the same in processes that can share memory: those of one user of one running system, in
+    one network namespace, with the same kernels. Where there are no kernels, no two are the same."""
     kernels = library()
     if kernels is None or not hasattr(os, "memfd_create"):
         return secrets.token_bytes(32)

@@ -115,7 +115,7 @@ class BaseLLM:
         return inspect(path, shapes, self.config.adapters.max_lora_rank)
 
     def _name_adapters(self) -> None:
-        """Those that the settings name. ConfigError: one of them is not right."""
+        """Adds the adapters that the settings name. ConfigError: one of them is not right."""
         for name, path in self.front_end_config.adapters.items():
             try:
                 self._adapters.add(name, path)

@@ -136,7 +136,7 @@ class AdapterSlots:
         return fitted
 
     def _read(self, slot: int, fitted: FittedAdapter) -> None:
-        """Of a pipeline, this stage reads what its own layers need."""
+        """Reads an adapter into a slot. In a pipeline, this stage reads what its own layers need."""
         file, model = fitted.file, self._model
         for layer, name in fitted.layers.items():
             target, table = model.adapter_targets.get(layer), model.adapter_tables.get(layer)

@@ -72,7 +72,7 @@ class WorkerParts:
 
     @cached_property
     def num_weights(self) -> int:
-        """Those of the model, and of what drafts beside it."""
+        """Counts the weights of the model and of what drafts beside it."""
         drafting = 0 if self.draft is None else self.draft.num_weights
         return count_weights(self.model_config, self.tensors, self.part) + drafting
 
@@ -196,7 +196,7 @@ class WorkerParts:
 def choose_parts(
     config: EngineConfig, model_config: ModelConfig, tensors: TensorSource, part: ModelPart = WHOLE_MODEL
 ) -> WorkerParts:
-    """Also sets the device and the threads of this process. Raises ConfigError."""
+    """Chooses what a worker is made of, and sets the device and the threads of this process. Raises ConfigError."""
     kind, device = open_device(config.device)
     use_device(device)
     dtype = resolve_dtype(config.dtype, device, model_config)
@@ -248,9 +248,9 @@ def choose_parts(
 
 
 def choose_kv_dtype(config: EngineConfig, ops: Ops, tensors: TensorSource) -> torch.dtype | None:
-    """That keys and values are kept in; None: the dtype of the model. Beside weights of 8 bits or fewer, halves on a
-    CPU: a decode step of many requests reads more of them than of weights, and what they lose is far below what the
-    weights' bits lose."""
+    """Returns the dtype in which keys and values are kept; None: the dtype of the model. Beside weights of 8 bits or
+    fewer, that is float16 on a CPU: a decode step of many requests reads more of keys and values than of weights, and
+    what they lose is far below what the weights' bits lose."""
     if config.cache.kv_cache_dtype != "auto":
         return KV_DTYPES[config.cache.kv_cache_dtype]
     return torch.float16 if isinstance(ops, NativeOps) and _has_few_bits(ops, tensors) else None
@@ -296,7 +296,7 @@ def choose_geometry(
 
 
 def open_kernel_choices(measured: bool, num_threads: int) -> KernelChoices:
-    """Those that were kept for this machine, or the fixed ones."""
+    """Returns the choices of kernels that were kept for this machine, or the fixed ones."""
     if not measured or library() is None:
         return KernelChoices(None)
     machine = this_machine(num_threads)

@@ -61,7 +61,8 @@ def has_modes_of_its_own() -> bool:
 
 
 class on_stream:
-    """As torch.cuda.stream, in half of the time if the stream's device is the current one."""
+    """Makes a stream the current one, as torch.cuda.stream does, in half of the time if the stream's device is the
+    current one."""
 
     __slots__ = ("_before", "_stream")
 

@@ -200,7 +200,7 @@ class KeptTable:
         self._place: tuple[int, int] | None = None
 
     def as_part(self, first: int, total: int) -> KeptTable:
-        """The same table as rows from `first` on of one that has `total`, whose other rows are zeros."""
+        """Returns this table as the rows from `first` on of a table that has `total`, whose other rows are zeros."""
         part = copy(self)
         part._place = (first, total)
         return part

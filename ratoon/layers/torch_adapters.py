@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class Matrices(NamedTuple):
-    """Of one adapter for one part of a product."""
+    """Holds the matrices of one adapter for one part of a product."""
 
     a: Tensor | None  # [rank, in]; None: b is a weight [out, in]
     b: Tensor  # [out, rank], with the scale multiplied in

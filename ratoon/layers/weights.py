@@ -136,8 +136,8 @@ class Weights:
         return below
 
     def on_stages(self, first: bool = False, last: bool = False) -> Weights:
-        """The same view on the first and on the last stage, as asked for. On another stage it is one whose tensors have
-        shapes and no memory: what is built from it is never called there."""
+        """Returns this view on the first and on the last stage, as asked for. On another stage, returns a view whose
+        tensors have shapes and no memory: what is built from it is never called there."""
         if (first and self.stage.is_first) or (last and self.stage.is_last):
             return self
         elsewhere = copy(self)
@@ -146,8 +146,8 @@ class Weights:
         return elsewhere
 
     def replicated(self, adapted: bool = False) -> Weights:
-        """The same view for layers that every rank has whole. Unless they are `adapted`, adapters do not change them:
-        encoders of pictures."""
+        """Returns a view of these weights for layers that every rank has whole. Unless they are `adapted`, adapters do
+        not change them: encoders of pictures."""
         whole = copy(self)
         whole.shard = Shard()
         if not adapted:
@@ -161,8 +161,9 @@ class Weights:
         return view
 
     def padded(self, size: int, padded_size: int) -> Weights:
-        """The same view for layers that have `padded_size` where the checkpoint has `size`, with zeros behind: sizes
-        that formats and fast kernels take. It is for whole tensors, of which no other dimension is `padded_size`."""
+        """Returns a view of these weights for layers that have `padded_size` where the checkpoint has `size`, with
+        zeros behind: sizes that formats and fast kernels take. It is for whole tensors, of which no other dimension is
+        `padded_size`."""
         view = copy(self)
         view._padding = size, padded_size
         return view

@@ -79,8 +79,8 @@ class VideoFile:
             self.num_frames = self._count()
 
     def frames(self, indices: list[int]) -> Iterator[np.ndarray]:
-        """Those frames, which are in rising order. A file may have fewer than its header says: then the last one that
-        it has takes the place of the others."""
+        """Yields the frames with these indices, which are in rising order. A file may have fewer than its header says:
+        then the last one that it has takes the place of the others."""
         wanted, last = iter(indices), None
         number = next(wanted, None)
         with self._reading() as container:

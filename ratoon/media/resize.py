@@ -24,7 +24,8 @@ MAX_TABLES = 64  # that are kept: pictures often come in the same sizes
 
 
 class Weights(NamedTuple):
-    """Of one direction. All rows or columns that are named exist; the weights of some of them are 0."""
+    """Holds the weights of a resize in one direction. All rows or columns that are named exist; the weights of some of
+    them are 0."""
 
     first: np.ndarray  # int32 [new size]: of the old rows or columns that a new one is a sum of
     weights: np.ndarray  # int32 [new size, taps]

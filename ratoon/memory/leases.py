@@ -142,7 +142,7 @@ class LeaseTable:
         }
 
     def moved(self) -> list[MovedLease]:
-        """Those that are not on the device any more."""
+        """Returns the leases that are not on the device any more."""
         return list(self._moved.values())
 
     def moved_slots(self) -> list[Block]:
@@ -349,7 +349,8 @@ class LeaseTable:
         )
 
     def _in_host_memory(self) -> list[MovedLease]:
-        """Those without queued continuations first, and of these the oldest."""
+        """Returns the leases in host memory: first those without queued continuations, and the oldest first in each of
+        the two groups."""
         return sorted((lease for lease in self._moved.values() if lease.slots), key=lambda lease: bool(lease.waiting))
 
     def _free_slots(self, num_slots: int) -> None:

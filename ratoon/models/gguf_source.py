@@ -448,7 +448,7 @@ class GGUFSource:
         }
 
     def _shared_size(self) -> int:
-        """Of the shared expert; older files do not say it."""
+        """Returns the size of the shared expert, by the shape of its tensors in older files, which do not say it."""
         tensors = (self.file.tensors.get(f"blk.{n}.ffn_up_shexp.weight") for n in range(self._whole("block_count")))
         shapes = [tensor.shape for tensor in tensors if tensor is not None]
         return self._whole("expert_shared_feed_forward_length", shapes[0][0] if shapes else 0)

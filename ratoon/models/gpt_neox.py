@@ -43,7 +43,7 @@ class GPTNeoXForCausalLM(LanguageModel):
         return PreNormLayer(before, attention, between, mlp)
 
     def build_norms(self, weights: Weights) -> tuple[LayerNorm, LayerNorm]:
-        """Those before attention and before the feed-forward half."""
+        """Builds the norms before attention and before the feed-forward half."""
         return self.build_norm(weights / "input_layernorm"), self.build_norm(weights / "post_attention_layernorm")
 
     def build_attention(self, weights: Weights, index: int) -> SelfAttention:

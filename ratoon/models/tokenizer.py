@@ -110,7 +110,7 @@ class Tokenizer:
             return self.backend.encode_batch([text], add_special_tokens=False)[0]
 
     def encode_beginning(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, of as much of a text as makes at most so many tokens with the special ones around it."""
+        """Returns the tokens of as much of a text as makes at most so many with the special ones around it."""
         num_special = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
         found, room = self.encoding(text), most - num_special
         if len(found) > room:

@@ -95,8 +95,8 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def set_up_logging(level: str | None, file: str | None) -> None:
-    """As options of a command say. Processes that are started here inherit the environment, and with it the level and
-    the file. Raises ConfigError."""
+    """Sets up the log as options of a command say. Processes that are started here inherit the environment, and with it
+    the level and the file. Raises ConfigError."""
     if level is not None and level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", ", ".join(LEVELS))
     if level is not None:

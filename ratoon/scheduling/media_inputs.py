@@ -47,8 +47,9 @@ class MediaInputs:
         return end - start
 
     def fit_spans(self, branch: Branch, spans: list[Span], most: int) -> list[Span]:
-        """The same for rows of an extraction, `most` tokens in all. Rows that are run again, and written nowhere, read
-        the rows of an image behind them too, where these see each other in both directions."""
+        """Returns which rows of these spans of an extraction can run in this step, `most` tokens in all. Rows that are
+        run again, and written nowhere, read the rows of an image behind them too, where these see each other in both
+        directions."""
         fitting: list[Span] = []
         covered = 0  # an image may have taken the last span beyond where the next one begins
         for first, count, is_written in spans:

@@ -71,7 +71,8 @@ class StepPace:
         return self.seconds(num_tokens) / num_tokens if self._seconds else None
 
     def seconds_of_rows(self, num_tokens: int) -> float | None:
-        """The same of a step of about that size. None: none was observed."""
+        """Returns the estimated duration of a step, if one of at most this size and at least a quarter of it was
+        observed, else None."""
         index = bisect_right(self._tokens, num_tokens)
         return None if index == 0 or self._tokens[index - 1] * 4 < num_tokens else self.seconds(num_tokens)
 

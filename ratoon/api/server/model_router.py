@@ -183,7 +183,8 @@ class ModelRouter:
             raise refused(error.subject, error.problem, error.expected) from None
 
     async def _unload(self, slot: ModelSlot, asked: Asked, scope: Scope, send: Send) -> None:
-        """As Ollama does it: a request without a prompt and with keep_alive 0. It is answered when it is done."""
+        """Unloads a model for a request in Ollama's protocol that has no prompt and keep_alive 0, and answers it when
+        that is done."""
         await self._host.unload(slot)
         words: dict[str, Any] = {"response": ""}
         if scope["path"] == "/api/chat":

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MediaThreads:
-    """Of one event loop, on which all methods are called."""
+    """Runs work on images and videos in threads, for one event loop, on which all methods are called."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._turns: Turns[asyncio.Future[None]] = Turns(num_threads)

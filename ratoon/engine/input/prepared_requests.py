@@ -74,7 +74,8 @@ class PreparedRequests:
         return outputs
 
     def abort(self, ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """Those of these ids that wait here. Choices exist from the first token on, so a request ends as a whole."""
+        """Aborts those of the requests with these ids that wait here, and returns their outputs. Choices exist from the
+        first token on, so a request ends as a whole."""
         outputs: list[EngineCoreOutput] = []
         for request_id in ids:
             waiting = self._waiting.pop(request_id, None)

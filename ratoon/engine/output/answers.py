@@ -156,7 +156,8 @@ class Arrangement:
 
 
 def read_lens(packed: Any, num_tokens: int) -> tuple[list[list[float]], list[list[TokenLogprobs]]]:
-    """Of the numbers that stand in the place of states (Extraction.lens): norms, and the most probable tokens."""
+    """Returns the norms and the most probable tokens from the numbers that stand in the place of states
+    (Extraction.lens)."""
     norms, ids, logprobs = packed[..., 0], packed[..., 1 : 1 + num_tokens], packed[..., 1 + num_tokens :]
     tokens = [
         [

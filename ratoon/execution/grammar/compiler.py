@@ -236,7 +236,7 @@ class GrammarCompiler:
 
 
 def _lower_priority() -> None:
-    """Of this thread. On Linux a thread has a priority of its own; elsewhere it stays as it is."""
+    """Lowers the priority of this thread. On Linux a thread has a priority of its own; elsewhere it stays as it is."""
     if os.uname().sysname == "Linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

@@ -74,7 +74,7 @@ class GrammarLibrary(Protocol):
 
     @property
     def num_words(self) -> int:
-        """Of a row of the table that `match` writes: at least words_of(vocab_size)."""
+        """Returns the number of words in a row of the table that `match` writes: at least words_of(vocab_size)."""
         ...
 
     def match(self, states: Sequence[Any], token_ids: np.ndarray, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ class GrammarLibrary(Protocol):
         ...
 
     def all_token_bytes(self) -> Sequence[bytes]:
-        """The same of all tokens of the model. The first call takes some tenths of a second."""
+        """Returns `token_bytes` of all tokens of the model. The first call takes some tenths of a second."""
         ...
 
     def is_special(self, token_id: int) -> bool: ...

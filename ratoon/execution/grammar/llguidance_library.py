@@ -189,9 +189,10 @@ class Llguidance:
 
 
 def without_forcing(grammar: str) -> str:
-    """The same grammar for a library that looks for no forced text. With each mask it would look for all text that
-    has no alternative from here on and tokenise it, which takes seconds where that is long ("a{99999}"), and no limit
-    ends it. forced_text.py finds a bounded piece of it. The last such line of a grammar counts."""
+    """Returns this grammar with a line by which the library looks for no forced text. Else it would look with each mask
+    for all text that has no alternative from here on and tokenise it, which takes seconds where that is long
+    ("a{99999}"), and no limit ends it. forced_text.py finds a bounded piece of it. The last such line of a grammar
+    counts."""
     if grammar.startswith("{"):
         (part,) = json.loads(grammar)["grammars"]
         schema = part["json_schema"]

@@ -218,7 +218,7 @@ class FormatWriter:
 
 
 def _without(texts: Collection[str]) -> str:
-    """Of a terminal: and none of these is in it."""
+    """Returns what follows the expression of a terminal to exclude text that has one of these in it."""
     return rf" & ~/(.|\n)*({'|'.join(map(_escaped, texts))})(.|\n)*/" if texts else ""
 
 

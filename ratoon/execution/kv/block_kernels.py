@@ -43,7 +43,7 @@ def copy_blocks(source: Pages, target: Pages, blocks: Sequence[tuple[int, int]])
 
 
 def copy_listed_blocks(source: Pages, target: Pages, pairs: Tensor) -> None:
-    """The same for numbers that are on the device: `pairs` [2N] int32."""
+    """Copies blocks as `copy_blocks` does, by numbers (from, to) that are on the device: `pairs` [2N] int32."""
     grid = (len(source.tensors), triton.cdiv(source.max_words, WORDS_OF_PROGRAM), len(pairs) // 2)
     launch(_copy_blocks, grid, source.table, target.table, pairs, NUM_WORDS=WORDS_OF_PROGRAM)
 

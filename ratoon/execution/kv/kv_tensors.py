@@ -226,7 +226,8 @@ class KVTensors(LayerCaches):
         copy_listed_blocks(self._pages, self._pages, pairs)
 
     def _move_by_kernel(self, plan: SchedulerOutput, pages: Pages) -> None:
-        """The same on CUDA, without waiting. Copies can go before loads: no block is the target of both."""
+        """Moves the blocks of a plan on CUDA, without waiting for the device. Copies can go before loads: no block is
+        the target of both."""
         from ratoon.execution.kv.block_kernels import copy_blocks
 
         copies = [(copy.src, copy.dst) for copy in plan.block_copies]

@@ -150,7 +150,7 @@ def _lay_out(steps: list[BeamStep]) -> tuple[list[float], list[SearchRows]]:
 
 
 def _active_rules(steps: list[BeamStep], beam_rows: BeamRows) -> list[Sequence[LogitsRule]]:
-    """Of every beam."""
+    """Returns the active rules of every beam, in the order of the steps."""
     rules: list[Sequence[LogitsRule]] = []
     for step in steps:
         of_beams = beam_rows.rules_of(step.req_id)

@@ -217,7 +217,8 @@ class CheckedTokensReader:
 
 
 def _kept_tokens(drawn: list[int], drafts: list[int], bad: set[int], first: int) -> list[int]:
-    """Those up to the first that differs from its draft. `bad`: rows without a token; `first`: that of the first."""
+    """Returns the drawn tokens up to the first that differs from its draft. `bad`: rows without a token; `first`: the
+    row of the first token."""
     kept: list[int] = []
     for place, token in enumerate(drawn):
         if first + place in bad:

@@ -41,7 +41,7 @@ class ReaderSource(Protocol):
     """Makes the readers of one kind of result."""
 
     def readers(self, plan: SchedulerOutput, layout: StepLayout, output: ModelRunnerOutput) -> Sequence[RowReader]:
-        """Those of a step, often none. What is known without the step goes into `output`."""
+        """Returns the readers of a step, often none. What is known without the step goes into `output`."""
         ...
 
 
@@ -58,7 +58,7 @@ class StepLayout:
 
     @cached_property
     def place_of(self) -> dict[str, int]:
-        """Of every branch, its place among the requests of the batch."""
+        """Maps the id of every branch to its place among the requests of the batch."""
         return {req_id: place for place, req_id in enumerate(self.ids)}
 
     def last_row(self, req_id: str) -> int:
@@ -71,13 +71,13 @@ class StepLayout:
 
     @cached_property
     def beam_last_rows(self) -> dict[str, list[int]]:
-        """Of every search with beams, the row of each beam's last token."""
+        """Maps the id of every search with beams to the row of each beam's last token."""
         rest = iter(self.last_rows[len(self.ids) :].tolist())
         return {step.req_id: list(islice(rest, step.num_beams)) for step in self._plan.beam_steps if step.num_tokens}
 
     @property
     def capture_rows(self) -> list[range]:
-        """Of every capture, the rows of its tokens, or of those of the branch that it reads."""
+        """Returns for every capture the rows of its tokens, or of the tokens of the branch that it reads."""
         num_spans = sum(len(capture.spans) for capture in self._plan.captures)
         rest = iter(self.last_rows[len(self.last_rows) - num_spans :].tolist())
         rows = []

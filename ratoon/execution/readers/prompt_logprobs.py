@@ -36,7 +36,7 @@ class PromptSpan:
 
 
 def prompt_spans(plan: SchedulerOutput, branches: InputBatch) -> Iterator[PromptSpan]:
-    """Of all branches of a step."""
+    """Yields the span of every branch of a step that has one."""
     row_of, params_of = branches.row_of, branches.params
     for req_id, num_scheduled in plan.num_scheduled_tokens.items():
         row = row_of[req_id]

@@ -314,7 +314,7 @@ class TokensReader:
 
 @dataclass(slots=True)
 class MaskedTokensReader:
-    """The same under the masks of grammars, which are filled while the program runs."""
+    """Reads tokens that are chosen under the masks of grammars, which are filled while the program runs."""
 
     wanted: EndRows
     ids: list[str]

@@ -285,7 +285,7 @@ def fill_and_wait(rules: Sequence[Grammar]) -> None:
 
 
 def _fill_many(rules: Sequence[Any]) -> None:
-    """Of trusted grammars. If the library fails for all together, each is filled alone."""
+    """Fills the masks of trusted grammars. If the library fails for all together, each is filled alone."""
     for library, group in groupby(rules, lambda rule: rule._path.source.library):
         members: list[Grammar] = list(group)
         try:

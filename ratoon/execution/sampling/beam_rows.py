@@ -32,7 +32,8 @@ class BeamRows:
         return np.array([self._rows.row_of[req_id]]) if beams is None else beams
 
     def rules_of(self, req_id: str) -> list[RowRules]:
-        """Of every beam, or the trunk's while the search has no beams yet. Empty if the search has no rules."""
+        """Returns the rules of every beam, or the trunk's while the search has no beams yet. The list is empty if the
+        search has no rules."""
         beams = self._rules.get(req_id)
         if beams is not None:
             return beams

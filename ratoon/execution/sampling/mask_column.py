@@ -55,7 +55,7 @@ class Filling:
             pass
 
     def result(self) -> None:
-        """The same. Raises what went wrong."""
+        """Waits until the masks are filled, and raises what went wrong."""
         self.wait()
         if self._error is not None:
             raise self._error

@@ -75,9 +75,9 @@ class Sampler:
         drafts: np.ndarray,
         proposed: Mapping[int, Tensor] | None = None,
     ) -> SampledTokens:
-        """The same for rows behind which there is a draft [R]; -1: there is none. A row's token is its draft exactly
-        where that is accepted. `proposed`: by row, the distribution [V] that its draft was drawn from; the others were
-        certain."""
+        """Chooses one token for each row, as `sample` does, where rows may have a draft behind them: `drafts` [R]; -1:
+        there is none. A row's token is its draft exactly where that is accepted. `proposed`: by row, the distribution
+        [V] that its draft was drawn from; the others were certain."""
         if not self.by_rejection:
             return self.sample(logits, slots, seeds)
         rows, device, needs = self.rows, logits.device, self.rows.needs[slots]
@@ -161,8 +161,9 @@ class Sampler:
         return ({} if mode is Mode.GREEDY else self._plain_numbers(slots, seeds, needs, ahead)), mode
 
     def masked_numbers(self, slots: np.ndarray, seeds: np.ndarray) -> tuple[dict[str, np.ndarray], Mode] | None:
-        """The same for rows of which some have a grammar, whose masks are filled while the device computes. None: they
-        need more than that, or none of them has one."""
+        """Returns the arguments of `sampling.sample_plain` for rows of which some have a grammar, whose masks are
+        filled while the device computes. None: the rows need more than that, none of them has a grammar, or their masks
+        can't be filled in that time."""
         needs = self.rows.needs[slots]
         needed = all_of(needs)
         is_more = needed & (Needs.PENALTIES | Needs.LOGPROBS) or not needed & Needs.MASK

@@ -166,8 +166,8 @@ class SamplingRows:
             self._penalties.apply(logits, slots)
 
     def few_tokens(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of these places in `slots`, those whose rules leave few tokens and change no logit: the places [F], and the
-        tokens of each [F, FEW] in rising order, filled up with -1."""
+        """Finds those of these places in `slots` whose rules leave few tokens and change no logit. Returns the places
+        [F], and the tokens of each [F, FEW] in rising order, filled up with -1."""
         masked, words = self._masks_of(slots, places)
         found, tokens = [], []
         for place, few in zip(masked, few_tokens_of(words, self._vocab_size) if masked else ()):
@@ -177,14 +177,15 @@ class SamplingRows:
         return np.array(found, np.int64), np.stack(tokens) if tokens else np.empty((0, FEW), np.int64)
 
     def masks(self, slots: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of these places in `slots`, those whose only edit is the mask of a grammar, and that are not asked for
-        log-probabilities, which are those before the mask: the places [N], and the masks [N, W] int32."""
+        """Finds those of these places in `slots` whose only edit is the mask of a grammar, and that are not asked for
+        log-probabilities, which are those before the mask. Returns the places [N], and the masks [N, W] int32."""
         plain = places[(self.needs[slots[places]] & MORE_THAN_MASKS) == 0]
         found, words = self._masks_of(slots, plain)
         return np.array(found, np.int64), words
 
     def _masks_of(self, slots: np.ndarray, places: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Of these places in `slots`, those whose only active rule is a grammar, and their masks [N, W] int32."""
+        """Returns those of these places in `slots` whose only active rule is a grammar, and their masks [N, W]
+        int32."""
         found, words = [], []
         for place in places.tolist():
             rules = self.active_rules[slots[place]]
@@ -199,7 +200,7 @@ class SamplingRows:
         return self._grammars.library.vocab_size
 
     def append_on_device(self, slots: np.ndarray, token_ids: Tensor) -> None:
-        """The same tokens as `append_tokens`, for what is kept on the device. Also for slots that end."""
+        """Appends the tokens of `append_tokens` to what is kept on the device. Slots that end may be among these."""
         if self._penalties:
             self._penalties.append(slots, token_ids)
 
@@ -267,8 +268,9 @@ class SamplingRows:
         return spare
 
     def append_unread(self, slots: np.ndarray, tokens: SampledTokens) -> None:
-        """The same for tokens that are on their way to the host. The rules that read them do so with `read_tokens`,
-        before the next token is chosen; until then the device has other work."""
+        """Appends one token to each of these slots, as `append_tokens` does, while the tokens are on their way to the
+        host. The rules that read them do so with `read_tokens`, before the next token is chosen; until then the device
+        has other work."""
         changing = (self.needs[slots] & Needs.TOKENS).nonzero()[0]
         reading = [place for place in changing.tolist() if self.rules[slots[place]].needs_token_on_host]
         if not reading:
@@ -369,7 +371,7 @@ class SamplingRows:
         return masks
 
     def append_masked(self, slots: np.ndarray, tokens: SampledTokens, masks: MasksOfStep) -> None:
-        """As `append_unread`, for the step that `begin_masks` was called for."""
+        """Appends tokens as `append_unread` does, for the step that `begin_masks` was called for."""
         self.num_outputs[slots] += 1
         self._masked_tokens = tokens
         self._unread.append(UnreadTokens(tokens, masks.places, masks.slots, self.incarnations[masks.slots]))

@@ -25,7 +25,7 @@ class ToldRun:
         self.tokens: Sequence[int] = ()
 
     def behind(self, num_outputs: int) -> list[int]:
-        """Those that are missing in an output of so many tokens."""
+        """Returns the tokens of this run that are missing in an output of so many tokens."""
         return list(self.tokens[num_outputs - self.first :])
 
 

@@ -89,7 +89,7 @@ def sort_pairs(experts: Tensor, own: range, block: int) -> SortedPairs:
 
 
 def _sort_by_torch(experts: Tensor, own: range, block: int, num_blocks: int) -> SortedPairs:
-    """The same for many pairs. Nothing of it waits for the device."""
+    """Sorts pairs as `sort_pairs` does, for more pairs than one kernel takes. Nothing of it waits for the device."""
     num_own, device = len(own), experts.device
     places = experts.flatten().long() - own.start
     places = places.masked_fill((places < 0) | (places >= num_own), num_own)  # of other ranks: behind all

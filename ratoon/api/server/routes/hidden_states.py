@@ -56,7 +56,7 @@ async def read_hidden_states(request: Request) -> Response:
 
 
 def lens_size(output: HiddenStatesOutput) -> int:
-    """That of a text which would take as long to encode."""
+    """Returns the size of a text which would take as long to encode as what the lens shows."""
     return LENS_ENTRY_SIZE * sum(map(len, (tokens for rows in output.lens or () for tokens in rows)))
 
 
