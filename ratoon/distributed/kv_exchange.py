@@ -36,6 +36,7 @@ import msgspec
 import zmq
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.private_folders import make_missing_folders
 from ratoon.distributed.cluster import EncryptedContext, Mailbox, keys_of_secret
 from ratoon.distributed.kv_boxes import Inbox, MappedOutbox, Outbox, checksum_of
 
@@ -233,7 +234,7 @@ class PeerExchange:
             ) from None
 
     def _open_folder(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_missing_folders(folder)
         self._folder = folder
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)

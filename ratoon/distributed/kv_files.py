@@ -29,6 +29,7 @@ import xxhash
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, fill
+from ratoon.core.private_folders import make_missing_folders, make_private_folder
 from ratoon.core.sizes import parse_size
 from ratoon.distributed.kv_file_io import SYSTEM, FileIO, open_file_io, verify_file_io
 from ratoon.distributed.write_behind import WriteBehind
@@ -76,12 +77,11 @@ class FilesConnector(KVConnector):
 
     def _folder_for(self, fingerprint: KVFingerprint) -> Path:
         """Blocks of other models, or of the same one in another layout, lie in another folder."""
-        folder = self._root / fingerprint.digest
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return make_private_folder(self._root, fingerprint.digest)
         except OSError as error:
+            folder = self._root / fingerprint.digest
             raise ConfigError("kv_files", f"{folder} can't be made: {error.strerror}", "another folder") from error
-        return folder
 
 
 def _path_of(folder: Path, key: bytes) -> str:
@@ -252,7 +252,7 @@ class FilesMover(BlockMover):
             return
         if self._io_of_writer is None:
             self._io_of_writer = open_file_io(self._io_name)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        make_missing_folders(Path(path).parent)
         self._num_written += 1
         unfinished = f"{path}.{os.getpid()}-{self._num_written}{UNFINISHED}"
         handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -22,6 +22,7 @@ import msgspec
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
 from ratoon.core.messages import UtilityCall, UtilityResult
+from ratoon.core.private_folders import make_missing_folders
 from ratoon.core.worker import FunctionTimings
 from ratoon.engine.core import EngineCore
 
@@ -81,7 +82,6 @@ class EngineUtilities:
 
 VARIABLE = "RATOON_PROFILE_DIR"
 PRIVATE_FILE = 0o600
-PRIVATE_FOLDER = 0o700
 
 
 class Timings:
@@ -154,7 +154,7 @@ class StepProfiler:
         named = os.environ.get(VARIABLE)
         if named:
             folder = Path(named)
-            folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            make_missing_folders(folder)
             return folder
         if self._folder is None or not self._folder.exists():
             self._folder = Path(tempfile.mkdtemp(prefix="ratoon-profile-"))  # mkdtemp's mode is 0700

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ratoon import LLM
+from tests.golden.every_kind import encoder_prompts
 from tests.golden.image_readers import IMAGE_FAMILIES, num_encoder_runs
 from tests.golden.test_encoder_decoder_api import INPUTS, engine, greedy, tokens_of
 from tests.golden.test_images_compose import NUM_INPUTS, ask, expected, seeing
@@ -66,15 +67,17 @@ def test_outputs_that_are_damaged_or_of_other_weights_are_made_again(tmp_path: P
         assert num_encoder_runs(llm) == 1
 
 
-@pytest.mark.parametrize("family", ["bart"])
+@pytest.mark.parametrize("family", ["bart", "whisper"])
 def test_what_cross_attention_reads_outlives_the_engine(family: str, tmp_path: Path) -> None:
     """The keys and values that are made of an encoder's output, of texts as of recordings."""
     settings = {"kv_files": str(tmp_path), "swap_memory": "1MiB"}
+    prompts = INPUTS if family == "bart" else encoder_prompts(family)
     runs: list[int] = []
     answers = []
     for _ in range(2):
         with engine(family, **settings) as llm:
-            answers.append(tokens_of(llm.generate(INPUTS, greedy(), progress=False)))
+            answers.append(tokens_of(llm.generate(prompts, greedy(), progress=False)))
             runs.append(llm._client.core.executor._worker.runner.encoder.num_runs)
     assert answers[0] == answers[1]
-    assert runs == [len(INPUTS), 0]
+    assert len(set(map(tuple, answers[0]))) > 1, "a block of another input would be noticed"
+    assert runs == [len(prompts), 0]

@@ -20,6 +20,7 @@ import xxhash
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError
+from ratoon.core.private_folders import make_private_folder
 from ratoon.core.wire import Buffer
 from ratoon.observe.logging import get_logger
 
@@ -49,17 +50,18 @@ def open_log_of_model(kv_files: str | None, model: str, name: str) -> RecordLog 
     if kv_files is None:
         return None
     model = os.path.abspath(model) if os.path.exists(model) else model
-    return RecordLog(Path(kv_files).expanduser() / "roots" / hashlib.sha256(model.encode()).hexdigest()[:32], name)
+    below = ("roots", hashlib.sha256(model.encode()).hexdigest()[:32])
+    return RecordLog(Path(kv_files).expanduser(), name, below)
 
 
 class RecordLog:
-    def __init__(self, folder: Path, name: str) -> None:
-        """Opens the first file of this name that no other process has. ConfigError: there is none, or it can't be
-        written."""
+    def __init__(self, folder: Path, name: str, below: Sequence[str] = ()) -> None:
+        """Opens the first file of this name that no other process has, in the folder that `kv_files` names or in the
+        last of these folders below it. ConfigError: there is none, or it can't be written."""
         self._has_failed = False
         self._contents = CONTENTS[name]
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = make_private_folder(folder, *below)
             for number in range(MOST_FILES):
                 self._path = folder / f"{name}-{number}.log"
                 handle = _open_locked(self._path)

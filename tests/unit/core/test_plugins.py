@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from ratoon.attention.interface import AttentionNeeds
 from ratoon.attention.select import select_backend
 from ratoon.core import plugins
 from ratoon.core.errors import ConfigError, ModelError
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, TransferIndex
 from ratoon.core.plugins import (
     DEVICES,
     MODELS,
@@ -187,3 +189,16 @@ def test_a_device_of_a_type_without_a_runner_is_refused(packages: Packages) -> N
     packages.add("odd_device", text + "\nKIND = Kind()", devices={"odd": "KIND"})
     with pytest.raises(ConfigError, match=r"'odd:1' is a device of torch's type 'meta', for which there is no runner"):
         open_device("odd:1")
+
+
+def test_the_page_of_plugins_names_every_call_of_a_connector() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
+    page = text.partition("## A KV connector\n")[2].partition("## Trust\n")[0]
+    named = set(re.findall(r"`(\w+)(?:\([^`)]*\))?(?: = True)?`", page))
+    calls = {
+        name
+        for half in (KVConnector, BlockIndex, TransferIndex, BlockMover)
+        for name in vars(half)
+        if not name.startswith("_") and name != "load_or_log"  # which the engine calls, and no package writes
+    }
+    assert len(calls) > 15 and not calls - named

@@ -10,7 +10,7 @@ import pytest
 
 from ratoon.core.errors import ConfigError, UnknownParentError
 from ratoon.engine.output import record_log
-from ratoon.engine.output.record_log import RecordLog
+from ratoon.engine.output.record_log import RecordLog, open_log_of_model
 from ratoon.engine.output.roots import Root, RootLog, RootTable
 
 RECORDS = [[b"first", b""], [b"x" * 1000], [b"third", b"frames", b"3"]]
@@ -35,6 +35,16 @@ def test_records_are_read_in_their_order_by_a_later_process(tmp_path):
     log_of(tmp_path, RECORDS).close()
     assert read(tmp_path) == RECORDS
     assert (tmp_path / "names-0.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_only_the_user_may_read_the_logs_of_a_model(tmp_path):
+    folder = tmp_path / "kv"
+    log = open_log_of_model(str(folder), "a model", "roots")
+    assert log is not None
+    log.close()
+    (file,) = folder.rglob("*.log")
+    assert list(file.parents)[2] == folder
+    assert {one.stat().st_mode & 0o777 for one in list(file.parents)[:3]} == {0o700}
 
 
 def test_a_file_cut_anywhere_gives_its_whole_records_and_takes_further_ones(tmp_path):
