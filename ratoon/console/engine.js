@@ -135,24 +135,83 @@ function Spark({ values }) {
 function colours() {
   const style = getComputedStyle(document.documentElement);
   const value = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
-  return { free: value("--free"), cached: value("--cached"), used: value("--used"), leased: value("--leased"), none: value("--null"), text: value("--muted"), line: value("--line"), accent: value("--accent"), dark: value("--dark") === "1" };
+  return { free: value("--free"), cached: value("--cached"), used: value("--used"), leased: value("--leased"), none: value("--null"), text: value("--muted"), ink: value("--ink"), line: value("--line"), accent: value("--accent"), dark: value("--dark") === "1" };
+}
+
+/** A picture of places (blocks, steps), and the place that is looked at, or -1: the one under the pointer, else the one that
+ * was marked with keys. The marked one is remembered by its number since the stream began (`gone` numbers have left the
+ * picture), so that the mark moves with a step. A screen reader is told the text of the marked one.
+ * @param {{label: string, count: number, gone?: number, row: () => number, text: (at: number) => string,
+ *   find: (event: MouseEvent) => number, draw: (canvas: HTMLCanvasElement, over: number) => void}} options
+ * @returns {[number, any]} */
+function usePlaces({ label, count, gone = 0, row, text, find, draw }) {
+  const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
+  const name = useRef("");
+  const [pointed, point] = useState(-1);
+  const [number, mark] = useState(-1);
+  const inside = (/** @type {number} */ at) => (at >= 0 && at < count ? at : -1);
+  const marked = number < 0 ? -1 : inside(number - gone);
+  const over = inside(pointed) >= 0 ? pointed : marked;
+  // The counts in the label change all the time; while it has the focus a reader would say each change.
+  if (!canvas.current || document.activeElement !== canvas.current) name.current = label;
+  useEffect(() => {
+    if (canvas.current) draw(canvas.current, over);
+  });
+  const onKey = (/** @type {KeyboardEvent} */ event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    /** @type {Record<string, number>} */
+    const next = {
+      ArrowLeft: marked < 0 ? count - 1 : marked - 1,
+      ArrowRight: marked + 1,
+      ArrowUp: marked < 0 ? count - 1 : marked - row(),
+      ArrowDown: marked < 0 ? 0 : marked + row(),
+      Home: 0,
+      End: count - 1,
+    };
+    if (event.key === "Escape" && marked >= 0) {
+      event.stopPropagation(); // it would stop an answer
+      mark(-1);
+    } else if (Object.hasOwn(next, event.key)) {
+      event.preventDefault();
+      if (inside(next[event.key]) >= 0) mark(gone + next[event.key]);
+    }
+  };
+  const picture = html`<canvas
+      ref=${canvas}
+      tabindex="0"
+      role="application"
+      aria-label=${`${name.current}. Arrow keys, Home and End mark one, Escape lets go.`}
+      onKeyDown=${onKey}
+      onBlur=${() => mark(-1)}
+      onMouseMove=${(/** @type {MouseEvent} */ event) => point(find(event))}
+      onMouseLeave=${() => point(-1)}
+    ></canvas>
+    <span class="visually-hidden" aria-live="polite">${marked >= 0 ? text(marked) : ""}</span>`;
+  return [over, picture];
 }
 
 /** @param {{engine: EngineMap}} props */
 function EngineBlocks({ engine }) {
-  const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
-  const [over, setOver] = useState(-1);
   const counts = census(engine);
   const { owner, owners } = ownership(world, engine);
   const layout = useRef({ columns: 1, cell: 10 });
-  useEffect(() => {
-    const element = canvas.current;
-    if (!element) return;
-    layout.current = drawBlocks(element, engine, owner, owners);
-  });
-  const holder = over >= 0 && owner[over] >= 0 ? owners[owner[over]] : null;
   const names = { [FREE]: "free", [CACHED]: "free, cached", [IN_USE]: "in use", [LEASED]: "leased", [NULL_BLOCK]: "the null block" };
-  const summary = `${engine.num_blocks} blocks of ${engine.block_size} tokens: ${counts[IN_USE]} in use, ${counts[LEASED]} leased, ${counts[CACHED]} cached, ${counts[FREE]} free`;
+  const total = `${engine.num_blocks} blocks of ${engine.block_size} tokens`;
+  const text = (/** @type {number} */ id) => `block ${id}: ${names[engine.blocks[id]] ?? ""}${owner[id] >= 0 ? `, ${owners[owner[id]].id}` : ""}`;
+  const [over, picture] = usePlaces({
+    label: `Engine ${engine.index}, ${total}: ${counts[IN_USE]} in use, ${counts[LEASED]} leased, ${counts[CACHED]} cached, ${counts[FREE]} free`,
+    count: engine.blocks.length,
+    row: () => layout.current.columns,
+    text,
+    find: ({ offsetX, offsetY }) => {
+      const { columns, cell } = layout.current;
+      const column = Math.floor(offsetX / cell);
+      return column < columns ? Math.floor(offsetY / cell) * columns + column : -1;
+    },
+    draw: (canvas, at) => {
+      layout.current = drawBlocks(canvas, engine, owner, owners, at);
+    },
+  });
   return html`<article class="blocks">
     <header>
       <h3>Engine ${engine.index}</h3>
@@ -161,31 +220,20 @@ function EngineBlocks({ engine }) {
       <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
       ${engine.host_blocks && html`<span class="chip">host ${engine.host_blocks.used} of ${engine.host_blocks.total}</span>`}
     </header>
-    <canvas
-      ref=${canvas}
-      role="img"
-      aria-label=${summary}
-      onMouseMove=${(/** @type {MouseEvent} */ event) => {
-        const { columns, cell } = layout.current;
-        const column = Math.floor(event.offsetX / cell);
-        const id = column < columns ? Math.floor(event.offsetY / cell) * columns + column : -1;
-        setOver(id < engine.num_blocks ? id : -1);
-      }}
-      onMouseLeave=${() => setOver(-1)}
-    ></canvas>
+    ${picture}
     ${engine.host_blocks && html`<div class="host" role="img" aria-label=${`${engine.host_blocks.used} of ${engine.host_blocks.total} blocks on the host`}><span style=${{ width: `${(engine.host_blocks.used / Math.max(1, engine.host_blocks.total)) * 100}%` }}></span></div>`}
     <p class="legend">
       <span class="key used"></span>${counts[IN_USE]} in use (a colour for each request)
       <span class="key leased"></span>${counts[LEASED]} leased
       <span class="key cached"></span>${counts[CACHED]} cached
       <span class="key free"></span>${counts[FREE]} free
-      <span class="over">${over >= 0 ? `block ${over}: ${names[engine.blocks[over]] ?? ""}${holder ? `, ${holder.id}` : ""}` : `${engine.num_blocks} blocks of ${engine.block_size} tokens`}</span>
+      <span class="over">${over >= 0 ? text(over) : total}</span>
     </p>
   </article>`;
 }
 
-/** @param {HTMLCanvasElement} canvas @param {EngineMap} engine @param {Int32Array} owner @param {any[]} owners */
-function drawBlocks(canvas, engine, owner, owners) {
+/** @param {HTMLCanvasElement} canvas @param {EngineMap} engine @param {Int32Array} owner @param {any[]} owners @param {number} over */
+function drawBlocks(canvas, engine, owner, owners, over) {
   const width = canvas.clientWidth;
   const count = engine.blocks.length;
   // The largest cells with which the field stays within about 260 pixels of height.
@@ -211,6 +259,14 @@ function drawBlocks(canvas, engine, owner, owners) {
       context.fillRect(x, y + cell - gap - 2, cell - gap, 2);
     }
   }
+  if (over >= 0) {
+    // A frame around the block, wide enough to be seen around the smallest ones, and not cut off at a side.
+    const side = Math.max(8, cell - gap) + 2;
+    const within = (/** @type {number} */ at, /** @type {number} */ size) => Math.min(Math.max(1, at * cell - 1), size - side - 1);
+    context.strokeStyle = palette.ink;
+    context.lineWidth = 2;
+    context.strokeRect(within(over % columns, width), within(Math.floor(over / columns), height), side, side);
+  }
   return { columns, cell };
 }
 
@@ -230,24 +286,26 @@ function sized(canvas, width, height) {
 
 /** The last steps: tokens as bars, those of prompts above those decoded; milliseconds as a line; what was waited for below. */
 function Steps() {
-  const canvas = useRef(/** @type {HTMLCanvasElement | null} */ (null));
-  const [over, setOver] = useState(-1);
   const steps = world.steps;
-  useEffect(() => {
-    if (canvas.current) drawSteps(canvas.current, steps, over);
+  const text = (/** @type {number} */ at) => {
+    const [, , milliseconds, prompt, decoded, requests, waited] = steps[at];
+    return `${prompt} prompt + ${decoded} decoded tokens of ${requests} requests in ${milliseconds.toFixed(1)} ms${waited ? `, waited for ${waited}` : ""}`;
+  };
+  const newest = steps.length ? `newest: ${text(steps.length - 1)}` : "none yet";
+  const [over, picture] = usePlaces({
+    label: `Tokens and milliseconds of the last ${steps.length} steps, ${newest}`,
+    count: steps.length,
+    gone: world.stepsGone,
+    row: () => 10,
+    text,
+    find: (event) => Math.min(steps.length - 1, Math.floor((event.offsetX / Math.max(1, /** @type {HTMLElement} */ (event.target).clientWidth)) * Math.max(steps.length, 100))),
+    draw: (canvas, at) => drawSteps(canvas, steps, at),
   });
-  const step = steps[over] ?? steps[steps.length - 1];
   return html`<article class="steps">
     <header><h3>Last ${steps.length} steps</h3>
-      <span class="muted">${step ? `${over >= 0 ? "step" : "newest"}: ${step[3]} prompt + ${step[4]} decoded tokens of ${step[5]} requests in ${step[2].toFixed(1)} ms${step[6] ? `, waited for ${step[6]}` : ""}` : "none yet"}</span>
+      <span class="muted">${over >= 0 ? `step: ${text(over)}` : newest}</span>
     </header>
-    <canvas
-      ref=${canvas}
-      role="img"
-      aria-label="Tokens and milliseconds of the last steps"
-      onMouseMove=${(/** @type {any} */ event) => setOver(Math.min(steps.length - 1, Math.floor((event.offsetX / Math.max(1, event.target.clientWidth)) * Math.max(steps.length, 100))))}
-      onMouseLeave=${() => setOver(-1)}
-    ></canvas>
+    ${picture}
     <p class="legend"><span class="key prompt"></span>prompt tokens <span class="key decoded"></span>decoded tokens <span class="key time"></span>milliseconds <span class="key waited"></span>waited (grey: for the device)</p>
   </article>`;
 }
@@ -292,6 +350,10 @@ function drawSteps(canvas, steps, over) {
     else context.moveTo(wide / 2, y);
   });
   context.stroke();
+  if (over >= 0) {
+    context.fillStyle = palette.ink;
+    context.fillRect(over * wide + Math.max(1, wide) / 2 - 0.5, 0, 1, height);
+  }
 }
 
 /** @param {number} seconds */

@@ -34,6 +34,7 @@ const KEYS = [
   ["o s", "show or hide the tree, the settings"],
   ["n", "begin a new conversation"],
   ["In the tree: ← → ↑ ↓", "siblings, parent, child; Home: the root; End: the newest; Delete: remove the branch"],
+  ["In the engine's blocks, steps: ← → ↑ ↓", "one block or step; a row of blocks, ten steps; Home, End; Escape lets go"],
 ];
 
 function App() {

@@ -15,11 +15,11 @@ const MAX_STEPS = 500;
 const MAX_RATES = 240;
 
 /** @typedef {{time: number, engines: Map<number, EngineMap>, requests: Map<string, EngineRequest>, leases: Map<string, Lease>,
- *   steps: Step[], rates: Record<string, number | null>, history: Record<string, number | null>[]}} World */
+ *   steps: Step[], stepsGone: number, rates: Record<string, number | null>, history: Record<string, number | null>[]}} World */
 
 /** @returns {World} */
 export function emptyWorld() {
-  return { time: 0, engines: new Map(), requests: new Map(), leases: new Map(), steps: [], rates: {}, history: [] };
+  return { time: 0, engines: new Map(), requests: new Map(), leases: new Map(), steps: [], stepsGone: 0, rates: {}, history: [] };
 }
 
 /** @param {World} world @param {string} event @param {any} data @param {number} now seconds, by the page's own clock
@@ -34,7 +34,11 @@ export function apply(world, event, data, now) {
   for (const request of data.requests ?? []) world.requests.set(request.key, { ...request, seen: now });
   for (const key of data.leases_gone ?? []) world.leases.delete(key);
   for (const lease of data.leases ?? []) world.leases.set(lease.key, { ...lease, seen: now });
-  if (data.steps?.length) world.steps = [...world.steps, ...data.steps].slice(-MAX_STEPS);
+  if (data.steps?.length) {
+    const steps = [...world.steps, ...data.steps];
+    world.steps = steps.slice(-MAX_STEPS);
+    world.stepsGone += steps.length - world.steps.length;
+  }
   if (data.rates) {
     world.rates = { ...world.rates, ...data.rates };
     world.history = [...world.history, world.rates].slice(-MAX_RATES);

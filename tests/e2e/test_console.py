@@ -353,6 +353,7 @@ def test_everything_can_be_done_with_keys(console: Console):
 
 # What a screen reader is told: each of these has a name, in every view.
 NAMED = {
+    "application",
     "button",
     "textbox",
     "combobox",
@@ -414,7 +415,8 @@ def test_a_screen_reader_finds_a_name_for_every_control(console: Console):
         unnamed = [role for role, names in found.items() if not all(names)]
         assert not unnamed, f"{view}: {unnamed}"
     assert len(views["branch"]["treeitem"]) == 3 and views["branch"]["treeitem"][0].startswith("You:")
-    assert any("blocks of 16 tokens" in name for name in views["Engine"]["image"]), "the field of blocks, in words"
+    pictures = views["Engine"]["application"]
+    assert any("blocks of 16 tokens" in name for name in pictures), "the field of blocks, in words"
     console.page.keyboard.press("Escape")
 
 
@@ -484,6 +486,25 @@ def ask_in_thread(server: Server, **fields: object) -> tuple[threading.Thread, d
     return thread, ended
 
 
+def check_walks_by_keys(page: Any) -> None:
+    """Walks the pictures of blocks and of steps: what a pointer would show is shown, and told to a screen reader."""
+    blocks, steps = page.locator(".blocks"), page.locator(".steps")
+    blocks.locator("canvas").press("ArrowRight")
+    blocks.locator(".over", has_text="block 0: the null block").wait_for()
+    for key, expected in (("ArrowRight", r"block 1: \S"), ("ArrowDown", r"block [1-9]\d+: \S"), ("End", "block 599: ")):
+        page.keyboard.press(key)
+        blocks.locator("[aria-live=polite]", has_text=re.compile(expected)).wait_for(state="attached")
+    page.keyboard.press("Escape")
+    blocks.locator(".over", has_text="600 blocks of 16 tokens").wait_for()
+    assert blocks.locator("[aria-live=polite]").text_content() == ""
+    numbers = re.compile(r"\d+ prompt \+ \d+ decoded tokens of \d+ requests in \d+\.\d ms")
+    assert numbers.search(steps.locator("canvas").get_attribute("aria-label"))
+    steps.locator("canvas").press("ArrowLeft")  # to the newest
+    steps.locator("header", has_text="step: ").wait_for()
+    told = steps.locator("[aria-live=polite]").text_content()
+    assert numbers.search(told) and told in steps.locator("header").inner_text()
+
+
 def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server):
     console.set(temperature=0, max_tokens=4)
     console.ask("Hello.")
@@ -500,6 +521,7 @@ def test_the_map_shows_what_runs_and_aborts_it(console: Console, server: Server)
         return found.size; }"""
     assert console.page.evaluate(colours) >= 4, "free, in use, leased, the null block"
     console.page.locator(".steps h3", has_text=re.compile(r"Last [1-9]\d* steps")).wait_for()
+    check_walks_by_keys(console.page)
     row.locator("text=Abort").click()
     row.wait_for(state="detached")
     thread.join()
