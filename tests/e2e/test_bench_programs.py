@@ -50,7 +50,7 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-latent"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-latent", "tiny-windows"])
 def test_random_models_hold_the_same_numbers_in_every_form(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +139,19 @@ def test_a_mixture_of_experts_is_compared(tmp_path: Path) -> None:
     _, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
     found = floats["identical_answers"]["transformers"]
     assert found["identical"] == found["requests"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_layers_with_windows_are_compared(tmp_path: Path) -> None:
+    """The windows are shorter than the answers with their prompts."""
+    options = ("--tiny", "--random", "tiny-windows", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
+    engines = ("--engines", "ratoon,transformers")
+    run_program("cpu_peers.py", *options, *engines, "--json", str(tmp_path / "out.json"))
+    quantised, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
+    found = floats["identical_answers"]["transformers"]
+    assert found["identical"] == found["requests"] > 0
+    assert quantised["weight_bytes"] < floats["weight_bytes"] / 3
 
 
 @pytest.mark.slow
