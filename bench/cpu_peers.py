@@ -185,7 +185,7 @@ class Comparison:
 
     def _make_engine(self, name: str) -> EngineProcess:
         engine = PARTS[self.part][name]
-        settings = dict(engine.settings)
+        settings = {**engine.settings, **self.models.settings.get(name, {})}
         if name == "llama-server":
             settings |= {"server": self.args.llama_server, "slots": min(MOST_REQUESTS, self.sizes.most_requests)}
         return EngineProcess(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_hf import CACHE_FOLDER, DEFAULT_FOLDER, export_model
 from export_hf import MODEL as EMBEDDED
@@ -62,6 +63,7 @@ class Models:
 
     forms: tuple[str, ...] = (FOLDER, GGUF, CT2)
     max_model_len = MAX_MODEL_LEN
+    settings: ClassVar[Mapping[str, dict[str, Any]]] = {}  # of engines, by name, in addition to those of a part
 
     def __init__(self, shape: str | None, ctranslate2_python: str | None) -> None:
         self._shape = shape  # of random weights; None: the embedded model

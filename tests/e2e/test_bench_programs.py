@@ -167,9 +167,10 @@ def test_latent_attention_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_hybrid_of_states_and_attention_is_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["states.py", "sinks.py"])
+def test_hybrids_of_states_and_attention_and_attention_with_sinks_are_compared(program: str, tmp_path: Path) -> None:
     options = ("--tiny", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
-    shown = run_program("states.py", *options, "--json", str(tmp_path / "out.json"))
+    shown = run_program(program, *options, "--json", str(tmp_path / "out.json"))
     assert "## float32, 1 threads" in shown
     (floats,) = json.loads((tmp_path / "out.json").read_text())["runs"]
     found = floats["identical_answers"]["transformers"]
