@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/cpu_peers.py --json result.json
     .venv/bin/python bench/cpu_peers.py --random smollm2-135m --threads 2,4,8,16 --rounds 2
+    .venv/bin/python bench/cpu_peers.py --model FILE.gguf --workloads single,many-8,many-32,prefill
 
 Two parts: `quantised` (a Q4 file, against llama.cpp with the same file and CTranslate2 in int8) and `float32`. Engines
 run in processes of their own and take turns within every round; those that wait are stopped. Ratios are taken within a
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from cpu_parts.engines import (
@@ -28,6 +30,7 @@ from cpu_parts.engines import (
     MOST_REQUESTS,
     PARTS,
     QUANTISED,
+    FileModels,
     Models,
     find_llama_server,
     has_embedded_model,
@@ -182,7 +185,7 @@ class Comparison:
 
     def _make_engine(self, name: str) -> EngineProcess:
         engine = PARTS[self.part][name]
-        settings = dict(engine.settings)
+        settings = {**engine.settings, **self.models.settings.get(name, {})}
         if name == "llama-server":
             settings |= {"server": self.args.llama_server, "slots": min(MOST_REQUESTS, self.sizes.most_requests)}
         return EngineProcess(
@@ -191,6 +194,7 @@ class Comparison:
             self.models.find(engine.form, self.format),
             self.threads,
             CACHE_FOLDER / "logs" / f"{name}.log",
+            self.models.max_model_len,
             worker=engine.worker,
             settings=settings,
         )
@@ -362,9 +366,17 @@ class CpuPeers(Program):
         }
         parser.add_argument("--engines", default=",".join(self.names["engines"]), help="default: those that are there")
         parser.add_argument("--workloads", default=",".join(self.names["workloads"]), help="default: %(default)s")
-        parser.add_argument("--formats", default=FORMATS[0], help="of the file: Q4_0, Q4_1 or both (%(default)s)")
+        made = "of the file that is made: Q4_0, Q4_1 or both (%(default)s)"
+        parser.add_argument("--formats", default=FORMATS[0], help=made)
         weights = f"random weights of this shape; default: {EMBEDDED} with its own weights, if they are installed"
-        parser.add_argument("--random", choices=list(SHAPES), help=weights)
+        models = parser.add_mutually_exclusive_group()
+        models.add_argument("--random", choices=list(SHAPES), help=weights)
+        models.add_argument(
+            "--model",
+            type=Path,
+            metavar="FILE.gguf",
+            help=f"a file as it is, in its own bits: the part {QUANTISED} alone",
+        )
         count(parser, "--startup-rounds", None, "of the start-up workload; default: --rounds")
         threads = str(len(usable_cores()))
         parser.add_argument("--threads", default=threads, metavar="N[,N…]", help="default: all cores")
@@ -390,19 +402,43 @@ class CpuPeers(Program):
             if not 2 <= args.output <= 256:
                 parser.error(f"--output: {args.output}; expected 2 to 256")
             args.sizes = replace(args.sizes, output=args.output)
-        if args.random is None and not has_embedded_model():
-            args.random = EMBEDDED
+        args.missing = {}
+        if args.model is not None:
+            self._take_file(parser, args)
+        else:
+            if args.random is None and not has_embedded_model():
+                args.random = EMBEDDED
+            self.models = Models(args.random, args.ct2_python)
         self._choose_engines(args)
-        self.models = Models(args.random, args.ct2_python)
+
+    def _take_file(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """Lengths of prompts and answers follow from its context, and parts that need another form are left out."""
+        from ratoon.core.errors import ModelError
+
+        if QUANTISED not in args.parts:
+            parser.error(f"--model: {args.model} can run in the part {QUANTISED} alone; expected --parts with it")
+        try:
+            self.models = FileModels(args.model)
+        except ModelError as error:
+            parser.error(f"--model: {error}")
+        args.random, args.formats = None, [self.models.name]
+        args.sizes = args.sizes.within(self.models.max_model_len)
+        for part in set(args.parts) - {QUANTISED}:
+            args.missing[f"the part {part}"] = (
+                "it needs the weights as a Hugging Face folder, and --model is a GGUF file"
+            )
+        args.parts = [QUANTISED]
 
     def _choose_engines(self, args: argparse.Namespace) -> None:
         """Says who takes part in which comparison, and why others do not."""
         args.llama_server = find_llama_server(args.llama_server)
         pythons = {"vllm": args.vllm_python, "ctranslate2": args.ct2_python}
-        args.engines_of, args.missing = {part: [] for part in args.parts}, {}
+        args.engines_of = {part: [] for part in args.parts}
         for part in args.parts:
             for name in PARTS[part].keys() & set(args.engines):
                 reason = missing_reason(name, part, pythons, args.llama_server)
+                if PARTS[part][name].form not in self.models.forms:
+                    reason = "it can't load a GGUF file, which --model is"
                 if reason is not None:
                     args.missing[name] = reason
             there = [name for name in PARTS[part] if name in args.engines and name not in args.missing]

@@ -55,6 +55,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False, "topk_method": "greedy", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
     },
+    # Six of the 34 layers of Gemma 3 4B, five of which have a window, and a smaller vocabulary: 650 million weights
+    "gemma3-4b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 32768, "hidden_size": 2560,
+        "intermediate_size": 10240, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    },
+    "tiny-windows": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 512, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 6, "query_pre_attn_scalar": 32,
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    },
     "tiny-latent": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 512,
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
@@ -137,7 +152,8 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
     is_latent = config["model_type"] == "deepseek_v2"
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config.get("head_dim", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    has_head_norms = config["model_type"] in ("qwen3", "qwen3_moe")
+    is_gemma = config["model_type"] == "gemma3_text"  # which adds one to the weights of norms, and has four in a layer
+    has_head_norms = is_gemma or config["model_type"] in ("qwen3", "qwen3_moe")
     num_experts = config.get("num_experts", config.get("n_routed_experts", 0))
 
     def matrix(name: str, gguf_name: str, rows: int, inputs: int, num_rotated_heads: int = 0) -> Tensor:
@@ -145,7 +161,8 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
         return Tensor(f"{name}.weight", f"{gguf_name}.weight", codes, num_rotated_heads)
 
     def norm(name: str, gguf_name: str, size: int = hidden) -> Tensor:
-        return Tensor(f"{name}.weight", f"{gguf_name}.weight", torch.ones(size))
+        weights = torch.zeros(size) if is_gemma else torch.ones(size)
+        return Tensor(f"{name}.weight", f"{gguf_name}.weight", weights)
 
     shape = (config["vocab_size"], hidden)
     codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int16).to(torch.int8)
@@ -171,7 +188,12 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
         if not is_latent:
             yield matrix(f"{layer}.self_attn.v_proj", f"{block}.attn_v", kv_heads * head_dim, hidden)
             yield matrix(f"{layer}.self_attn.o_proj", f"{block}.attn_output", hidden, heads * head_dim)
-        yield norm(f"{layer}.post_attention_layernorm", f"{block}.ffn_norm")
+        if is_gemma:
+            yield norm(f"{layer}.post_attention_layernorm", f"{block}.post_attention_norm")
+            yield norm(f"{layer}.pre_feedforward_layernorm", f"{block}.ffn_norm")
+            yield norm(f"{layer}.post_feedforward_layernorm", f"{block}.post_ffw_norm")
+        else:
+            yield norm(f"{layer}.post_attention_layernorm", f"{block}.ffn_norm")
         if num_experts and index >= config.get("first_k_dense_replace", 0):
             router = torch.randn(num_experts, hidden, generator=generator).mul_(0.02)
             yield Tensor(f"{layer}.mlp.gate.weight", f"{block}.ffn_gate_inp.weight", router)
@@ -189,7 +211,10 @@ def _tensors(config: dict[str, Any]) -> Iterator[Tensor]:
             yield matrix(f"{layer}.mlp.{part}_proj", f"{block}.ffn_{part}", inner, hidden)
         yield matrix(f"{layer}.mlp.down_proj", f"{block}.ffn_down", hidden, inner)
     # Head and embedding are one: with a norm of ones, every token would be followed by itself.
-    yield Tensor("model.norm.weight", "output_norm.weight", LAST_NORM_STD * torch.randn(hidden, generator=generator))
+    last_norm = LAST_NORM_STD * torch.randn(hidden, generator=generator)
+    if is_gemma:
+        last_norm = last_norm.mul(1024).round().div(1024)  # adding one rounds nothing
+    yield Tensor("model.norm.weight", "output_norm.weight", last_norm)
 
 
 def _is_table(tensor: Tensor) -> bool:
@@ -222,7 +247,9 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
 
     partial = path.with_suffix(".partial")
     is_latent = config["model_type"] == "deepseek_v2"
-    writer = gguf.GGUFWriter(partial, "deepseek2" if is_latent else config["model_type"].replace("_", ""))
+    is_gemma = config["model_type"] == "gemma3_text"
+    architecture = {"deepseek_v2": "deepseek2", "gemma3_text": "gemma3"}.get(config["model_type"])
+    writer = gguf.GGUFWriter(partial, architecture or config["model_type"].replace("_", ""))
     if is_latent:
         _describe_latent(writer, config)
     if "num_experts" in config or is_latent:
@@ -239,6 +266,8 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
         writer.add_rope_dimension_count(config["head_dim"])
+    if is_gemma:  # which layers have the window, and their rotation, follow from the architecture
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -253,7 +282,8 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     writer.add_add_bos_token(False)
     for tensor in _tensors(config):
         if _is_float(tensor):
-            writer.add_tensor(tensor.gguf_name, tensor.data.numpy())
+            # A file of Gemma has what is added to the weights of its norms in them.
+            writer.add_tensor(tensor.gguf_name, (tensor.data + 1.0 if is_gemma else tensor.data).numpy())
             continue
         kind = "Q8_0" if _is_table(tensor) else name
         codes = _reorder_heads(tensor.data, tensor.num_rotated_heads)

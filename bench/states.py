@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from cpu_parts.engines import FLOAT32, Models
+from cpu_parts.engines import FLOAT32
+from cpu_parts.folders import FolderModels
 from cpu_peers import CpuPeers
-from export_hf import CACHE_FOLDER
-from random_models import LAST_NORM_STD, SEED, _random_name, whole_folder
+from random_models import LAST_NORM_STD
 
 WORKLOADS = "single,many-8,many-32,prefill"
 SHAPE: dict[str, Any] = {
@@ -36,28 +34,17 @@ TINY_SHAPE: dict[str, Any] = SHAPE | {
 }  # fmt: skip
 
 
-class StateModels(Models):
+class StateModels(FolderModels):
     """The folder alone: llama.cpp's form of it is not made."""
 
     def __init__(self, tiny: bool) -> None:
-        super().__init__("tiny-hybrid" if tiny else "granite-4-h-350m", None)
-        self._sizes = TINY_SHAPE if tiny else SHAPE
+        super().__init__(*(("tiny-hybrid", TINY_SHAPE) if tiny else ("granite-4-h-350m", SHAPE)))
 
-    @cached_property
-    def folder(self) -> Path:
-        assert self._shape is not None
-        folder = CACHE_FOLDER / _random_name(self._shape, [self._sizes, SEED, LAST_NORM_STD])
-        if not (folder / "config.json").is_file():
-            with whole_folder(folder) as partial:
-                self._make().save_pretrained(partial)
-        return folder
-
-    def _make(self) -> Any:
+    def make(self) -> Any:
         import torch
         import transformers
 
-        torch.manual_seed(SEED)
-        model = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**self._sizes))
+        model = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**self.sizes))
         # Head and embedding are one: with a norm of ones, a token is followed by itself.
         torch.nn.init.normal_(model.model.norm.weight, std=LAST_NORM_STD)
         return model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FIRST_ORDINARY_TOKEN = 17  # SmolLM2: the ids below are special tokens
 VOCAB_SIZE = 49152
@@ -26,6 +26,18 @@ class Sizes:
     search_output: int = 3
     search_width: int = 32  # beams
     most_requests: int = 32  # cuts many-8 and many-32 down
+
+    def within(self, context: int) -> Sizes:
+        """Returns sizes with which a prompt and its answer fit a context of this many tokens in every workload."""
+        output, suffix = min(self.output, context // 2), min(self.suffix, context // 4)
+        return replace(
+            self,
+            input=min(self.input, context - output),
+            output=output,
+            long_input=min(self.long_input, context - suffix - 1),
+            suffix=suffix,
+            search_input=min(self.search_input, context - self.search_output),
+        )
 
 
 TINY = Sizes(8, 8, long_input=32, suffix=4, search_input=16, search_width=4, most_requests=2)

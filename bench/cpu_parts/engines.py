@@ -5,22 +5,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_hf import CACHE_FOLDER, DEFAULT_FOLDER, export_model
 from export_hf import MODEL as EMBEDDED
 from harness import OURS
 from peers.conversion import converted_model
+from peers.protocol import MAX_MODEL_LEN
 from random_models import make_random_model
+
+if TYPE_CHECKING:
+    from ratoon.models.source import ModelSource
 
 QUANTISED, FLOAT32 = "quantised", "float32"
 FORMATS = ("Q4_0", "Q4_1")
 FOLDER, GGUF, CT2 = "folder", "gguf", "ctranslate2"  # forms of a model
 MANY = ("many-8", "many-32")
 MOST_REQUESTS = 32
+SHORTEST_CONTEXT = 16  # tokens: with less of them, no workload is left that says something
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ PARTS: dict[str, dict[str, Engine]] = {
 
 class Models:
     """One model in every form; each is made when it is first needed, and kept."""
+
+    forms: tuple[str, ...] = (FOLDER, GGUF, CT2)
+    max_model_len = MAX_MODEL_LEN
+    settings: ClassVar[Mapping[str, dict[str, Any]]] = {}  # of engines, by name, in addition to those of a part
 
     def __init__(self, shape: str | None, ctranslate2_python: str | None) -> None:
         self._shape = shape  # of random weights; None: the embedded model
@@ -97,6 +107,50 @@ class Models:
 
         source = find_embedded_model(EMBEDDED)
         return source if name == "Q4_1" else make_file(source, name, CACHE_FOLDER / "formats", table="Q8_0")
+
+
+class FileModels(Models):
+    """A GGUF file as it is: no other form is made of it."""
+
+    forms = (GGUF,)
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if Ratoon can't run the file, or if its context is too short."""
+        from ratoon.core.errors import ModelError
+        from ratoon.models.source import resolve_model
+
+        super().__init__(None, None)
+        if path.suffix != ".gguf":
+            raise ModelError(str(path), "is no GGUF file", "a .gguf file")
+        self._source: ModelSource = resolve_model(str(path))
+        self.path = path
+        context = self._source.config.max_position
+        if context < SHORTEST_CONTEXT:
+            raise ModelError(str(path), f"has a context of {context} tokens", f"at least {SHORTEST_CONTEXT}")
+        self.max_model_len = min(MAX_MODEL_LEN, context)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._source.raw_config
+
+    @cached_property
+    def num_product_weights(self) -> int:
+        """The base class counts them by the config of a Llama; here the tensors tell."""
+        experts = self._source.config.experts
+        share = 1.0 if experts is None else experts.top_k / experts.num_experts
+        matrices = {
+            name: shape[0] * shape[1]
+            for name, shape in self._source.tensors.shapes().items()
+            if len(shape) == 2 and any(part.isdigit() for part in name.split("."))  # of a layer
+        }
+        return int(sum(size * (share if ".experts." in name else 1.0) for name, size in matrices.items()))
+
+    def find(self, form: str, name: str) -> Path:
+        return self.path
 
 
 def has_embedded_model() -> bool:

@@ -1,5 +1,6 @@
 """transformers' `generate`, and its hidden states. Prompts of a batch have one length, so nothing is padded. A model
-with an encoder reads them there, and its decoder begins with what the model's config says.
+with an encoder reads them there, and its decoder begins with what the model's config says. The settings may name
+another implementation of attention (`attn_implementation`) than torch's, which some models can't use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def load(args: argparse.Namespace) -> Calls:
     torch.set_num_threads(args.threads)
     has_encoder = AutoConfig.from_pretrained(args.model).is_encoder_decoder
     kind: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
-    model = kind.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    attention = args.settings.get("attn_implementation", "sdpa")
+    model = kind.from_pretrained(args.model, dtype=torch.float32, attn_implementation=attention).eval()
     model.generation_config.eos_token_id = None  # never stops early
     model.generation_config.pad_token_id = 0  # unused, but it warns without one
 

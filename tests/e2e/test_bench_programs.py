@@ -50,7 +50,7 @@ def test_quality_compares_a_file_in_its_own_bits_with_the_decoded_one() -> None:
     assert kept.startswith("| smollm2-135m | auto | 92 |") and kept.endswith("of 2 |")
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-latent"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts", "tiny-latent", "tiny-windows"])
 def test_random_models_hold_the_same_numbers_in_every_form(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +82,52 @@ def test_engines_are_compared_with_a_quantised_file_and_in_float32(tmp_path: Pat
     assert floats["figures"]["many-8"]["best"] == floats["figures"]["many-8"]["ratios"]["transformers"]
 
 
+def short_gguf_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A llama of 300 tokens whose context, 32 tokens, is shorter than the prompts of the smallest sizes."""
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    random_models = importlib.import_module("random_models")
+    monkeypatch.setattr(random_models, "CACHE_FOLDER", folder)
+    shape = random_models.SHAPES["tiny"] | {"max_position_embeddings": 32, "vocab_size": 300}
+    monkeypatch.setitem(random_models.SHAPES, "tiny", shape)
+    path: Path = random_models.make_random_model("tiny", ("Q4_0",)).files["Q4_0"]
+    return path
+
+
+def test_a_file_bounds_prompts_by_its_vocabulary_and_context_and_leaves_out_what_needs_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = short_gguf_file(tmp_path, monkeypatch)
+    cpu_peers = importlib.import_module("cpu_peers")
+    workloads = importlib.import_module("workloads")
+    program = cpu_peers.CpuPeers(["--model", str(path)])
+    assert program.args.parts == ["quantised"] and "ratoon" in program.args.engines_of["quantised"]
+    assert "Hugging Face folder" in program.args.missing["the part float32"]
+    assert "ctranslate2" in program.args.missing and program.models.max_model_len == 32
+    assert program.models.find("gguf", program.args.formats[0]) == path
+    # Two layers: 64 × 64 queries and outputs, 64 × 32 keys and values, three matrices of the feed-forward half
+    assert program.models.num_product_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    comparison = cpu_peers.Comparison(program.args, program.models, "quantised", program.args.formats[0], 1)
+    for workload in workloads.WORKLOADS.values():
+        for call in workload.plan(comparison.source, comparison.sizes):
+            assert {len(prompt) + call.num_tokens <= 32 for prompt in call.prompts} == {True}
+            assert max(token for prompt in call.prompts for token in prompt) < 300
+    for options in (["--model", str(path), "--parts", "float32"], ["--model", str(tmp_path / "none.gguf")]):
+        with pytest.raises(SystemExit):
+            cpu_peers.CpuPeers(options)
+        assert "--model: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_file_is_measured_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = short_gguf_file(tmp_path, monkeypatch)
+    options = ("--tiny", "--threads", "1", "--rounds", "1", "--engines", "ratoon", "--json", str(tmp_path / "out.json"))
+    shown = run_program("cpu_peers.py", "--model", str(path), *options, "--workloads", "single,many-8,prefill")
+    assert f"## {path.stem} file, 1 threads" in shown and "Left out, the part float32: " in shown
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert run["figures"].keys() == {"single-decode", "single-end-to-end", "many-8", "prefill"}
+
+
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_mixture_of_experts_is_compared(tmp_path: Path) -> None:
@@ -97,6 +143,19 @@ def test_a_mixture_of_experts_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
+def test_layers_with_windows_are_compared(tmp_path: Path) -> None:
+    """The windows are shorter than the answers with their prompts."""
+    options = ("--tiny", "--random", "tiny-windows", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
+    engines = ("--engines", "ratoon,transformers")
+    run_program("cpu_peers.py", *options, *engines, "--json", str(tmp_path / "out.json"))
+    quantised, floats = json.loads((tmp_path / "out.json").read_text())["runs"]
+    found = floats["identical_answers"]["transformers"]
+    assert found["identical"] == found["requests"] > 0
+    assert quantised["weight_bytes"] < floats["weight_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.full
 def test_latent_attention_is_compared(tmp_path: Path) -> None:
     options = ("--tiny", "--random", "tiny-latent", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
     shown = run_program("latent.py", *options, "--engines", "ratoon,transformers", "--json", str(tmp_path / "out.json"))
@@ -108,9 +167,10 @@ def test_latent_attention_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_hybrid_of_states_and_attention_is_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["states.py", "sinks.py"])
+def test_hybrids_of_states_and_attention_and_attention_with_sinks_are_compared(program: str, tmp_path: Path) -> None:
     options = ("--tiny", "--threads", "1", "--rounds", "1", "--workloads", "single,many-8")
-    shown = run_program("states.py", *options, "--json", str(tmp_path / "out.json"))
+    shown = run_program(program, *options, "--json", str(tmp_path / "out.json"))
     assert "## float32, 1 threads" in shown
     (floats,) = json.loads((tmp_path / "out.json").read_text())["runs"]
     found = floats["identical_answers"]["transformers"]
