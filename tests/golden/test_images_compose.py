@@ -74,6 +74,26 @@ def test_greedy_tokens_are_those_of_transformers_however_the_prompt_is_cut(famil
             assert num_encoder_runs(llm) == 2 * NUM_INPUTS[family], "two pictures, each once"
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_logits_of_mixed_batches_and_cut_prompts_are_those_of_transformers(family: str) -> None:
+    """Prompts of several steps beside others that decode, with a picture that is cut. Those of Gemma 3 are compared in
+    test_gemma3_images.py, step by step."""
+    with seeing(family, max_num_batched_tokens=20, max_logprobs=97, quantization="none") as (llm, reader):
+        prompts = [{"prompt": "who"}, reader.prompt(0), reader.prompt(1, "", "abc")]
+        outputs = llm.generate(prompts, greedy(3, logprobs=97), progress=False)
+        assert len(outputs[1].prompt_token_ids) > 20
+        for prompt, output in zip(prompts, outputs):
+            token_ids, features = read(llm, prompt)
+            ids = torch.tensor([[*token_ids, *tokens_of(output)]])
+            inputs = reader.inputs_of(ids, features) if features else {}
+            with torch.inference_mode():
+                logits = reader.tiny.oracle(ids, use_cache=False, **inputs).logits[0, len(token_ids) - 1 : -1]
+            right = logits.log_softmax(-1)
+            for row, found in zip(right, output.outputs[0].logprobs, strict=True):
+                values = torch.tensor([found[token].logprob for token in range(97)])
+                torch.testing.assert_close(values, row, atol=TOLERANCE, rtol=0)
+
+
 @all_families
 def test_several_choices_and_beams(family: str) -> None:
     with seeing(family) as (llm, reader):
