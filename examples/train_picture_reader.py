@@ -3,6 +3,11 @@
     python examples/train_picture_reader.py picture-reader
     ratoon chat picture-reader --image picture-reader/drawing.png
 
+or, by a server:
+
+    ratoon serve picture-reader
+    ratoon chat --url http://127.0.0.1:8000 --image picture-reader/drawing.png
+
 The model is an Idefics3 (as SmolVLM is) of a quarter of a million weights: a vision transformer, a projection and a
 Llama. It learns from drawn digits and shapes to say what is in a picture and which colour it has; it knows nothing
 else. Takes some minutes on two CPU cores. Needs `transformers` and `Pillow`.
@@ -240,7 +245,11 @@ def main() -> None:
     save(model, tokenizer, args.folder)
     num_pictures = 8 if args.quick else 64
     print(f"{ask(args.folder, num_pictures)} of {num_pictures} answers are right")
-    draw("seven", "blue", 200, random.Random(2)).save(args.folder / "drawing.png")
+    drawing = args.folder / "drawing.png"
+    draw("seven", "blue", 200, random.Random(2)).save(drawing)
+    print(f"Ask it about a drawing:\n    ratoon chat {args.folder} --image {drawing}")
+    print("Or by a server, which takes pictures as data URLs in `image_url`:")
+    print(f"    ratoon serve {args.folder}\n    ratoon chat --url http://127.0.0.1:8000 --image {drawing}")
 
 
 if __name__ == "__main__":

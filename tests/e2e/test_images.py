@@ -21,7 +21,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from ratoon import LLM, SamplingParams
 from ratoon.api.commands.chat_answerers import RemoteAnswerer
 from ratoon.cli import main
 from tests.e2e.servers import Server, serving
@@ -282,13 +281,10 @@ def constant(value: bool) -> Any:
 def test_a_trained_model_reads_a_picture_that_is_drawn_here(tmp_path: Path) -> None:
     model, tokenizer = example.train(TRAINED_STEPS)
     example.save(model, tokenizer, tmp_path)
-    questions, expected = [], []
-    for name, colour in example.COLOURS.items():
-        drawn = Image.new("RGB", (150, 110), "white")  # in another size and form than those of the training
-        ImageDraw.Draw(drawn).rounded_rectangle((20, 10, 130, 100), 20, colour)
-        parts = [{"type": "image", "image": drawn}, {"type": "text", "text": example.QUESTIONS[1]}]
-        questions.append([{"role": "user", "content": parts}])
-        expected.append(f"It is {name}.")
-    with LLM(str(tmp_path), device="cpu") as llm:
-        outputs = llm.chat(questions, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
-    assert [output.outputs[0].text.strip() for output in outputs] == expected
+    found = []
+    with serving(tmp_path, *OPTIONS, "--served-model-name", "reader") as running:
+        for colour in example.COLOURS.values():
+            drawn = Image.new("RGB", (150, 110), "white")  # in another size and form than those of the training
+            ImageDraw.Draw(drawn).rounded_rectangle((20, 10, 130, 100), 20, colour)
+            found.append(chat(running, data_url(drawn), example.QUESTIONS[1]).choices[0].message.content.strip())
+    assert found == [f"It is {name}." for name in example.COLOURS]
