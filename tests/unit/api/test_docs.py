@@ -105,6 +105,16 @@ def test_families_are_listed_as_lines_and_as_objects(capsys):
     assert library == list(LIBRARY_FAMILIES) and not set(library) & set(MODEL_CLASSES)
 
 
+def test_the_example_of_a_family_is_the_one_that_is_built_in():
+    """The program's file as a whole; of the changes, each line is one of the files that the section names."""
+    text = section("models.md", "Adding a family")
+    assert (ROOT / "ratoon/models/smollm3.py").read_text() in text
+    named = {name for name in quoted(CODE_BLOCK.sub("", text)) if name.startswith("ratoon/") and name.endswith(".py")}
+    lines = {line for name in named for line in (ROOT / name).read_text().splitlines()}
+    shown = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    assert shown and [line for line in shown if line not in lines] == []
+
+
 def test_every_known_speed_stands_in_the_document_that_it_names():
     for speed in SPEEDS:
         text = (DOCS.parent / speed.document).read_text()
