@@ -96,11 +96,18 @@ def test_the_table_of_families_is_what_the_registry_has():
 
 def test_families_are_listed_as_lines_and_as_objects(capsys):
     assert main(["models", "--families"]) == 0
-    assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in text
+    assert all(text.count(f"    measured: {speed.text()}\n") == 1 for speed in SPEEDS)
     assert main(["models", "--families", "--json"]) == 0
     listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     native = [tuple(one["architectures"]) for one in listed if one["backend"] == "native"]
     assert native == [family.architectures for family in FAMILIES]
+    measured = {tuple(one["architectures"]): one["speeds"] for one in listed if one["speeds"]}
+    assert measured["Qwen3ForCausalLM",] == [
+        speed.text() for speed in SPEEDS if speed.architecture == "Qwen3ForCausalLM"
+    ]
+    assert sum(map(len, measured.values())) == len(SPEEDS)
     library = [one["architectures"][0] for one in listed if one["backend"] == "transformers"]
     assert library == list(LIBRARY_FAMILIES) and not set(library) & set(MODEL_CLASSES)
 
