@@ -47,6 +47,8 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()  # longrope: short for sequences within the original length, long beyond it
     long_factors: tuple[float, ...] = ()
+    # Ministral 3: queries are multiplied with 1 + beta · log(1 + floor(position / original_max_position))
+    query_beta: float | None = None
     # M-RoPE: how many pairs of a head turn by the position on each axis (time, height, width); none: there is one axis
     sections: tuple[int, ...] = ()
 

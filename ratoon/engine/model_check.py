@@ -82,11 +82,8 @@ def check_model(config: EngineConfig) -> ModelCheck:
         kv_bytes_per_token=pool.bytes_per_block // block_size,
         max_model_len=length,
         weights=compared,
-        speeds=() if found.library is not None else tuple(
-            f"{one.model} {one.form} on {one.machine}: {one.decode}; {one.at_once}"
-            for one in speeds_of(found.architecture)
-        ),
-    )  # fmt: skip
+        speeds=() if found.library is not None else tuple(one.text() for one in speeds_of(found.architecture)),
+    )
 
 
 def _read_config(config: EngineConfig) -> tuple[ModelConfig, ModelSource | None]:

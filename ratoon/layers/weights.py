@@ -124,7 +124,8 @@ class Weights:
         self.adapter_targets: dict[str, AdapterTarget] = {}  # of all views, by the name of the layer
         self.adapter_tables: dict[str, TableTarget] = {}
         self.requests: list[TensorRequest] = []  # of all views, in the order of the second pass
-        self.left_out: dict[str, int] = {}  # of all views: parts that are not read, and their numbers of tensors
+        # Of all views: parts that are not read, their numbers of tensors and what these are for
+        self.left_out: dict[str, tuple[int, str]] = {}
         self._fetch = fetch or partial(read_tensor, source, ops)
         self._placed: set[str] = set()  # taken or ignored, by all views
         self._padding: tuple[int, int] | None = None  # a size in the checkpoint, and that of layers in its place
@@ -251,13 +252,14 @@ class Weights:
         """Tensors that the file may hold and the model does not need (stored rotary tables, tied copies)."""
         self._placed.update(self.prefix + name for name in names)
 
-    def ignore_below(self, name: str) -> None:
+    def ignore_below(self, name: str, purpose: str) -> None:
         """Ignores all tensors below `name`, which is a part of the checkpoint that is known and left out: a line in the
-        log."""
+        log, with what they do there."""
         prefix = f"{self.prefix}{name}."
         found = [tensor for tensor in self.source.shapes() if tensor.startswith(prefix)]
         self._placed.update(found)
-        self.left_out[prefix.removesuffix(".")] = len(found)
+        if found:
+            self.left_out[prefix.removesuffix(".")] = len(found), purpose
 
     def check_nothing_left(self) -> None:
         left = sorted(set(self.source.shapes()) - self._placed)

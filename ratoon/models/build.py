@@ -55,8 +55,8 @@ def build_model(
     length = config.max_position if max_position is None else max_position
     model_class = class_of(config)
     comparison = compare_with_source(config, source, length, dtype, part.shard)
-    for name, count in comparison.left_out.items():
-        logger.info("%s: the %d tensors of %s predict further tokens, and are left out", source.name, count, name)
+    for name, (count, purpose) in comparison.left_out.items():
+        logger.info("%s: the %d tensors of %s %s, and are left out", source.name, count, name, purpose)
     if part.stage.count > 1:
         comparison = Weights(source, TorchOps(), META, dtype, part.shard, stage=part.stage)
         model_class(config, comparison, length)

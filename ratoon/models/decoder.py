@@ -60,6 +60,7 @@ class SelfAttention:
     q_norm: HeadRMSNorm | None = None
     k_norm: HeadRMSNorm | None = None
     whole_norms: tuple[WholeRMSNorm, WholeRMSNorm] | None = None  # of all query heads, and of all key heads
+    query_scale: Tensor | None = None  # [positions, 1, 1]: what queries are multiplied with at each position
 
     def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:
         # [T, H] → [T, heads, head_dim], twice [T, kv_heads, head_dim]: views of one product
@@ -67,6 +68,8 @@ class SelfAttention:
         if self.whole_norms is not None:
             self.whole_norms[0](q)
             self.whole_norms[1](k)
+        if self.query_scale is not None:
+            q.mul_(self.query_scale[positions])
         transform = None
         if self.rotary is not None or self.q_norm is not None or self.k_norm is not None:
             transform = HeadTransform(positions, self.rotary, self.q_norm, self.k_norm)

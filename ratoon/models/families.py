@@ -22,7 +22,13 @@ FAMILIES = (
     FamilyNote(
         ("MistralForCausalLM",),
         "`llama` with a sliding window",
-        "the window holds for all layers; Mistral 7B, Nemo and Small",
+        "the window holds for all layers; Mistral 7B, Mistral Nemo, and Mistral Small up to 3.0",
+    ),
+    FamilyNote(("Ministral3ForCausalLM",), "`mistral3`", "Ministral 3; queries are scaled behind the original length"),
+    FamilyNote(
+        ("Mistral3ForConditionalGeneration",),
+        "",
+        "Mistral Small 3.1 and 3.2, Ministral 3: text only: pictures are not read, and their tensors are left out",
     ),
     FamilyNote(
         ("Qwen2ForCausalLM",),

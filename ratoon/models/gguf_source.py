@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",  # and Mistral Small
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -188,7 +189,7 @@ NAMES = {
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2")
 KEYS_OF_LATENT, VALUES_OF_LATENT = ".attn_k_b.weight", ".attn_v_b.weight"  # the two halves of kv_b_proj
 SIGMOID = 2  # llama.cpp's number of that way to score experts
-PERMUTED = ("llama", "granite", "smollm3")  # whose query and key rows the converter reordered
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # whose query and key rows the converter reordered
 BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
 LAYER_NORMED = ("gpt2", "starcoder2", "gptneox", "falcon")
 # Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
@@ -374,6 +375,7 @@ class GGUFSource:
             "gpt2": self._gpt2_config,
             "gemma2": self._gemma2_config,
             "gemma3": self._gemma3_config,
+            "mistral3": self._mistral3_config,
             "phi3": self._phi3_config,
             "granite": self._granite_config,
             "gptneox": self._gpt_neox_config,
@@ -489,6 +491,22 @@ class GGUFSource:
             config["sliding_window"] = window
         if self.architecture == "llama" and window:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+        return config
+
+    def _mistral3_config(self) -> dict[str, Any]:
+        """The multiplier of yarn is that of the cosines and of the scores alike, which leaves the cosines as they are.
+        Queries grow behind the original length."""
+        config = self._llama_config() | {"model_type": "ministral3"}
+        rope = config["rope_parameters"]
+        if rope["rope_type"] == "yarn" and (multiplier := self._real("rope.scaling.yarn_log_multiplier", 0.0)):
+            rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+        if beta := self._real("attention.temperature_scale", 0.0):
+            original = rope.get("original_max_position_embeddings")
+            if (length := self._whole("attention.temperature_length", original or 0)) != original:
+                problem = f"has {length} as the metadata key mistral3.attention.temperature_length"
+                raise ModelError(self.name, problem, f"the original length of its rope scaling, {original}")
+            rope["llama_4_scaling_beta"] = beta
+        config["sliding_window"] = self._whole("attention.sliding_window", 0) or None
         return config
 
     def _gemma2_config(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ratoon.models import (
     hf_encoder_config,
     hf_latent_config,
     hf_media_config,
+    hf_mistral_config,
     hf_mixture_config,
     hf_state_config,
     transformers_config,
@@ -51,7 +52,7 @@ MOST = {
 ROTARY = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
     *hf_decoder_config.PARSERS, *hf_mixture_config.PARSERS, *hf_media_config.TEXT_MODELS, "ModernBertModel",
-    "ModernBertForSequenceClassification", *hf_latent_config.PARSERS,
+    "ModernBertForSequenceClassification", *hf_latent_config.PARSERS, *hf_mistral_config.MODEL_TYPES.values(),
 )  # fmt: skip
 # Decoders that have another head, or none: the family with one whose layers they have.
 WITHOUT_LM_HEAD = {
@@ -73,6 +74,7 @@ MODEL_TYPES = {
     **hf_encoder_config.MODEL_TYPES,
     **hf_bert_config.MODEL_TYPES,
     **hf_media_config.MODEL_TYPES,
+    **hf_mistral_config.MODEL_TYPES,
 }
 
 
@@ -192,6 +194,18 @@ def _parse_llama_like(fields: ConfigFields, architecture: str) -> ModelConfig:
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
+
+
+def _parse_ministral3(fields: ConfigFields, architecture: str) -> ModelConfig:
+    fields = hf_mistral_config.with_ministral3_defaults(fields)
+    config = replace(_parse_llama_like(fields, "MistralForCausalLM"), architecture=architecture)
+    return hf_mistral_config.with_query_scale(config, fields)
+
+
+def _parse_mistral3(fields: ConfigFields, architecture: str) -> ModelConfig:
+    """The text model of one that reads pictures, without what reads them."""
+    text, text_model = hf_mistral_config.text_model(fields)
+    return replace(_PARSERS[text_model](text, text_model), architecture=architecture)
 
 
 def _parse_without_lm_head(fields: ConfigFields, architecture: str) -> ModelConfig:
@@ -319,6 +333,8 @@ _PARSERS: dict[str, Callable[[ConfigFields, str], ModelConfig]] = {
     "MistralForCausalLM": _parse_llama_like,
     "Qwen2ForCausalLM": _parse_llama_like,
     "Qwen3ForCausalLM": _parse_llama_like,
+    "Ministral3ForCausalLM": _parse_ministral3,
+    "Mistral3ForConditionalGeneration": _parse_mistral3,
     "GPT2LMHeadModel": _parse_gpt2,
     "Gemma3ForCausalLM": _parse_gemma3,
     **hf_decoder_config.PARSERS,

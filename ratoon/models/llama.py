@@ -23,7 +23,7 @@ class LlamaForCausalLM(LanguageModel):
         model = self.find_body(weights)
         model.ignore("rotary_emb.inv_freq")
         self.rotary = Rotary(weights, config, max_position)
-        is_tied = config.has_lm_head and config.tie_word_embeddings
+        is_tied = self.has_tied_head(weights)
         self.embed = VocabParallelEmbedding(
             model.on_stages(first=True, last=is_tied) / "embed_tokens",
             config.vocab_size,
@@ -32,7 +32,7 @@ class LlamaForCausalLM(LanguageModel):
         layers = model / "layers"
         self.layers = [self.build_layer(layers / index, place) for place, index in enumerate(self.layer_range)]
         self.final_norm = self.build_norm(model.on_stages(last=True) / "norm")
-        self.build_head(weights.on_stages(last=True), is_tied)
+        self.build_head(self.find_head(weights).on_stages(last=True), is_tied)
 
     def build_head(self, weights: Weights, is_tied: bool) -> None:
         """The head over the vocabulary, or that over labels, or none."""
@@ -52,6 +52,13 @@ class LlamaForCausalLM(LanguageModel):
         """Everything but the head. Files of models without one may have no prefix."""
         has_prefix = self.config.has_lm_head or weights.has("model.embed_tokens.weight")
         return weights / "model" if has_prefix else weights
+
+    def find_head(self, weights: Weights) -> Weights:
+        """The view below which the head is."""
+        return weights
+
+    def has_tied_head(self, weights: Weights) -> bool:
+        return self.config.has_lm_head and self.config.tie_word_embeddings
 
     def build_norm(self, weights: Weights) -> RMSNorm | LayerNorm:
         return RMSNorm(weights, self.config.hidden_size, self.config.norm_eps)

@@ -26,7 +26,7 @@ def ignore_predictors(body: Weights, num_layers: int) -> None:
     names = (name.removeprefix(body.prefix) for name in body.source.shapes() if name.startswith(body.prefix))
     found = {int(match[1]) for name in names if (match := PREDICTOR.fullmatch(name))}
     for index in sorted(index for index in found if index >= num_layers):
-        body.ignore_below(f"layers.{index}")
+        body.ignore_below(f"layers.{index}", "predict further tokens")
 
 
 class MixtureForCausalLM(LlamaForCausalLM):

@@ -12,6 +12,8 @@ from ratoon.models.family import find_family, known_architectures
 MODEL_CLASSES = {
     "LlamaForCausalLM": "ratoon.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ratoon.models.llama:LlamaForCausalLM",
+    "Ministral3ForCausalLM": "ratoon.models.mistral3:Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "ratoon.models.mistral3:Mistral3ForConditionalGeneration",
     "Qwen2ForCausalLM": "ratoon.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ratoon.models.qwen3:Qwen3ForCausalLM",
     "Phi3ForCausalLM": "ratoon.models.phi3:Phi3ForCausalLM",

@@ -20,6 +20,10 @@ class Speed(NamedTuple):
     at_once: str  # of several requests, with how many these are
     document: str
 
+    def text(self) -> str:
+        """Returns the measurement as commands show it."""
+        return f"{self.model} {self.form} on {self.machine}: {self.decode}; {self.at_once}"
+
 
 SMOLLM2, LLAMA = "SmolLM2-135M", "LlamaForCausalLM"
 SPEEDS = (

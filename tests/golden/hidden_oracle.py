@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 @torch.inference_mode()
 def states_by_transformers(model: Any, token_ids: Sequence[int]) -> np.ndarray:
     """[L + 2, T, H] in float32, of every layer and position."""
-    base = model.base_model
+    base = getattr(model.base_model, "language_model", model.base_model)  # of one that reads pictures: its text model
     names = ("ln_f", "norm", "norm_f", "final_layer_norm")
     final_norm = next(getattr(base, name) for name in names if hasattr(base, name))
     before_norm: list[torch.Tensor] = []

@@ -30,6 +30,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -44,9 +46,11 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
+from ratoon.core.errors import ModelError
 from ratoon.models.gguf_source import LAYER_NORMED, PERMUTED
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
+from tests.golden.tiny_decoder_models import MINISTRAL3_ROPE
 from tests.unit.models.model_files import write_gguf
 
 SIZES = {
@@ -55,6 +59,7 @@ SIZES = {
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
@@ -76,6 +81,8 @@ ARCHITECTURES = {
 }
 KINDS = ["llama", "llama with biases", "qwen2", "qwen3", "gpt2", "gemma3", *(DECODERS := {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "mistral3": (Ministral3ForCausalLM, Ministral3Config, {"head_dim": 32, "rope_parameters": MINISTRAL3_ROPE | {
+        "rope_theta": 1e6, "llama_4_scaling_beta": 0.125}}),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"pad_token_id": 0, "sliding_window": 16}),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
     "granite": (GraniteForCausalLM, GraniteConfig, {"attention_multiplier": 0.25, "embedding_multiplier": 4.0,
@@ -192,13 +199,19 @@ def metadata_of(config: Any, architecture: str) -> dict[str, Any]:
         values |= {"attention.sliding_window": config.sliding_window, **caps}
     if architecture == "phi3":
         values |= {"attention.sliding_window": config.sliding_window, "rope.scaling.original_context_length": 4096}
+    if architecture == "mistral3":
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        values |= {"rope.scaling.yarn_beta_fast": rope["beta_fast"], "rope.scaling.yarn_beta_slow": rope["beta_slow"]}
+        values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if architecture == "granite":
         values |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         values |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
     if architecture in ("gptneox", "glm4"):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         values["rope.dimension_count"] = int(head_dim * config.rope_parameters["partial_rotary_factor"])
-    if architecture in ("qwen3", "gemma2", "gemma3", "glm4"):
+    if architecture in ("qwen3", "gemma2", "gemma3", "glm4", "mistral3"):
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     tokens = {"tokenizer.ggml.bos_token_id": config.bos_token_id, "tokenizer.ggml.eos_token_id": config.eos_token_id}
     known = {f"{architecture}.{key}": value for key, value in values.items()} | tokens
@@ -242,3 +255,11 @@ def test_quantised_query_rows_are_put_back_in_order(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "q.gguf", "llama", metadata_of(model.config, "llama"), tensors)
     wanted = gguf.quants.dequantize(gguf.quants.quantize(original, q8), q8)
     np.testing.assert_array_equal(resolve_model(str(path)).tensors.read(name).floats().numpy(), wanted)
+
+
+def test_a_scale_of_queries_from_another_length_than_that_of_the_rotation_is_refused(tmp_path: Path) -> None:
+    model = build("mistral3")
+    metadata = metadata_of(model.config, "mistral3") | {"mistral3.attention.temperature_length": 32}
+    tensors = {"token_embd.weight": np.zeros((48, 64), np.float32)}
+    with pytest.raises(ModelError, match=r"mistral3\.attention\.temperature_length"):
+        resolve_model(str(write_gguf(tmp_path / "m.gguf", "mistral3", metadata, tensors)))

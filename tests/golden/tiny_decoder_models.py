@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 
 from ratoon.core.config import RopeScaling
-from tests.golden.tiny_models import TinyModel, make_tiny, plain_config, shared_arguments
+from tests.golden.tiny_models import TinyModel, make_tiny, plain_config, shared_arguments, tiny_mistral
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -184,6 +184,36 @@ def tiny_falcon(kind: str, seed: int = 0) -> TinyModel:
         alibi=False,
     )
     return make_tiny(transformers.FalconForCausalLM, oracle_config, config, seed)
+
+
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+def tiny_ministral3(beta: float = 0.4, seed: int = 0) -> TinyModel:
+    """Queries grow three times within 64 positions."""
+    scaling = RopeScaling(
+        kind="yarn", factor=8.0, original_max_position=16, mscale=1.0, mscale_all_dim=1.0, query_beta=beta
+    )
+    config = replace(plain_config("Ministral3ForCausalLM", 4, 2), rope_scaling=scaling)
+    rope = MINISTRAL3_ROPE | {"llama_4_scaling_beta": beta}
+    oracle_config = transformers.Ministral3Config(**shared_arguments(config, rope), head_dim=config.head_dim)
+    return make_tiny(transformers.Ministral3ForCausalLM, oracle_config, config, seed)
+
+
+def tiny_mistral3(text: str = "mistral", seed: int = 0) -> TinyModel:
+    """With an encoder of pictures, which is not built. `text`: the model_type of the text model."""
+    inner = tiny_ministral3() if text == "ministral3" else tiny_mistral(window=None)
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28
+    )
+    oracle_config = transformers.Mistral3Config(
+        text_config=inner.oracle.config, vision_config=vision, image_token_index=5, tie_word_embeddings=False
+    )
+    config = replace(inner.config, architecture="Mistral3ForConditionalGeneration")
+    return make_tiny(transformers.Mistral3ForConditionalGeneration, oracle_config, config, seed)
 
 
 # One of each family

@@ -54,20 +54,25 @@ def run(args: argparse.Namespace) -> int:
 
 def print_families(as_json: bool) -> None:
     from ratoon.models.families import FAMILIES, LIBRARY_FAMILIES
+    from ratoon.models.speeds import speeds_of
 
     tested = f"through the Transformers library, slower, among others: {', '.join(LIBRARY_FAMILIES)}"
     for family in FAMILIES:
         gguf, notes = family.gguf.replace("`", ""), family.notes.replace("`", "")
+        speeds = [speed.text() for name in family.architectures for speed in speeds_of(name)]
         if as_json:
-            shown = {"architectures": family.architectures, "gguf": gguf or None, "notes": notes, "backend": "native"}
-            print(json.dumps(shown, ensure_ascii=False))
+            facts = {"architectures": family.architectures, "gguf": gguf or None, "notes": notes, "backend": "native"}
+            print(json.dumps(facts | {"speeds": speeds}, ensure_ascii=False))
             continue
         print(", ".join(family.architectures) + (f" (GGUF: {gguf})" if gguf else ""))
         if notes:
             print(f"    {notes}")
+        for speed in speeds:
+            print(f"    measured: {speed}")
     if as_json:
         for name in LIBRARY_FAMILIES:
-            print(json.dumps({"architectures": [name], "gguf": None, "notes": "", "backend": "transformers"}))
+            others = {"architectures": [name], "gguf": None, "notes": "", "backend": "transformers", "speeds": []}
+            print(json.dumps(others))
     else:
         print(tested)
 

@@ -96,13 +96,30 @@ def test_the_table_of_families_is_what_the_registry_has():
 
 def test_families_are_listed_as_lines_and_as_objects(capsys):
     assert main(["models", "--families"]) == 0
-    assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Gemma2ForCausalLM (GGUF: gemma2)\n" in text
+    assert all(text.count(f"    measured: {speed.text()}\n") == 1 for speed in SPEEDS)
     assert main(["models", "--families", "--json"]) == 0
     listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     native = [tuple(one["architectures"]) for one in listed if one["backend"] == "native"]
     assert native == [family.architectures for family in FAMILIES]
+    measured = {tuple(one["architectures"]): one["speeds"] for one in listed if one["speeds"]}
+    assert measured["Qwen3ForCausalLM",] == [
+        speed.text() for speed in SPEEDS if speed.architecture == "Qwen3ForCausalLM"
+    ]
+    assert sum(map(len, measured.values())) == len(SPEEDS)
     library = [one["architectures"][0] for one in listed if one["backend"] == "transformers"]
     assert library == list(LIBRARY_FAMILIES) and not set(library) & set(MODEL_CLASSES)
+
+
+def test_the_example_of_a_family_is_the_one_that_is_built_in():
+    """The program's file as a whole; of the changes, each line is one of the files that the section names."""
+    text = section("models.md", "Adding a family")
+    assert (ROOT / "ratoon/models/smollm3.py").read_text() in text
+    named = {name for name in quoted(CODE_BLOCK.sub("", text)) if name.startswith("ratoon/") and name.endswith(".py")}
+    lines = {line for name in named for line in (ROOT / name).read_text().splitlines()}
+    shown = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    assert shown and [line for line in shown if line not in lines] == []
 
 
 def test_every_known_speed_stands_in_the_document_that_it_names():
