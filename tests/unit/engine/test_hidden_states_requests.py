@@ -27,7 +27,7 @@ from ratoon.observe.metrics import EngineMetrics
 from tests.unit.engine.fakes import byte_tokenizer, found_text, hidden_rows, hidden_state, model_config
 
 TOKENIZER = byte_tokenizer()
-ROOT = Root("r", "r-12345678", [1, 2, 3], [[4, 5], [6, 7, 8]], "salt", None, "me", engine=1, leased=True)
+ROOT = Root("r", "r-12345678", [1, 2, 3], [[4, 5], [6, 7, 8]], "salt", None, "me", engine=1, leased_until=float("inf"))
 LAST = HiddenStatesParams()
 
 

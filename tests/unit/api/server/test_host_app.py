@@ -102,6 +102,11 @@ async def test_events_are_those_of_the_engines_of_all_loaded_models(folder: Path
         assert (lease["id"], lease["engine"]) == (answer.json()["id"], 100)
         shown = merged(page)
         assert {index: one["model"] for index, one in shown.items()} == {100: "b"}
+        for _ in range(100):  # the steps of a request are told if a report was asked for while it ran
+            if page.steps:
+                break
+            await client.post("/v1/completions", body_for("b", max_tokens=4))
+        await page.until("a step", lambda page: page.steps)
         assert {step[0] for step in page.steps} == {100}
         last_used = b.last_used
         dropped = await client.open("DELETE", f"/v1/engine/leases/{lease['id']}").answer()
