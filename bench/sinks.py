@@ -40,7 +40,7 @@ class SinkModels(FolderModels):
 
     @property
     def num_product_weights(self) -> int:
-        """Of the experts, those that are chosen for a token."""
+        """Counts the weights that a token reads: of the experts, those that are chosen for it."""
         hidden, heads = self.sizes["hidden_size"], self.sizes["num_attention_heads"]
         attention = 2 * hidden * self.sizes["head_dim"] * (heads + self.sizes["num_key_value_heads"])
         experts = self.sizes["num_experts_per_tok"] * 3 * hidden * self.sizes["intermediate_size"]

@@ -51,7 +51,7 @@ class LatentProducts:
     expand: HeadProduct  # with W_uv: [T, heads, kv_rank] → [T, heads, size of a value]
 
     def values_of(self, attended: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """What heads read from vectors, [T, heads · kv_rank] → their values [T, heads · size of a value]."""
+        """Makes values [T, heads · size of a value] of what heads read from vectors, [T, heads · kv_rank]."""
         return self.expand(attended.unflatten(1, (num_heads, -1))).flatten(1)
 
 

@@ -65,7 +65,7 @@ def end_allocation_to_pool(device: int, pool: tuple[int, int]) -> None:
 def plain_scaled_product(
     x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """What `scaled_product` returns, by a product in float32."""
+    """Computes what `scaled_product` returns by a product in float32."""
     product = (x.float() @ weight.float()) * x_scales * weight_scales
     return (product if bias is None else product + bias).to(dtype)
 

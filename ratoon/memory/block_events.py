@@ -16,8 +16,8 @@ GROUP = 0
 
 
 def _extra_keys_of(keys: ExtraKeys, blocks: range, block_size: int) -> list[list[str] | None] | None:
-    """What each of the blocks is hashed with beside tokens and adapter, as digests: a subscriber tells such blocks from
-    plain text, and does not learn the salt of a tenant."""
+    """Returns what each of the blocks is hashed with beside tokens and adapter, as digests: a subscriber tells such
+    blocks from plain text, and does not learn the salt of a tenant."""
     if keys is NO_EXTRA_KEYS:
         return None
     plain = ExtraKeys([one for one in keys.tagged if one[0] == "adapter"]).encoded

@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
 
 
 def shared_memory_names() -> set[str]:
-    """Of the whole host. Empty where the system keeps no such names as files."""
+    """Returns the names of the whole host. Empty where the system keeps no such names as files."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 

@@ -11,15 +11,13 @@ from tests.unit.test_import_direction import PACKAGE
 # Words that only continue another sentence, where a docstring opens. The text is searched and not parsed: that would
 # take seconds.
 LEANING = re.compile(r'^ *r?"""(?:Also|As|Likewise|Of|That|The same|Those)\b.*', re.MULTILINE)
-NOT_YET = ("execution/inputs/", "execution/passes/")  # folders that still have such docstrings
 
 
 def test_docstrings_of_the_package_stand_alone() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if not name.startswith(NOT_YET):
-            found += [f"{name}: {line.strip()}" for line in LEANING.findall(path.read_text(encoding="utf-8"))]
+        found += [f"{name}: {line.strip()}" for line in LEANING.findall(path.read_text(encoding="utf-8"))]
     assert not found, "these should begin with what it returns, does or is:\n" + "\n".join(found)
 
 

@@ -382,7 +382,7 @@ class SentState:
         }
 
     def _engine_news(self, health: Health) -> tuple[list[Entry], list[int]]:
-        """What is new of the engines, and the numbers of those that have ended with their model."""
+        """Returns what is new of the engines, and the numbers of those that have ended with their model."""
         found = []
         gone = sorted(self._engines.keys() - {one.index for one in health.engines})
         for index in gone:
@@ -427,7 +427,7 @@ class SentState:
         return base64.b64encode(codes.tobytes()).decode("ascii")
 
     def _news(self, sent: dict[Any, tuple[str, int]], current: dict[Any, Kept]) -> tuple[list[Kept], list[str]]:
-        """What is new or changed among these, and the keys of what is gone."""
+        """Returns what is new or changed among these, and the keys of what is gone."""
         shown = {key: one for key, one in current.items() if self._view.shows(one.owner)}
         news = [one for key, one in shown.items() if sent.get(key) != (one.entry["key"], one.version)]
         there = {one.entry["key"] for one in shown.values()}

@@ -74,7 +74,7 @@ class HostCopy:
         return self._view(self._memory).numpy().copy()
 
     def to_tensor(self) -> torch.Tensor:
-        """The same for types that numpy has not."""
+        """Returns what arrived as a tensor, which may have a type that numpy has not."""
         self.wait()
         assert self._memory is not None
         return self._view(self._memory).clone()

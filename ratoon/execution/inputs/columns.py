@@ -111,7 +111,7 @@ class PreparedColumn(NamedTuple):
     is_optional: bool = False
 
     def shape(self, rows: InputBatch, num_entries: int) -> list[int]:
-        """Of the memory for so many entries."""
+        """Returns the shape of the memory for so many entries."""
         times = [] if self.times is None else [getattr(rows, self.times)]
         width = [] if self.width is None else [getattr(rows, self.width)]
         return [*times, num_entries, *width]

@@ -192,7 +192,7 @@ class DeviceInputs:
         return found
 
     def _prepared_optional(self, names: Iterable[str], num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
-        """Those that kernels prepare: the ones with these names, and the ones of all steps."""
+        """Returns the optional columns that kernels prepare: those with these names, and those of all steps."""
         sizes, found = Sizes(num_reqs, num_tokens), {}
         for name in (*self._of_all_steps, *(name for name in names if name in PREPARED)):
             made, entries = PREPARED[name], self.prepared[name]
@@ -392,7 +392,7 @@ class DeviceInputs:
         return sent
 
     def columns(self, rows: slice) -> SentColumns:
-        """Those that `send` has brought for the end that these rows are read for."""
+        """Returns the columns that `send` has brought for the end that these rows are read for."""
         return SentColumns(self.resident.memory, self._packed.device, self.sampled, rows)
 
     def uploaded(self, columns: Mapping[str, np.ndarray], num_rows: int) -> UploadedColumns:
@@ -503,7 +503,7 @@ class SentColumns(DeviceColumns):
 
 
 class UploadedColumns(DeviceColumns):
-    """Of a step that is not padded: all of them travel in one copy."""
+    """The columns of a step that is not padded: all of them travel in one copy."""
 
     def __init__(self, memory: Tensor, columns: Mapping[str, np.ndarray], num_rows: int) -> None:
         super().__init__(memory)

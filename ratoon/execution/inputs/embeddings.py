@@ -37,7 +37,7 @@ class EmbeddingTable:
         self._tensors[key] = tensor.to(self._device, self._dtype)
 
     def receive(self, key: str, tensor: WireTensor) -> None:
-        """The same for a tensor that a plan brought."""
+        """Keeps a tensor that a plan brought, as `put` does."""
         flat = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
         self.put(key, flat.reshape(tensor.shape))
 

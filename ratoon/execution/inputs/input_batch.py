@@ -302,7 +302,7 @@ class InputBatch:
         return cells
 
     def append_pending(self, rows: np.ndarray) -> None:
-        """The same for tokens that only the device knows."""
+        """Counts one more token for each of these rows, which only the device knows."""
         self.num_tokens[rows if len(rows) > 1 else int(rows[0])] += 1
 
     # ---- the journal: of one row, or of several ----

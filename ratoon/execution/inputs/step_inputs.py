@@ -296,8 +296,8 @@ class InputPreparation:
         )
 
     def _cross_inputs(self, batch_rows: np.ndarray, max_query_len: int) -> CommonAttentionMetadata:
-        """The same queries over the encoder's keys and values. Nothing is stored: that happened when the encoder
-        ran."""
+        """Returns the attention inputs of the step's queries over the encoder's keys and values. Nothing is stored:
+        that happened when the encoder ran."""
         assert self.rows.cross_tables is not None
         encoder_lens, cross_table = self._buffers["encoder_lens"], self._buffers["cross_table"]
         num_reqs = len(batch_rows)

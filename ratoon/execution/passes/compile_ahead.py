@@ -154,7 +154,7 @@ class CompileAhead:
         process.send(Finish(mark))
 
     def _load(self, kernel: Any) -> None:
-        """Also make the function that launches it, and load it to the device."""
+        """Makes the function that launches a compiled kernel, and loads the kernel to the device."""
         use_device(self._device)
         kernel.run  # noqa: B018 (done on access)
 
@@ -240,8 +240,8 @@ def _launch_beams(runner: ModelRunner) -> None:
 
 
 def _launch_candidates(runner: ModelRunner) -> None:
-    """Of searches that want more or fewer candidates than those of `_launch_beams`; also of the step of their prompt,
-    which has one row."""
+    """Launches searches that want more or fewer candidates than those of `_launch_beams`, and the step of their
+    prompt, which has one row."""
     assert runner.graphs is not None
     inputs = cast("DeviceInputs", runner.inputs)
     runner.graphs.clear()

@@ -85,7 +85,7 @@ class EncoderRunner:
 
     @staticmethod
     def _receive(model: EncoderDecoderLM, num_states: int, readers: list[CaptureReader]) -> tuple[Tensor, list[Tensor]]:
-        """The same, of the stage before."""
+        """Receives from the stage before what `_encode` returns there."""
         shapes = [(reader.end.num_planes, len(reader.wanted.rows)) for reader in readers]
         sizes = [num_states, *(num_layers * num_rows for num_layers, num_rows in shapes)]
         states, *others = model.receive_rows(sum(sizes)).split(sizes)
@@ -105,7 +105,7 @@ class EncoderRunner:
         return EncoderBatch(positions, None, stacked.to(device=self._device, dtype=self._dtype))
 
     def _adapters(self, steps: list[EncoderStep], lengths: np.ndarray) -> AdapterRows | None:
-        """Those of all positions; keys and values for cross-attention are made with them as well."""
+        """Returns the adapters of all positions; keys and values for cross-attention are made with them as well."""
         slots = np.array([step.adapter_slot for step in steps], np.int32)
         if (slots < 0).all():
             return None

@@ -68,7 +68,7 @@ class End(ABC):
 
     @abstractmethod
     def cut(self, result: Any, count: int) -> Any:
-        """Of a result for padded rows: that of the first `count` rows."""
+        """Returns the part of a result for padded rows that is of the first `count` rows."""
 
 
 FIRST_WITHOUT_STATES = 5  # rank
@@ -92,7 +92,7 @@ class Tokens(End):
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens(End):
-    """The same under masks that are filled while the program runs. It ends with the logits; `choose` comes later."""
+    """Tokens under masks that are filled while the program runs. It ends with the logits; `choose` comes later."""
 
     mode: Mode
     rank: ClassVar[int] = 0
@@ -229,7 +229,7 @@ class LayerRows(StreamObserver):
     """Copies rows of the stream between the layers of a pass, for ends that read them there."""
 
     def __init__(self, wanted: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        """Of each end: the layers, and the rows [N] on the device."""
+        """`wanted`: for each end the layers, and the rows [N] on the device."""
         self.num_layers_read = max((max(layers) for layers, _ in wanted if layers), default=0)
         self._wanted = wanted
         self.found: list[dict[int, Tensor]] = [{} for _ in wanted]  # of each end, by layer [N, H]

@@ -246,8 +246,8 @@ class StepGraphs:
         return self._sizes[place] if place < len(self._sizes) else None
 
     def size_of_few(self, num_tokens: int) -> int | None:
-        """The same for a step whose requests have FEW_TOKENS at most, but not all of them one. None: they are too many
-        for the few sizes that such steps are padded to."""
+        """The size that a step is padded to whose requests have FEW_TOKENS at most, but not all of them one. None: they
+        are too many for the few sizes of such steps."""
         return self.size_for(max(FEW_TOKENS, 1 << (num_tokens - 1).bit_length()), is_decode=False)
 
     def run(self, key: ProgramKey) -> Any:
@@ -366,7 +366,7 @@ class StepGraphs:
 
 
 def free_bytes() -> int | None:
-    """Of the device's memory; None without CUDA."""
+    """Returns how much of the device's memory is free; None without CUDA."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 

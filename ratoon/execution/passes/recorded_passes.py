@@ -50,7 +50,7 @@ class PassShape(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """Of all rows; valid until the next pass."""
+    """What a pass computes, for all rows. It is valid until the next pass."""
 
     states: FinalStates | StreamStates  # the latter on a stage that hands its rows on
     result: Any = None  # of the shape's end; None: that was not recorded
@@ -86,7 +86,7 @@ class RecordedPasses:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that passes keep."""
+        """Returns how many bytes of memory the passes keep."""
         return self._arena.num_bytes
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class RecordedPasses:
         rows: np.ndarray | None,
         columns: Sequence[RowColumns],
     ) -> list[Any] | None:
-        """As StepProgram.run, with `rows` on the host. None: the step has to run call by call."""
+        """Does what StepProgram.run does, with `rows` on the host. None: the step has to run call by call."""
         num_tokens = len(inputs.input_ids)
         names = names_of(inputs.columns)
         if not self._is_possible or num_tokens > MAX_TOKENS or (names and not are_recorded(names)):
