@@ -85,7 +85,9 @@ class ServerProcess(OwnSession):
         super().__init__()
         self._command = [sys.executable, "-m", "ratoon", "serve", *options, "--port", "0"]
         # The root is where engine processes find bench.stub_executor.
-        own = {"PYTHONPATH": str(BENCH_FOLDER.parent), **(environment or {})}
+        # The package of this repository, before what the host has in its own folders.
+        path = os.pathsep.join([str(BENCH_FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"PYTHONPATH": path, **(environment or {})}
         self._environment = {**engine_environment("ratoon", 0), **own}
         self.host, self.port = "", 0
 
