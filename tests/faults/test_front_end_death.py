@@ -83,7 +83,7 @@ def complete(server: Server, prompt: str) -> tuple[int, Any]:
 
 
 def processes_of(server: Server) -> dict[str, list[int]]:
-    """Of a server with two front ends: these, the engines, and the ranks of engines, of which all work."""
+    """Returns the processes of a server with two front ends: these, the engines, and their ranks. All of them work."""
     found: dict[str, list[int]] = {}
 
     def all_work() -> bool:
@@ -109,7 +109,7 @@ def answers_of(front_end: FrontEnd) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
 def test_any_process_of_a_group_is_killed_under_load(folder):
-    """Of two front ends, and two engines of two ranks each. Only connections to a front end that is killed break."""
+    """Two front ends serve two engines of two ranks each. Only connections to a front end that is killed break."""
     draw, shared_memory = random.Random(2), shared_memory_names()
     seen: set[int] = set()
     num_killed_front_ends = 0

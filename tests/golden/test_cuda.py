@@ -328,8 +328,8 @@ def source_of_drafts(kind, folder):
 
 
 def answers_of_every_kind(device, adapter, **settings):
-    """Of requests with and without an adapter at once: greedy and drawn ones, log-probabilities, and a grammar. Also
-    how many drafts were checked, and how many of them kept."""
+    """Answers requests with and without an adapter at once: greedy and drawn ones, log-probabilities, and a grammar.
+    Returns also how many drafts were checked, and how many of them kept."""
     asked = [
         SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),

@@ -61,7 +61,7 @@ def test_a_head_in_the_file_is_used_whatever_the_flag_says() -> None:
 
 
 def published_config(**text: Any) -> dict[str, Any]:
-    """As Mistral Small 3.1 has it, with the fields that matter."""
+    """Returns a config of the form of Mistral Small 3.1, with the fields that matter."""
     fields = {
         "model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768,
         "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40,

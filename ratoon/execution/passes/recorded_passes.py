@@ -50,7 +50,7 @@ class PassShape(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What a pass computes, for all rows. It is valid until the next pass."""
+    """Holds what a pass computes, for all rows. It is valid until the next pass."""
 
     states: FinalStates | StreamStates  # the latter on a stage that hands its rows on
     result: Any = None  # of the shape's end; None: that was not recorded

@@ -29,7 +29,7 @@ def has_gpus(machine: pytest.MonkeyPatch, count: int) -> None:
 
 
 def ranks_of(num_engines: int, **settings: Any) -> list[list[EngineConfig]]:
-    """What the ranks of each engine get."""
+    """Returns the settings that the ranks of each engine get."""
     config = engine_config("m", **settings)
     count = config.num_ranks // config.nnodes
     engines = [place_engine(config, index, num_engines) for index in range(num_engines)]
