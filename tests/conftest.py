@@ -1,5 +1,6 @@
 """For all tests: what a test sees must not depend on how the run was started, or on what else the machine has."""
 
+import gc
 import logging
 import os
 import signal
@@ -89,6 +90,18 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     seeds.seed_generators(item.nodeid)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """What is made of thousands of tests lives until the end: the garbage collector need not look through it, neither
+    while it grows nor in collections that tests ask for."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Kernels that tests launch run under a quicker interpreter, where files that were collected need Triton."""
     if "triton" in sys.modules:
@@ -122,15 +135,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with the marker one_in(n), the first of every n stays, and the others become `full`.
-    With an n that has no factor in common with the number of a parameter's values, each value stays in some case."""
+    """Of the cases of a test with the marker one_in(n), the first of every n stays, and the others become `full`, but
+    for those of `make check`. With an n that has no factor in common with the number of a parameter's values, each
+    value stays in some case."""
     num_cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("one_in")
         if marker is None:
             continue
         test = item.nodeid.partition("[")[0]
-        if num_cases[test] % marker.args[0]:
+        if num_cases[test] % marker.args[0] and item.get_closest_marker("check") is None:
             item.add_marker("full")
         num_cases[test] += 1
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 VARIABLE = "RATOON_TEST_SEED"
 FRESH = "fresh"
-EXAMPLES_IN_FULL = 150  # of a property, in `make test-all`; a third of them in `make test` and in `make test-fresh`
+EXAMPLES_IN_FULL = 150  # of a property, in `make test-all`; a fifth of them in `make test` and in `make test-fresh`
 
 # No profile has a deadline: how long an example takes depends on what else the machine does.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -35,7 +35,7 @@ def settle() -> None:
         raise ValueError(f"{VARIABLE}: {given!r} is neither a number nor {FRESH!r}")
     # It has no effect in this process, whose sets have their order already.
     os.environ.setdefault("PYTHONHASHSEED", str(int(os.environ.get(VARIABLE, "0")) % 2**32))
-    num_examples = EXAMPLES_IN_FULL if os.environ.get("RATOON_TESTS") == "all" else EXAMPLES_IN_FULL // 3
+    num_examples = EXAMPLES_IN_FULL if os.environ.get("RATOON_TESTS") == "all" else EXAMPLES_IN_FULL // 5
     settings.register_profile("default", derandomize=True, max_examples=num_examples, database=None, **_COMMON)
     settings.register_profile("fresh", max_examples=num_examples, database=None, print_blob=True, **_COMMON)
     settings.register_profile("thorough", max_examples=5000, print_blob=True, **_COMMON)

@@ -91,6 +91,7 @@ async def test_the_clients_stream_helper_sees_calls_and_arguments():
 
 @pytest.mark.parametrize("streamed", [False, True])
 @on_event_loop
+@pytest.mark.one_in(2)
 async def test_an_agent_runs_its_loop(streamed):
     asked: list[str] = []
 

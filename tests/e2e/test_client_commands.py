@@ -398,6 +398,7 @@ def test_bench_reports_what_failed_by_its_kind(server, tmp_path, capsys):
     assert one_line(capsys.readouterr().err) == "error: server: not today (HTTP 503)\n"
 
 
+@pytest.mark.full
 def test_bench_that_is_interrupted_reports_what_there_is(server, capsys):
     url, script = server
     script.seconds_per_token = 0.02

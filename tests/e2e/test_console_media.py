@@ -93,6 +93,7 @@ def run(command: list[str], folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
+@pytest.mark.full
 def test_a_chosen_recording_is_transcribed_again_and_exported_without_its_sound(console: Console, tmp_path: Path):
     page = console.page
     page.set_input_files(".composer input[type=file]", SPEECH)

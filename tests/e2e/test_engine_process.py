@@ -137,6 +137,7 @@ def test_sockets_lie_in_a_private_directory_that_is_removed():
         ({"executor": "no.such:Thing"}, ConfigError, "executor"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_keeps_an_engine_from_starting_is_raised_as_if_it_were_here(settings, error, text):
     with pytest.raises(error, match=text):
         LLM(model_name(), process=True, **{**SETTINGS, **settings})

@@ -39,6 +39,7 @@ def test_a_probe_hears_praise_in_words_that_it_was_not_trained_on() -> None:
 
 @needs_embedded_model
 @pytest.mark.slow
+@pytest.mark.full
 def test_last_token_states_find_what_common_words_do_not() -> None:
     shown = run_example("retrieval.py")
     assert share(shown, "common words") <= 0.3

@@ -116,6 +116,7 @@ def run_program(name: str, shape: Path, folder: Path, settings: dict[str, object
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_workload_is_measured_and_one_that_fails_does_not_end_the_run(shape: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     longest = {"max_model_len": 36}  # the prompt of the prefill workload has 40 tokens

@@ -115,6 +115,7 @@ def chat(server: Server, url: str, question: str = example.QUESTIONS[0]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_an_engine_of_its_own_encodes_pictures_for_a_server(reader: Reader) -> None:
     options = (*OPTIONS, "--served-model-name", "reader", "--encode", "1", "--replicas", "1")
     with serving(reader.folder, *options) as running:

@@ -143,7 +143,7 @@ with LLM(folder, skip_tokenizer=True, num_threads=1, device="cpu", **settings) a
 """
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("process", [False, True])
 def test_blocks_in_files_of_the_package_outlive_the_engine(
     installed: Path, folder: Path, tmp_path: Path, process: bool

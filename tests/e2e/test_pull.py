@@ -178,6 +178,7 @@ def test_a_model_is_fetched_listed_and_not_fetched_again(hub, tmp_path: Path) ->
         ("good", "good: is no hub id"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_can_not_be_fetched_says_why_in_one_line(hub, tmp_path: Path, name: str, words: str) -> None:
     hub.asked.clear()
     refused = ratoon(tmp_path, address(hub), "pull", name)

@@ -456,7 +456,7 @@ def test_a_port_in_use_is_said_in_one_line(folder: Path) -> None:
         (["--drain-seconds", "nan"], "--drain-seconds: "),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_settings_that_make_no_sense_are_said_in_one_line(folder: Path, options: list[str], word: str) -> None:
     result = subprocess.run([*serve_command(folder), *options], capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2
@@ -513,6 +513,7 @@ def test_other_machines_are_warned_about(folder: Path) -> None:
     assert "no API key" in line
 
 
+@pytest.mark.full
 def test_two_servers_at_once(folder: Path) -> None:
     with serving(folder) as first, serving(folder) as second:
         assert first.url != second.url

@@ -233,6 +233,7 @@ keep-alive = "1h"
         ("", "MODEL: is missing"),
     ],
 )
+@pytest.mark.one_in(5)
 def test_what_is_wrong_in_a_file_is_said_in_one_line(tmp_path: Path, content: str, told: str) -> None:
     file = tmp_path / "ratoon.toml"
     file.write_text(content)

@@ -25,6 +25,7 @@ def ask(server: Server, path: str, **body: Any) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.full
 def test_a_server_answers_as_the_library_does_and_finds_prefixes() -> None:
     prompt = random_token_ids(40, seed=9)
     with serving(library_folder("exaone4"), "--load-format", "auto") as server:

@@ -28,6 +28,7 @@ def bench(server: Server, *options: str) -> int:
 
 
 @pytest.mark.parametrize("load", [["--requests", "2"], ["--request-rate", "50"]], ids=["concurrency", "rate"])
+@pytest.mark.one_in(2)
 def test_ways_differ_in_what_they_compute_and_not_in_what_they_find(server, load, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert bench(server, *SIZES, *load, "--num-conversations", "4", "--json", str(file)) == 0

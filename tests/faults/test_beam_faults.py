@@ -96,6 +96,7 @@ class Failing:
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.one_in(3)
 def test_a_step_that_fails_once_changes_no_bit(
     llm: LLM, right: list[Numbers], monkeypatch: pytest.MonkeyPatch, number: int, when: str
 ) -> None:

@@ -212,6 +212,7 @@ def test_an_engine_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     wait_until("its child is ended", lambda: is_gone(int(children.read_text().split()[0])))
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_where_the_cache_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     hits, log = hits_of(start_engine(tmp_path, "raise", tmp_path / "file" / "cache"))

@@ -102,6 +102,7 @@ async def ask(llm: AsyncLLM, asked: Asked, parent: str, begun: str) -> Texts:
 
 @both_depths
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_texts_go_on_in_their_grammars_in_another_engine(halt: Halt) -> None:
     async def run() -> None:
         async with AsyncLLM(str(grammar_folder(FAMILY)), executor=HALTING, **engine_settings(num_blocks=512)) as llm:

@@ -134,6 +134,7 @@ def test_any_process_of_a_group_is_killed_under_load(folder):
     assert shared_memory_names() <= shared_memory
 
 
+@pytest.mark.full
 def test_front_ends_are_killed_and_one_is_stopped_under_load(folder):
     shared_memory = shared_memory_names()
     seen: set[int] = set()

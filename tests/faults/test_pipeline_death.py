@@ -38,6 +38,7 @@ def test_streams_survive_kills_of_any_process_of_a_pipeline(num_kills: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_streams_survive_a_host_that_is_gone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker is killed, then node 0's engine, then the host itself: the engine waits until another one joins."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)

@@ -78,7 +78,7 @@ def check_all(
     return answers
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("backend", ["torch", *NATIVE])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixed_batch_gets_what_peft_gives_each_request(family: str, backend: str, tmp_path: Path) -> None:
@@ -107,6 +107,7 @@ NAMES["gpt_neox"] = NAMES["falcon"] = ["query_key_value", "dense", "dense_h_to_4
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in NAMES.items() for name in names])
+@pytest.mark.one_in(3)
 def test_every_target_module_acts_alone(family: str, name: str, tmp_path: Path) -> None:
     tiny = FAMILIES[family]()
     adapters = {1: PeftAdapter(tiny, tmp_path / name, 1, target_modules=[name], r=3)}
@@ -165,6 +166,7 @@ def test_numbers_do_not_depend_on_the_adapters_beside_them(backend: str, tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "gpt2"])
 @pytest.mark.parametrize("backend", ["torch", *NATIVE])
+@pytest.mark.one_in(2)
 def test_an_adapter_may_bring_its_own_embeddings_and_head(backend: str, family: str, tmp_path: Path) -> None:
     tiny = FAMILIES[family]()
     table = "wte" if family == "gpt2" else "embed_tokens"
@@ -232,6 +234,7 @@ def generate_with_encoder(
 
 
 @pytest.mark.parametrize("family", ENCODER_FAMILIES)
+@pytest.mark.one_in(5)
 def test_encoders_and_decoders_are_adapted_together(family: str, tmp_path: Path) -> None:
     """All linear layers of both sides: encoder states, and keys and values of cross-attention, are the adapter's."""
     tiny = tiny_encoder_model(family)

@@ -41,6 +41,7 @@ def source_of(output: RequestOutput) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_a_search_from_a_leased_parent_equals_that_of_the_whole_text_at_every_offset(family: str) -> None:
     with engine(family, num_blocks=200) as llm:
         for length in range(3, 3 + BLOCK_SIZE):

@@ -90,6 +90,7 @@ def others_alone() -> list[Numbers]:
 
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_searches_at_once_get_what_each_gets_alone_and_again_with_prefix_hits(family: str) -> None:
     with engine(family) as llm:
         assert answers(llm, SEARCHES) == alone(family)

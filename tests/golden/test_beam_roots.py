@@ -68,6 +68,7 @@ def check_children(llm: LLM, parent: RequestOutput, kinds: list[GenerationParams
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [12, 15, 16, 17])
+@pytest.mark.one_in(3)
 def test_every_choice_of_a_leased_search_is_continued_by_sampling_and_by_beams(family: str, length: int) -> None:
     with engine(family, num_blocks=300) as llm:
         parent = start(llm, random_token_ids(length, seed=length), PARENT, retain_kv=60)
@@ -138,6 +139,7 @@ def test_without_a_lease_the_prompt_is_found_and_the_rest_is_computed_again() ->
 
 @both_depths
 @pytest.mark.parametrize("num_tokens", range(1, 9))
+@pytest.mark.one_in(3)
 def test_a_search_that_lost_its_memory_on_the_way_is_a_good_parent_too(num_tokens: int) -> None:
     """Texts that ended before are not leased any more, those that end afterwards are."""
     with engine(LLAMA, num_blocks=300) as llm:

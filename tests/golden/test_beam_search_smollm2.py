@@ -14,7 +14,7 @@ from tests.golden.beam_oracle import Text, assert_same_texts, oracle_search, tex
 from tests.golden.engines import check_nothing_left
 from tests.golden.gguf_oracle import load_oracle
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 MODEL = "smollm2-135m"
 STORY = "Once upon a time, in a village by the sea,"

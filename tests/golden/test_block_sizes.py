@@ -43,6 +43,7 @@ def sizes(cross: int = 1, window: int = 1) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
 @pytest.mark.parametrize("settings", [{}, {"block_size": 5, "num_blocks": 600}, {"max_num_batched_tokens": 7}], ids=str)
+@pytest.mark.one_in(5)
 def test_cross_attention_in_blocks_of_another_size_gives_the_same_numbers(
     family: str, settings: dict[str, Any]
 ) -> None:

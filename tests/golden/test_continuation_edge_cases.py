@@ -219,6 +219,7 @@ class TestBlocksAreEvictedUnderAContinuation:
 
     @both_depths
     @pytest.mark.parametrize("family", [LLAMA, TWO_GROUPS])
+    @pytest.mark.one_in(3)
     def test_parents_children_and_others_take_turns_in_too_little_memory(self, family):
         with engine(family, block_size=BLOCK_SIZE, num_blocks=40, max_num_batched_tokens=24) as llm:
             driver = Driver(llm)

@@ -98,7 +98,7 @@ def continue_while_the_parent_goes(
         (NATIVE, greedy, 16, (12, 13), 2),
     ],
 )
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 def test_the_parent_goes_away_at_every_point_in_time(
     family, make_params, block_size, prompt_lengths, depth, make_parent
 ):

@@ -61,7 +61,7 @@ KINDS = ("model", "eagle3", "mtp")
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_drafts_change_no_text(kind: str, family: str, name: str) -> None:
     with engine(family, speculate=source_of(kind, family), **ALWAYS) as llm:
         assert generate(llm, PARAMS[name]) == texts_without(family, name)
@@ -85,6 +85,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str, steps: int)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.one_in(2)
 def test_a_drawn_draft_is_kept_as_often_as_both_distributions_have_it(family: str, steps: int) -> None:
     """Always, where they are the same, and each draft is compared with the distribution that it was drawn from."""
     params = [
@@ -183,6 +184,7 @@ def test_prefix_hits_and_continuations_carry_what_drafts_read(kind: str) -> None
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("kind", ["itself", *KINDS])
+@pytest.mark.one_in(3)
 def test_preempted_branches_go_on_drafting(kind: str, mode: str) -> None:
     source = f"draft:{model_folder(LLAMA)}" if kind == "itself" else source_of(kind, LLAMA)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -198,6 +200,7 @@ def test_preempted_branches_go_on_drafting(kind: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["itself", *KINDS])
+@pytest.mark.one_in(3)
 def test_grammars_hold_beside_drafts(kind: str) -> None:
     models = {"itself": LLAMA, "model": OTHER}
     source = f"draft:{grammar_folder(models[kind])}" if kind in models else source_of(kind, LLAMA)
@@ -301,7 +304,7 @@ def test_a_model_with_an_encoder_is_refused() -> None:
         pass
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_slept_drafts_again(kind: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

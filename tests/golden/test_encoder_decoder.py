@@ -217,6 +217,7 @@ def likely_tokens(family: str, source: Source, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", checked(FAMILIES, "bart"))
+@pytest.mark.one_in(2)
 def test_beam_searches_find_the_texts_of_transformers(family: str) -> None:
     """Of many widths, numbers of texts, penalties and ways to end, all in one batch."""
     chance = random.Random(family)

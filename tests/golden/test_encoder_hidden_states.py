@@ -165,6 +165,7 @@ def test_states_of_a_decoder_prompt_are_those_behind_its_own_encoder_input() -> 
 @exact_on_cpu
 @pytest.mark.parametrize("family", ["bart", "whisper"])
 @pytest.mark.parametrize("swap_blocks", [0, 40])
+@pytest.mark.one_in(3)
 def test_generation_beside_extractions_does_not_change_by_a_bit(family: str, swap_blocks: int) -> None:
     """Memory is so short that branches are always being preempted."""
     asked = {

@@ -167,6 +167,7 @@ engines = pytest.mark.parametrize(
 
 
 @engines
+@pytest.mark.one_in(2)
 def test_the_device_alone_and_host_memory(family: str, drafts: dict[str, Any], folder: Path) -> None:
     adapter = adapter_of(family, folder)
     with served(family, **drafts) as llm:
@@ -179,6 +180,7 @@ def test_the_device_alone_and_host_memory(family: str, drafts: dict[str, Any], f
 
 
 @engines
+@pytest.mark.one_in(2)
 def test_new_files_and_files_of_an_earlier_engine(family: str, drafts: dict[str, Any], folder: Path, tmp_path) -> None:
     adapter, files = adapter_of(family, folder), {"kv_files": str(tmp_path), "swap_memory": "64KiB"}
     loaded = []
@@ -190,6 +192,7 @@ def test_new_files_and_files_of_an_earlier_engine(family: str, drafts: dict[str,
 
 
 @engines
+@pytest.mark.one_in(3)
 def test_prompts_that_are_computed_apart(family: str, drafts: dict[str, Any], folder: Path) -> None:
     adapter = adapter_of(family, folder)
     with served(family, **drafts, **SPLIT) as llm:

@@ -107,6 +107,7 @@ PROMPTS: dict[str, Prompt] = {
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.one_in(3)
 def test_a_prompt_and_what_follows_it_have_the_logits_of_transformers(name: str, driver: str) -> None:
     prompt, runner = PROMPTS[name], ImageDriver(TINY, driver)
     num_prompt = len(ids_of(prompt))

@@ -46,6 +46,7 @@ def expected(family: str, prompts: list[list[int]] = PROMPTS, count: int = COUNT
 
 
 @pytest.mark.parametrize("family", checked(ENGINE_FAMILIES, "llama with grouped heads", "gpt2"))
+@pytest.mark.one_in(3)
 def test_a_mixed_batch_gets_the_tokens_of_transformers_and_gets_them_again_from_the_prefix_cache(family: str) -> None:
     with engine(family) as llm:
         first = run(llm, PROMPTS, greedy(COUNT))
@@ -67,6 +68,7 @@ def test_long_answers_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.one_in(3)
 def test_logprobs_of_prompt_and_answer_are_those_of_transformers(family: str) -> None:
     with engine(family, max_prefill_chunk=23) as llm:
         outputs = run(llm, PROMPTS, greedy(COUNT, logprobs=5, prompt_logprobs=3))
@@ -137,6 +139,7 @@ def test_the_longest_part_of_a_prompt_in_a_step_changes_no_token(family: str, ch
         (ODD_HEADS, 8, "torch"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_blocks_of_other_sizes_give_the_same_tokens(family: str, block_size: int, backend: str) -> None:
     with engine(family, block_size=block_size, num_blocks=1200 // block_size, max_num_batched_tokens=40) as llm:
         assert llm.describe()["attention_backend"] == backend
@@ -272,6 +275,7 @@ def computed_rows(llm: LLM) -> int:
         ("gpt2", 9, {"max_prefill_chunk": 7}),
     ],
 )
+@pytest.mark.one_in(3)
 def test_preempted_requests_end_with_the_tokens_they_would_have_had(
     family: str, num_blocks: int, settings: dict, steps_in_flight: int
 ) -> None:

@@ -33,6 +33,7 @@ def whole(output: RequestOutput, choice: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.one_in(3)
 def test_all_states_of_prompts_and_of_what_was_generated_behind_them(family: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     with engine(family) as llm:

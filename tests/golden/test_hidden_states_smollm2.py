@@ -23,7 +23,7 @@ from tests.golden.gguf_oracle import load_oracle
 from tests.golden.hidden_oracle import TOLERANCE, CoreDriver, extraction_of, states_by_transformers
 from tests.golden.test_smollm2 import MODEL, TEXTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 NUM_LAYERS = 30
 ALL_LAYERS = list(range(NUM_LAYERS + 2))

@@ -302,6 +302,7 @@ def test_an_adapter_with_matrices_for_the_encoder_is_refused_before_it_is_loaded
 @both_depths
 @all_families
 @pytest.mark.parametrize("swap_memory", [0, "1MiB"])
+@pytest.mark.one_in(5)
 def test_prompts_that_were_preempted_go_on_where_they_were(family: str, swap_memory: Any) -> None:
     with seeing(family) as (llm, reader):
         longest = len(ask(llm, reader.prompt()).prompt_token_ids)

@@ -72,6 +72,7 @@ def check_hidden_states(llm: LLM, family: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", LATENT_MODELS)
+@pytest.mark.one_in(3)
 def test_long_answers_of_an_engine_are_those_of_transformers(family: str, backend: str) -> None:
     """Prompts are computed in chunks of 12 tokens."""
     with engine(family, attention_backend=backend, max_num_batched_tokens=12) as llm:

@@ -190,6 +190,7 @@ def test_quantised_encoders_stay_close(name: str, bits: int) -> None:
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(3)
 def test_the_kernels_of_gpus_give_the_rows_of_transformers(name: str) -> None:
     from ratoon.layers.cuda_ops import CudaOps
 

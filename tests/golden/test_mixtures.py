@@ -149,6 +149,7 @@ def test_sinks_with_drafts_beams_and_prefixes_that_requests_share(backend: str) 
 # Experts that are cut by inner features, and experts that ranks share out; with a shared expert, biases and sinks
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.one_in(5)
 def test_two_ranks_answer_as_one_worker(family: str, expert_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "make_ops", lambda *arguments: TorchOps())  # ranks are threads here
     settings = {"executor": NAME, "attention_backend": "torch", "enable_expert_parallel": expert_parallel}

@@ -112,6 +112,7 @@ def test_a_sequence_in_chunks_has_the_logits_of_the_sequence_in_one_pass(family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_the_parsed_config_of_transformers_builds_the_same_model_as_the_one_written_by_hand(family: str) -> None:
     tiny = FAMILIES[family]()
     parsed = tiny._replace(config=parse_hf_config(tiny.oracle.config.to_dict(), "config"))

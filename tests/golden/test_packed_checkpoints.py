@@ -100,6 +100,7 @@ def prompt_logprobs(folder: Path, **settings: Any) -> list[float]:
         ("int-quantized", 8), ("naive-quantized", 4),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_log_probabilities_are_those_of_the_weights(method: str, bits: int, symmetric: bool, tmp_path: Path) -> None:
     oracle = write_folder(tmp_path, method, bits, symmetric)
     with torch.inference_mode():

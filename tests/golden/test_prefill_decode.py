@@ -47,6 +47,7 @@ def figures_of(llm: LLM) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("settings", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.one_in(2)
 def test_requests_of_every_kind_are_answered_as_by_one_engine(settings: dict[str, Any]) -> None:
     with open_engine(grammar_folder(FAMILY), **SPLIT, **settings) as llm:
         found = ask_everything(llm)

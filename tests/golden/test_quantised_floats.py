@@ -35,6 +35,7 @@ def all_logits(tiny: TinyModel, ops: Ops, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("bits", "allowed"), [(8, 0.05), (4, 0.4)])
+@pytest.mark.one_in(3)
 def test_logits_are_near_those_of_the_floats(family: str, bits: int, allowed: float) -> None:
     tiny, tokens = FAMILIES[family](), random_token_ids(40, seed=1)
     ops = NativeOps(bits=bits)
@@ -58,6 +59,7 @@ class Rounded:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.one_in(3)
 def test_weights_in_16_bits_give_the_bits_of_their_float32(family: str, dtype: torch.dtype) -> None:
     tiny, tokens = FAMILIES[family](), random_token_ids(40, seed=1)
     kept, device = NativeOps(), torch.device("cpu")

@@ -40,7 +40,7 @@ def open_engine(folder: Any, **settings: Any) -> LLM:
 DECODERS_ON_RANKS = ["phi3", "gpt_neox", "falcon with one key head", "glm4", "olmo2", "gemma2"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "family", ["llama with grouped heads", "llama with one key head", "gpt2", "qwen2", *DECODERS_ON_RANKS]
 )

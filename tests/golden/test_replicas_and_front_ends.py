@@ -66,6 +66,7 @@ def test_replicas_of_a_model_with_an_encoder_answer_as_one_worker(family: str) -
 
 
 @pytest.mark.parametrize("settings", [{}, QUANTISED], ids=str)
+@pytest.mark.one_in(2)
 def test_front_ends_answer_as_one_worker(settings: dict[str, Any]) -> None:
     options = [word for name, value in settings.items() for word in (f"--{name}", value)]
     with two_front_ends(grammar_folder(FAMILY), *options) as client:

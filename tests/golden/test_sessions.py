@@ -46,6 +46,7 @@ def talk(llm: LLM, has_sessions: bool, **options: Any) -> tuple[list[list[list[i
 
 @both_depths
 @pytest.mark.parametrize("family", [FAMILY, "gemma3 with a window wider than a block"])
+@pytest.mark.one_in(3)
 def test_turns_have_the_same_tokens_with_sessions_and_tiers_on_and_off(family: str, tmp_path: Path) -> None:
     with engine(family) as llm:
         expected, _ = talk(llm, has_sessions=False)

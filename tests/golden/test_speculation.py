@@ -65,6 +65,7 @@ def num_checked(llm: LLM, source: str = "ngram") -> tuple[int, int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_drafts_change_no_text_and_no_log_probability(family: str, depth: int) -> None:
     with engine(family) as llm:
         expected = {name: ask(llm, params) for name, params in PARAMS.items()}
@@ -90,6 +91,7 @@ def test_a_text_that_repeats_takes_fewer_steps() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("family", [LLAMA, TWO_GROUPS])
+@pytest.mark.one_in(5)
 def test_answers_leases_continuations_and_hidden_states_are_the_same(family: str, depth: int) -> None:
     """Of requests that end by length, by a token and by a string, with log-probabilities, choices, beams and hidden
     states."""
@@ -113,6 +115,7 @@ def test_answers_are_the_same_where_memory_is_short(
 
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.one_in(3)
 def test_structured_texts_are_the_same(depth: int, jumps: bool) -> None:
     """Drafts are cut where the grammar forbids them, and where it forces other tokens."""
     settings = {"max_steps_in_flight": depth, "jump_forward": jumps}

@@ -47,6 +47,7 @@ def states(family: str, **settings: Any) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "granite hybrid with experts"])
+@pytest.mark.one_in(2)
 def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> None:
     with engine(family, state_interval=16) as llm:
         assert (library() is None) == ("torch states" in llm.describe()["attention_backend"])
@@ -63,6 +64,7 @@ def test_long_answers_of_an_engine_are_those_of_transformers(family: str) -> Non
 
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(3)
 def test_prompts_in_chunks_and_prefixes_that_are_found_give_the_same_answers(family: str) -> None:
     with states(family, max_num_batched_tokens=7) as llm:
         expected = [oracle_tokens(family, prompt, 20) for prompt in PROMPTS]
@@ -155,6 +157,7 @@ def test_beams_have_states_of_their_own(family: str) -> None:
 @both_depths
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("swap_memory", [0, "4MiB"])
+@pytest.mark.one_in(3)
 def test_preempted_requests_go_on_from_what_was_saved_or_from_a_checkpoint(
     family: str, swap_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

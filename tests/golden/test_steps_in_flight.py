@@ -103,6 +103,7 @@ def served(family: str, depth: int, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("family", [LLAMA, WIDE_WINDOW, TWO_GROUPS])
+@pytest.mark.one_in(5)
 def test_answers_leases_continuations_and_hidden_states_are_the_same(family: str, depth: int) -> None:
     right = served(family, depth=1)
     for what, found in served(family, depth).items():
@@ -112,6 +113,7 @@ def test_answers_leases_continuations_and_hidden_states_are_the_same(family: str
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("swap_memory", [0, "1MiB"], ids=["recomputed", "swapped"])
 @pytest.mark.parametrize(("family", "num_blocks"), [(LLAMA, 14), (TWO_GROUPS, 26)])
+@pytest.mark.one_in(5)
 def test_answers_are_the_same_where_memory_is_short(
     family: str, num_blocks: int, swap_memory: int | str, depth: int
 ) -> None:

@@ -72,6 +72,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("asked", KINDS, ids=lambda asked: next(iter(asked)))
+@pytest.mark.one_in(3)
 def test_texts_that_end_match(asked: dict[str, Any]) -> None:
     with grammar_engine() as llm:
         each = [params(seed, temperature, **asked) for seed in range(6) for temperature in (0.0, 1.0, 5.0)]
@@ -290,6 +291,7 @@ def test_a_run_without_a_choice_ends_at_max_tokens_and_at_stop_strings() -> None
 
 
 @both_depths
+@pytest.mark.one_in(2)
 def test_masks_that_take_long_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose masks are not filled in time are left out of steps, beside others that are not."""
     each = [params(seed, **KINDS[seed % len(KINDS)]) for seed in range(8)]

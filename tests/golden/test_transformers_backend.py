@@ -63,6 +63,7 @@ def check_logprobs(name: str, outputs: list[RequestOutput]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(5)
 def test_answers_in_a_batch_and_behind_cached_prefixes_are_those_of_the_library(name: str) -> None:
     expected = [greedy_tokens(name, prompt, COUNT) for prompt in PROMPTS]
     with engine(name) as llm:

@@ -77,6 +77,7 @@ def structured_texts() -> list[Any]:
 
 
 @pytest.mark.parametrize("in_thread", [True, False], ids=["thread", "at_once"])
+@pytest.mark.one_in(2)
 def test_texts_are_the_same_where_masks_are_filled_while_the_device_computes(in_thread, monkeypatch):
     with monkeypatch.context() as patched, inputs_on_device(padded=True):
         patched.setattr(Sampler, "masked_numbers", lambda *args: None)
@@ -101,6 +102,7 @@ def test_texts_are_the_same_where_masks_are_filled_while_the_device_computes(in_
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
+@pytest.mark.one_in(3)
 def test_text_without_a_choice_is_told_at_once_and_changes_no_token(in_flight):
     expected = forced_texts(jump_forward=False)
     with inputs_on_device(padded=True):
@@ -111,6 +113,7 @@ def test_text_without_a_choice_is_told_at_once_and_changes_no_token(in_flight):
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "alone"])
+@pytest.mark.one_in(2)
 def test_told_text_changes_no_token_beside_other_rules_and_where_memory_is_short(padded):
     expected = forced_texts(others=True, jump_forward=False)
     with inputs_on_device(padded):

@@ -32,6 +32,7 @@ def usable_schemas(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.one_in(2)
 def test_what_an_engine_ends_by_itself_matches(tmp_path: Path, depth: int) -> None:
     schemas = usable_schemas(NUM_SCHEMAS)
     counts: Counter[str | None] = Counter()

@@ -111,6 +111,7 @@ def find_violations(schema: Any, text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["date", "time", "date-time"])
 @pytest.mark.parametrize("further", [{}, {"pattern": "^[^9]*$"}, {"maxLength": 25}])
+@pytest.mark.one_in(2)
 def test_every_text_of_a_date_or_a_time_is_one(name: str, further: dict[str, Any]) -> None:
     """Digits are as likely as the grammar lets them be: second 60, the 30th of February or the year 0 would come."""
     schema = {"$defs": {"x": {"type": "string", "format": name, **further}}, "$ref": "#/$defs/x"}
@@ -149,6 +150,7 @@ def dates(name: str) -> CompiledGrammar:
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.one_in(2)
 def test_no_text_that_ends_violates_its_schema(part: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(part * SEEDS_OF_A_PART, (part + 1) * SEEDS_OF_A_PART):

@@ -206,6 +206,7 @@ MIXED = ([0, 54, 145, 3, 63, 64], [130, 1, 1, 40, 1, 65])
 @pytest.mark.parametrize("layer", [*SHAPES, *CAPPED, *WITH_SINKS], ids=str)
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
 @pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.one_in(3)
 def test_paged_attention_equals_its_definition(backend, layer, block_size):
     batch = Batch(*MIXED, layer, block_size)
     for got, expected in zip(batch.run(backend()), batch.written_out(), strict=True):
@@ -232,6 +233,7 @@ WITH_IMAGES = ([0, 54, 145, 3, 63, 64, 0, 30], [130, 1, 1, 42, 1, 66, 54, 15])
 
 @pytest.mark.parametrize("layer", [*SHAPES, AttentionLayer(0, 4, 1, 256, 0.06, window=9), BIASED[0]], ids=str)
 @pytest.mark.parametrize("backend", [TorchReferenceBackend, pytest.param(CpuAttentionBackend, marks=needs_kernels)])
+@pytest.mark.one_in(3)
 def test_rows_of_an_image_see_each_other_and_what_is_before_them(backend, layer):
     batch = Batch(*WITH_IMAGES, layer, 16, images=IMAGES)
     for got, expected in zip(batch.run(backend()), batch.written_out(), strict=True):
@@ -289,6 +291,7 @@ KEPT_LAYERS = [*SHAPES, *BIASED, NOT_CAUSAL[0], CAPPED[0], WITH_SINKS[0]]
 @pytest.mark.parametrize("layer", KEPT_LAYERS, ids=str)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.one_in(3)
 def test_keys_and_values_in_fewer_bits_are_those_of_the_reference(layer, kept, apart):
     steps = MIXED if layer.causal else ([0] * 4, [1, 70, 16, 131])
     batch = Batch(*steps, layer, 32, kept=kept)

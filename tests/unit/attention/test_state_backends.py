@@ -34,6 +34,7 @@ CUTS = [[7, 8, 9, 30, 44], [], [1, 2, 3, 16]]
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("cuts", [(), CUTS], ids=["whole", "cut"])
 @pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.one_in(3)
 def test_results_and_pages_equal_the_definition(
     kind: type[AttentionBackend], name: str, cuts: list[list[int]], block_size: int
 ) -> None:

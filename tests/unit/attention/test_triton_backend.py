@@ -170,6 +170,7 @@ IMAGES = [(2, 9), (20, 44), (64, 69)]
     ],
     ids=["grouped", "narrow window", "heads of 256", "splits", "batch invariant", "few tokens"],
 )
+@pytest.mark.one_in(5)
 def test_rows_of_an_image_see_each_other(
     layer: AttentionLayer, lengths: tuple[list[int], list[int]], settings: dict[str, Any]
 ) -> None:
@@ -544,6 +545,7 @@ def test_rows_that_attend_alone_get_what_they_get_among_all(fused: bool, read: l
     ],
     ids=["one token", "one token over fp8", "a few"],
 )
+@pytest.mark.one_in(5)
 def test_one_kernel_adds_sinks_once(
     queries: list[int], dtype: torch.dtype, kv_dtype: torch.dtype, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def check(batch: LatentBatch, backend: TritonLatentBackend, tolerance: float = 1
     ],
     ids=["small", "small, split", "odd", "odd decodes", "many heads, split", "many heads", "sinks", "sinks, split"],
 )
+@pytest.mark.one_in(3)
 def test_any_mixture_of_requests_equals_the_definition(
     layer: LatentAttentionLayer, steps: tuple[list[int], list[int]], num_splits: int
 ) -> None:

@@ -45,6 +45,7 @@ def run(batch: StateBatch, backend: TritonStateBackend, cuts: list[list[int]]) -
 
 @pytest.mark.parametrize("layer", [PLAIN, ODD], ids=["plain", "odd"])
 @pytest.mark.parametrize("block_size", [2, 24])
+@pytest.mark.one_in(3)
 def test_prompts_decodes_and_continuations_equal_the_definition(layer: StateSpaceLayer, block_size: int) -> None:
     """Steps with prompts in chunks beside requests of few tokens, and with one token of each."""
     batch = StateBatch(LENGTHS, layer, block_size, device=DEVICE)

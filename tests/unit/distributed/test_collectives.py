@@ -130,6 +130,7 @@ def test_ranks_that_share_no_memory_sum_by_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_kernels
+@pytest.mark.full
 def test_a_rank_that_is_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     ranks = start_ranks(2, tmp_path, repeats=40)
     assert all(rank.stdout is not None and rank.stdout.readline().startswith("Shared") for rank in ranks)

@@ -191,7 +191,7 @@ assert "linear" in str(program.graph)
 
 
 @pytest.mark.parametrize("use", ["", "torch.rand(2, generator=torch.Generator().manual_seed(1))"])
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.slow
 def test_torch_itself_works_without_its_parts_and_with_them(use: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

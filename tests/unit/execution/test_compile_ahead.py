@@ -172,6 +172,7 @@ for config, guess in zip(configs, guesses, strict=True):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_kernel_of_long_prompts_is_known_before_torch_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GUESS, *(str(MODEL.parent / name) for name in WITH_ORDINARY_PAGES)],

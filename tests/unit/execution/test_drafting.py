@@ -116,6 +116,7 @@ def test_a_prompt_in_parts_leaves_what_drafts_read(source: TinyModel | RandomHea
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+@pytest.mark.one_in(5)
 def test_drafts_behind_rejected_ones_do_not_read_them(source: TinyModel | RandomHead, backend: str) -> None:
     driver = drafting_driver(source, backend=backend)
     truth = oracle_greedy(LLAMA, PROMPT, 8)

@@ -103,6 +103,7 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         *[pytest.param(name, marks=interpreted) for name in ("resident", "padded")],
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_column_reaches_the_program_as_its_declaration_says(
     name: str, per: Per, declare: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def table_of(tiny: TinyModel) -> torch.Tensor:
 @pytest.mark.parametrize(
     "make", [lambda: LLAMA, pytest.param(tiny_gpt2, marks=pytest.mark.slow)], ids=["llama", "gpt2"]
 )
+@pytest.mark.one_in(3)
 def test_embeddings_that_are_rows_of_the_table_give_the_bits_of_their_ids(backend: str, make: Any) -> None:
     tiny = make()
     table = table_of(tiny)

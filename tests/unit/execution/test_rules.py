@@ -150,6 +150,7 @@ def edited(rules: RowRules) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.one_in(3)
 def test_a_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed):
     """Forks, beams, rejected drafts and replay: states that come from one another in any order, each asked at any time,
     are those that are built from the prompt and the tokens alone."""

@@ -140,6 +140,7 @@ def equal_inputs(ours: StepInputs, theirs: StepInputs) -> None:
         ((16,), 40, 32, 0),
     ],
 )
+@pytest.mark.one_in(5)
 def test_many_steps_are_prepared_as_on_the_host(
     block_sizes: tuple[int, ...], max_encoder_len: int, cross_block_size: int, rope_axes: int, seed: int
 ) -> None:

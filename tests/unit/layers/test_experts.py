@@ -143,6 +143,7 @@ def random_routes(rows: int, experts: int, top_k: int, seed: int = 3) -> Routes:
 )
 @pytest.mark.parametrize("own", [range(8), range(2, 6)], ids=["all", "some"])
 @pytest.mark.parametrize("kind", OPS)
+@pytest.mark.one_in(3)
 def test_the_chosen_experts_are_summed(kind: str, own: range, bias: bool, gate: ExpertGate, rows: int) -> None:
     """Of experts on other ranks nothing is added."""
     ops = OPS[kind]

@@ -74,6 +74,7 @@ def test_two_files_know_the_inside_of_torch() -> None:
 
 
 @pytest.mark.slow  # a process of its own, or an engine
+@pytest.mark.full
 def test_kernels_run_the_plain_way_with_a_triton_that_is_not_known() -> None:
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(PACKAGE.parent)}

@@ -19,10 +19,10 @@ from ratoon.layers import native
 from ratoon.layers.native.sources import digest_of
 
 TESTS = Path(__file__).parents[1]
-KERNEL_TESTS = [
-    "layers/test_native_ops.py", "layers/test_quantised.py", "layers/test_kernel_accuracy.py",
-    "layers/test_encoder_layers.py",
-    "attention/test_backends.py", "attention/test_attention_accuracy.py",
+ACCURACY_TESTS = ["layers/test_kernel_accuracy.py", "attention/test_attention_accuracy.py"]
+OTHER_TESTS = [
+    "layers/test_native_ops.py", "layers/test_quantised.py", "layers/test_encoder_layers.py",
+    "attention/test_backends.py",
 ]  # fmt: skip
 OTHER_SETS = [name for name in native._supported_sets() if name != native.kernel_set_name()]
 
@@ -30,8 +30,11 @@ OTHER_SETS = [name for name in native._supported_sets() if name != native.kernel
 @pytest.mark.slow
 @pytest.mark.skipif(not OTHER_SETS, reason="this processor runs one kernel set")
 @pytest.mark.parametrize("kernel_set", OTHER_SETS)
-@pytest.mark.one_in(2)
-def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [pytest.param(ACCURACY_TESTS, id="accuracy"), pytest.param(OTHER_TESTS, id="others", marks=pytest.mark.full)],
+)
+def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str, files: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -41,7 +44,7 @@ def test_a_set_that_is_not_the_best_one_passes_the_same_tests(kernel_set: str) -
         "no:xdist",
         "-p",
         "no:schemathesis",
-        *(str(TESTS / name) for name in KERNEL_TESTS),
+        *(str(TESTS / name) for name in files),
     ]
     environment = {**os.environ, native.VARIABLE: kernel_set, "PYTEST_ADDOPTS": "", "RATOON_TESTS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

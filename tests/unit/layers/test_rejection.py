@@ -51,6 +51,7 @@ def filters_of(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.
 
 @pytest.mark.parametrize("draft", [0, 3, VOCABULARY - 1, -1])
 @pytest.mark.parametrize("given", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
+@pytest.mark.one_in(3)
 def test_tokens_behind_a_draft_that_was_certain_have_the_distribution_of_the_model(draft, given):
     logits, drafts = some_logits(5), torch.full((NUM_DRAWS,), draft)
     p, chosen = draw(logits, drafts, None, filters_of(NUM_DRAWS, **given), 0.8)

@@ -89,6 +89,7 @@ def their_table(oracle: LlamaRotaryEmbedding, positions: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.one_in(3)
 def test_the_table_is_that_of_transformers_at_near_and_far_positions(name: str, theta: float) -> None:
     config = with_scaling(SCALINGS[name], rope_theta=theta)
     table = cos_sin_table(config, MAX_POSITION)

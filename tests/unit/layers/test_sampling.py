@@ -314,6 +314,7 @@ FILTERS = [
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize(("vocab_size", "scale"), [(17, 3.0), (300, 2.0), (5003, 3.0), (5003, 0.3)])
+@pytest.mark.one_in(3)
 def test_filtered_draw_follows_the_slow_reference(filters, vocab_size, scale):
     logits = random_logits(1, vocab_size, scale)
     uniforms = evenly_spread(33)
@@ -344,6 +345,7 @@ def test_filters_keep_what_transformers_keeps(filters):
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "few"])
+@pytest.mark.one_in(3)
 def test_every_way_draws_the_token_of_a_full_sort(filters, kind):
     """Which way a row takes is a matter of speed."""
     logits = random_logits(24, 9001, scale={"peaked": 4.0, "flat": 0.1, "ties": 2.0, "few": 2.0}[kind])

@@ -48,6 +48,7 @@ def load(products: list, slot: int, part: int, rank: int, num_inputs: int, num_o
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("rows", "num_inputs"), [(1, 40), (19, 70), (18, 600)])
+@pytest.mark.one_in(5)
 def test_rows_get_the_products_of_their_slots(rows: int, num_inputs: int, has_norm: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     outputs = [150, 20, 33]
@@ -129,6 +130,7 @@ def test_tables_of_adapters_replace_rows(rows: range) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize(("rows", "slots", "max_rank"), [(1, 8, 16), (19, 3, 40), (140, 16, 16)])
+@pytest.mark.one_in(5)
 def test_a_product_joined_with_its_adapters_is_the_product_and_theirs(
     rows: int, slots: int, max_rank: int, has_residual: bool, dtype: torch.dtype
 ) -> None:

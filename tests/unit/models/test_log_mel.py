@@ -43,6 +43,7 @@ def one_window(waveform: np.ndarray) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_mel_bins", [80, 128])
 @pytest.mark.parametrize("name", RECORDINGS)
+@pytest.mark.one_in(3)
 def test_a_window_is_what_transformers_makes_of_it(name, num_mel_bins):
     waveform = RECORDINGS[name].astype(np.float32)
     features = log_mel(waveform, num_mel_bins)

@@ -176,6 +176,7 @@ CASES = dict(all_cases())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(5)
 def test_the_parts_of_a_layer_are_one_weight(case: str, tmp_path: Path) -> None:
     layer, tensors, config = CASES[case]()
     source = open_layer(tmp_path, tensors, config)
@@ -212,6 +213,7 @@ class CountingSource:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(5)
 def test_a_part_of_a_weight_reads_that_part_of_the_file(case: str, tmp_path: Path) -> None:
     """Unless words or groups would be divided, or inputs are in another order."""
     layer, tensors, config = CASES[case]()
@@ -234,6 +236,7 @@ def test_a_part_of_a_weight_reads_that_part_of_the_file(case: str, tmp_path: Pat
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_a_product_is_that_of_the_weight_kept_in_its_bits_or_decoded(case: str, tmp_path: Path) -> None:
     layer, tensors, config = CASES[case]()
     source = open_layer(tmp_path, tensors, config)

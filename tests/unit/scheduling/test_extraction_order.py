@@ -75,6 +75,7 @@ def endless(
 @pytest.mark.parametrize("num_blocks", [17, 20, 40, 400])
 @pytest.mark.parametrize("chunk", [4, 16, None])
 @pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.one_in(5)
 def test_nothing_starves_under_endless_generation(
     caching: bool, num_blocks: int, chunk: int | None, budget: int
 ) -> None:

@@ -208,7 +208,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncItera
 
 @pytest.mark.slow  # bodies of megabytes, one for each way to be hostile
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @again_if_long
 @on_event_loop
 async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.slow  # thousands of tokens, or vectors
 @pytest.mark.parametrize("kind", LARGE_ANSWERS)
 @again_if_long

@@ -286,6 +286,7 @@ async def test_every_refusal_has_its_status_and_its_code(error, status, param, c
     ],
 )
 @on_event_loop
+@pytest.mark.one_in(3)
 async def test_what_is_wrong_is_named_and_never_reaches_the_engine(fields, param):
     async with extracting(states()) as (client, calls):
         answer = await ask(client, **fields)

@@ -20,6 +20,7 @@ logging.getLogger("opentelemetry.sdk").warning("no collector")
 
 @pytest.mark.slow  # processes that import a server
 @pytest.mark.parametrize(("level", "shows_throughput"), [(None, True), ("info", True), ("warning", False)])
+@pytest.mark.one_in(2)
 def test_the_throughput_is_written_unless_a_level_forbids_it(monkeypatch, level, shows_throughput):
     monkeypatch.delenv("RATOON_LOG", raising=False)
     script = SCRIPT.format(level=level)
