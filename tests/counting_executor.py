@@ -24,3 +24,25 @@ class CountingExecutor(UniProcExecutor):
 def passes_of(folder: Path, pid: int | None) -> int:
     file = folder / str(pid)
     return file.stat().st_size if file.exists() else 0
+
+
+NOTING = f"{__name__}:NotingExecutor"
+
+
+class NotingExecutor(UniProcExecutor):
+    """Notes how many requests begin in each step in which one begins."""
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        if plan.scheduled_new_reqs:
+            with (Path(os.environ[FOLDER]) / f"{os.getpid()}.begun").open("a") as file:
+                file.write(f"{len(plan.scheduled_new_reqs)} ")
+        super().execute_model(plan)
+
+
+def begun_in(folder: Path) -> list[list[int]]:
+    """How many requests began in each step, for each process, and forgets it."""
+    files = list(folder.glob("*.begun"))
+    found = [[int(number) for number in file.read_text().split()] for file in files]
+    for file in files:
+        file.unlink()
+    return sorted(found)

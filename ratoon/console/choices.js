@@ -3,6 +3,7 @@
 
 import { goTo } from "./answers.js";
 import { classes, html } from "./dom.js";
+import { focusNext } from "./focus.js";
 import { state } from "./store.js";
 import { heat, percent, textsOf } from "./tokens.js";
 
@@ -38,7 +39,7 @@ export function Choices({ ids, here }) {
   if (answers.some((item) => !item.tokens.length)) return null;
   const searched = answers.some((item) => Number.isFinite(item.message.score));
   return html`<section class="choices" aria-label=${`${ids.length} answers as a tree`}>
-    <header>${ids.length} ${searched ? "beams" : "answers"}; what they share is written once</header>
+    <p class="about">${ids.length} ${searched ? "beams" : "answers"}; what they share is written once</p>
     <ul class="shared">${drawn(sharedTree(answers), here)}</ul>
   </section>`;
 }
@@ -48,7 +49,7 @@ export function Choices({ ids, here }) {
 function drawn(branch, here) {
   return html`<li class=${classes(branch.leaves.length && !branch.children.length && "leaf", holds(branch, here) && "on")}>
     ${branch.tokens.length > 0 && html`<span class="run">${pieces(branch.tokens)}</span>`}
-    ${branch.leaves.map((message) => html`<button type="button" class=${classes("leaf", message.id === here && "here")} aria-current=${message.id === here} onClick=${() => goTo(message.id)}>
+    ${branch.leaves.map((message) => html`<button type="button" class=${classes("leaf", message.id === here && "here")} aria-current=${message.id === here} onClick=${() => (focusNext(`[data-message="${CSS.escape(message.id)}"] .choices .here`), goTo(message.id))}>
       ${(message.choice ?? 0) + 1}${Number.isFinite(message.score) ? ` · score ${Number(message.score).toFixed(3)}` : ""} · ${total(message)}
     </button>`)}
     ${branch.children.length > 0 && html`<ul>${branch.children.map((child) => drawn(child, here))}</ul>`}

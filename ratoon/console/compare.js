@@ -74,7 +74,7 @@ export function Compare() {
   const here = (marked && read[0]) || read.find((message) => versions(message).length) || read[0];
   const other = marked ?? (here && (versions(here).find((message) => message.id === here.branchOf) ?? versions(here)[0])) ?? answers.find((message) => message.id !== here?.id);
   if (!here || answers.length < 2) {
-    return html`<section class="compare padded" aria-label="Compare"><p class="muted">There are no two answers yet. Retry one, or branch at a token; then mark one of them.</p></section>`;
+    return html`<section class="compare padded" aria-label="Compare" tabindex="-1"><p class="muted">There are no two answers yet. Retry one, or branch at a token; then mark one of them.</p></section>`;
   }
   const left = other ?? here;
   const byToken = Boolean(left.tokens?.length && here.tokens?.length);
@@ -89,13 +89,13 @@ export function Compare() {
     <select value=${value.id} onChange=${choose(set)}>
       ${answers.map((message) => html`<option value=${message.id} selected=${message.id === value.id}>${pathTo(tree, message.id).length / 2}. ${labelOf(message).slice(0, 60)}</option>`)}
     </select></label>`;
-  return html`<section class="compare" aria-label="Compare">
-    <p class="summary">${Math.round((share / all) * 100)} % in common, compared by ${byToken ? "tokens" : "words"}</p>
+  return html`<section class="compare" aria-label="Compare" tabindex="-1">
+    <p class="summary" role="status">${Math.round((share / all) * 100)} % in common, compared by ${byToken ? "tokens" : "words"}</p>
     <div class="sides">
       ${[
-        { message: left, runs: sides[0], mark: "del", picker: picker("Left", left, (id) => (state.marked = id)) },
-        { message: here, runs: sides[1], mark: "ins", picker: picker("Right", here, (id) => (tree.cursor = id)) },
-      ].map((side) => html`<article>
+        { name: "Left", message: left, runs: sides[0], mark: "del", picker: picker("Left", left, (id) => (state.marked = id)) },
+        { name: "Right", message: here, runs: sides[1], mark: "ins", picker: picker("Right", here, (id) => (tree.cursor = id)) },
+      ].map((side) => html`<article aria-label=${side.name}>
         ${side.picker}
         <p class="muted small">${lineage(side.message)}</p>
         <div class="verbatim">${side.runs.map((run) => (run.same ? html`<span>${run.text}</span>` : side.mark === "del" ? html`<del>${run.text}</del>` : html`<ins>${run.text}</ins>`))}</div>

@@ -55,12 +55,12 @@ export function Engine() {
   // A first event may name an engine whose blocks come with the next one.
   const engines = [...world.engines.values()].filter((engine) => engine.blocks.length).sort((a, b) => a.index - b.index);
   if (connection === "refused") {
-    return html`<section class="engine padded" aria-label="Engine">
+    return html`<section class="engine padded" aria-label="Engine" tabindex="-1">
       <p class="error" role="alert">${problem}</p>
       <${AdminKey} open=${() => setAttempt(attempt + 1)} />
     </section>`;
   }
-  return html`<section class="engine" aria-label="Engine">
+  return html`<section class="engine" aria-label="Engine" tabindex="-1">
     ${connection !== "open" && html`<p class="notice-line" role="status">${connection === "lost" ? `The stream ended (${problem || "closed by the server"}); it is opened again.` : "Opening the stream of events…"}</p>`}
     <${Rates} />
     <div class="engines">${engines.map((engine) => html`<${EngineBlocks} key=${engine.index} engine=${engine} />`)}</div>
@@ -214,7 +214,7 @@ function EngineBlocks({ engine }) {
   });
   return html`<article class="blocks">
     <header>
-      <h3>Engine ${engine.index}</h3>
+      <h2>Engine ${engine.index}</h2>
       ${engine.model && html`<strong class="model">${engine.model}</strong>`}
       <span class=${classes("state", engine.state === "ok" && "ok")}>${engine.state}${engine.paused ? ", paused" : ""}${engine.asleep ? ", asleep" : ""}</span>
       <span class="muted">${engine.pid ? `pid ${engine.pid}` : ""}${engine.num_restarts ? `, ${engine.num_restarts} restarts` : ", no restart"}${engine.detail ? `, ${engine.detail}` : ""}</span>
@@ -223,10 +223,10 @@ function EngineBlocks({ engine }) {
     ${picture}
     ${engine.host_blocks && html`<div class="host" role="img" aria-label=${`${engine.host_blocks.used} of ${engine.host_blocks.total} blocks on the host`}><span style=${{ width: `${(engine.host_blocks.used / Math.max(1, engine.host_blocks.total)) * 100}%` }}></span></div>`}
     <p class="legend">
-      <span class="key used"></span>${counts[IN_USE]} in use (a colour for each request)
-      <span class="key leased"></span>${counts[LEASED]} leased
-      <span class="key cached"></span>${counts[CACHED]} cached
-      <span class="key free"></span>${counts[FREE]} free
+      <span class="entry"><span class="key used"></span>${counts[IN_USE]} in use (a colour for each request)</span>
+      <span class="entry"><span class="key leased"></span>${counts[LEASED]} leased</span>
+      <span class="entry"><span class="key cached"></span>${counts[CACHED]} cached</span>
+      <span class="entry"><span class="key free"></span>${counts[FREE]} free</span>
       <span class="over">${over >= 0 ? text(over) : total}</span>
     </p>
   </article>`;
@@ -302,11 +302,16 @@ function Steps() {
     draw: (canvas, at) => drawSteps(canvas, steps, at),
   });
   return html`<article class="steps">
-    <header><h3>Last ${steps.length} steps</h3>
+    <header><h2>Last ${steps.length} steps</h2>
       <span class="muted">${over >= 0 ? `step: ${text(over)}` : newest}</span>
     </header>
     ${picture}
-    <p class="legend"><span class="key prompt"></span>prompt tokens <span class="key decoded"></span>decoded tokens <span class="key time"></span>milliseconds <span class="key waited"></span>waited (grey: for the device)</p>
+    <p class="legend">
+      <span class="entry"><span class="key prompt"></span>prompt tokens</span>
+      <span class="entry"><span class="key decoded"></span>decoded tokens</span>
+      <span class="entry"><span class="key time"></span>milliseconds</span>
+      <span class="entry"><span class="key waited"></span>waited (grey: for the device)</span>
+    </p>
   </article>`;
 }
 
@@ -370,9 +375,9 @@ function Requests() {
   const now = performance.now() / 1000;
   const rows = [...world.requests.values()].sort((a, b) => b.age - a.age);
   return html`<article>
-    <header><h3>Requests</h3><span class="muted">${rows.filter((row) => row.state === "running").length} running, ${rows.filter((row) => row.state !== "running").length} waiting</span></header>
+    <header><h2>Requests</h2><span class="muted">${rows.filter((row) => row.state === "running").length} running, ${rows.filter((row) => row.state !== "running").length} waiting</span></header>
     <div class="table" tabindex="0" role="region" aria-label="Requests"><table>
-      <thead><tr><th scope="col"></th><th scope="col">id</th><th scope="col">owner</th><th scope="col">kind</th><th scope="col">state</th><th scope="col">age</th><th scope="col">prompt</th><th scope="col">written</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <thead><tr><th scope="col"><span class="visually-hidden">colour</span></th><th scope="col">id</th><th scope="col">owner</th><th scope="col">kind</th><th scope="col">state</th><th scope="col">age</th><th scope="col">prompt</th><th scope="col">written</th><th scope="col">blocks</th><th scope="col"><span class="visually-hidden">action</span></th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.key}>
         <td><span class="key" style=${{ background: `hsl(${hueOf(row.key)} 62% 50%)` }}></span></td>
         <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${row.kind}</td><td>${row.state}</td>
@@ -388,9 +393,9 @@ function Leases() {
   const now = performance.now() / 1000;
   const rows = [...world.leases.values()].sort((a, b) => a.seconds_left - b.seconds_left);
   return html`<article>
-    <header><h3>Leases</h3><span class="muted">${rows.length} finished answers keep their memory</span></header>
+    <header><h2>Leases</h2><span class="muted">${rows.length} finished answers keep their memory</span></header>
     <div class="table" tabindex="0" role="region" aria-label="Leases"><table>
-      <thead><tr><th scope="col"></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">place</th><th scope="col">blocks</th><th scope="col"></th></tr></thead>
+      <thead><tr><th scope="col"><span class="visually-hidden">colour</span></th><th scope="col">root</th><th scope="col">owner</th><th scope="col">time left</th><th scope="col">tokens</th><th scope="col">place</th><th scope="col">blocks</th><th scope="col"><span class="visually-hidden">action</span></th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.key}>
         <td><span class="key" style=${{ background: `hsl(${hueOf(row.key)} 62% 50%)` }}></span></td>
         <td><code>${row.id}</code></td><td>${row.owner || "–"}</td><td>${asTime(Math.max(0, row.seconds_left - now + (row.seen ?? now)))}</td><td>${row.tokens}</td><td>${row.place}</td><td>${countBlocks(row.blocks)}</td>

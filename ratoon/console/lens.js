@@ -5,8 +5,8 @@
 import { call } from "./api.js";
 import { classes, html, useEffect, useState } from "./dom.js";
 import { modelOf } from "./request.js";
-import { changed, state } from "./store.js";
-import { heat, percent, visible } from "./tokens.js";
+import { announce, changed, state } from "./store.js";
+import { focusAnswer, heat, percent, spoken, visible } from "./tokens.js";
 
 /** @typedef {import("./types").Message} Message */
 /** @typedef {{token_id: number, token: string, logprob: number}} Said */
@@ -24,7 +24,11 @@ export function Lens() {
     if (!inspected || !message) return;
     let stale = false;
     look(message, inspected.index).then(
-      (data) => stale || setFound({ key, data }),
+      (data) => {
+        if (stale) return;
+        setFound({ key, data });
+        announce(`${spoken(message.tokens?.[inspected.index]?.text ?? "")}: ${summary(data, message, inspected.index)}`);
+      },
       (error) => stale || setFound({ key, error: error.message }),
     );
     return () => {
@@ -40,14 +44,22 @@ export function Lens() {
     state.inspected = { id: inspected.id, index: Math.max(0, Math.min(tokens.length - 1, inspected.index + step)) };
     changed();
   };
-  return html`<section class="lens" aria-label="Hidden states">
+  const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation(); // it would stop an answer
+    state.panel = "";
+    state.touched = { ...inspected, pinned: true };
+    focusAnswer(inspected.id);
+    changed();
+  };
+  return html`<section class="lens" aria-label="Hidden states" tabindex="-1" onKeyDown=${onKeyDown}>
     <div class="walk">
       <button type="button" class="quiet" aria-label="Token before" disabled=${inspected.index === 0} onClick=${go(-1)}>‹</button>
       <code class="big">${visible(token?.text ?? "")}</code>
       <span class="muted">token ${inspected.index + 1}, ${percent(token?.logprob ?? null)}</span>
       <button type="button" class="quiet" aria-label="Token after" disabled=${inspected.index >= tokens.length - 1} onClick=${go(1)}>›</button>
     </div>
-    ${found.key !== key && html`<p class="muted" role="status">Reading the layers…</p>`}
+    ${found.key !== key && html`<p class="muted">Reading the layers…</p>`}
     ${found.key === key && found.error && html`<p class="error" role="alert">${found.error}</p>`}
     ${found.data && html`<${Picture} data=${found.data} message=${message} index=${inspected.index} />`}
   </section>`;
@@ -79,6 +91,14 @@ async function look(message, index) {
   return found;
 }
 
+/** The picture in one sentence. @param {Found} data @param {Message} message @param {number} index */
+function summary(data, message, index) {
+  const id = message.tokens?.[index].id;
+  const decided = data.lens.findIndex((row) => row[row.length - 1]?.[0]?.token_id === id);
+  if (decided < 0) return "No layer puts this token first: it was drawn, or chosen by you.";
+  return `Layer ${data.layers[decided]} of ${data.layers[data.layers.length - 1]} is the first to put this token first.`;
+}
+
 /** @param {{data: Found, message: Message, index: number}} props */
 function Picture({ data, message, index }) {
   const columns = shownTokens(message, index);
@@ -87,11 +107,9 @@ function Picture({ data, message, index }) {
   const rows = data.layers.map((layer, at) => ({ layer, norms: data.norms[at], said: data.lens[at] })).reverse();
   const most = Math.max(...data.norms.map((norms) => Math.log1p(norms[last])));
   const own = columns[last].token;
-  const rank = (/** @type {Said[]} */ said) => said.findIndex((entry) => entry.token_id === own.id);
-  const decided = [...rows].reverse().find((row) => rank(row.said[last]) === 0);
   return html`<figure class="layers">
     <figcaption>
-      ${decided ? html`Layer <strong>${decided.layer}</strong> of ${data.layers[data.layers.length - 1]} is the first to put this token first.` : "No layer puts this token first: it was drawn, or chosen by you."}
+      ${summary(data, message, index)}
       <span class="muted"> ${data.computed_tokens} tokens computed for this, ${data.cached_tokens} inherited.</span>
     </figcaption>
     <${Profile} data=${data} last=${last} own=${own.id} />
@@ -122,7 +140,9 @@ function Profile({ data, last, own }) {
   const line = (/** @type {(said: Said[]) => number} */ share) =>
     data.lens.map((row, at) => `${at ? "L" : "M"}${x(at).toFixed(1)} ${y(share(row[last])).toFixed(1)}`).join("");
   const shareOf = (/** @type {Said[]} */ said) => Math.exp(said.find((entry) => entry.token_id === own)?.logprob ?? -Infinity);
-  return html`<svg class="profile" viewBox=${`0 0 ${width} ${height}`} role="img" aria-label="Through the layers: the probability of this token, and that of each layer's favourite">
+  // Five layers in words stand for the line.
+  const told = [0, 1, 2, 3, 4].map((part) => Math.round((part * layers) / 4)).map((at) => `layer ${data.layers[at]}: ${percent(Math.log(shareOf(data.lens[at][last])))}`);
+  return html`<svg class="profile" viewBox=${`0 0 ${width} ${height}`} role="img" aria-label=${`The probability of this token through the layers. ${told.join(", ")}`}>
     <line class="axis" x1="4" x2=${width - 4} y1=${y(0)} y2=${y(0)} />
     <line class="axis" x1="4" x2=${width - 4} y1=${y(1)} y2=${y(1)} />
     <path class="favourite" d=${line((said) => Math.exp(said[0].logprob))} />

@@ -4,8 +4,9 @@
 import { isRunning, retry, stopAll, whenAnswered } from "./answers.js";
 import { call } from "./api.js";
 import { Compare } from "./compare.js";
-import { classes, html, render, useEffect, useRef, useState } from "./dom.js";
+import { classes, html, render, useEffect, useLayoutEffect, useRef, useState } from "./dom.js";
 import { Engine } from "./engine.js";
+import { focusNext, keepFocus, watchFocus } from "./focus.js";
 import { Lens } from "./lens.js";
 import { Outline } from "./outline.js";
 import { Panel } from "./panel.js";
@@ -19,6 +20,8 @@ const VIEWS = /** @type {[string, string][]} */ ([
   ["compare", "Compare"],
   ["engine", "Engine"],
 ]);
+
+const NARROW = matchMedia("(max-width: 760px)"); // as in the style sheet
 
 const KEYS = [
   ["/", "write a message"],
@@ -42,8 +45,10 @@ function App() {
   useEffect(() => onChange(() => draw((/** @type {number} */ old) => old + 1)), []);
   useEffect(() => {
     document.addEventListener("keydown", onKey);
+    watchFocus();
     return () => document.removeEventListener("keydown", onKey);
   }, []);
+  useLayoutEffect(keepFocus);
   const talking = state.view === "talk";
   return html`
     <header class="bar">
@@ -53,7 +58,7 @@ function App() {
         ${VIEWS.map(([name, label]) => html`<button type="button" key=${name} aria-current=${state.view === name ? "page" : undefined} onClick=${() => show(name)}>${label}</button>`)}
       </nav>
       <span class="spring"></span>
-      ${talking && html`<div class="tools" role="toolbar" aria-label="View of the conversation">
+      ${talking && html`<div class="tools" role="group" aria-label="View of the conversation">
         <button type="button" class="quiet" aria-pressed=${state.outline} onClick=${() => toggle("outline")}>Tree</button>
         <button type="button" class="quiet" aria-pressed=${state.coloured} onClick=${() => toggle("coloured")}>Probabilities</button>
         <button type="button" class="quiet" aria-pressed=${!state.rendered} onClick=${() => toggle("rendered")}>Verbatim</button>
@@ -73,7 +78,9 @@ function App() {
     ${state.askKey && html`<${KeyDialog} />`}
     ${state.help && html`<${Help} />`}
     <div class=${classes("toast", state.notice && "shown")} aria-hidden="true">${state.notice}</div>
-    <div class="visually-hidden" role="status" aria-live="polite">${state.announcement}</div>`;
+    <div class="visually-hidden" role="status" aria-live="polite">${state.announcement}</div>
+    <p id="token-keys" hidden>Left and right arrow go through its tokens, Enter shows alternatives, I looks inside.</p>
+    <div class="visually-hidden" role="log" aria-label="Answer, as it is written">${state.speech.pieces.map((piece) => html`<p key=${piece.at}>${piece.text}</p>`)}</div>`;
 }
 
 function ModelPicker() {
@@ -93,21 +100,37 @@ function stateOf(name) {
 function Menu() {
   const box = useRef(/** @type {HTMLDetailsElement | null} */ (null));
   const file = useRef(/** @type {HTMLInputElement | null} */ (null));
+  const shut = () => {
+    if (!box.current?.open) return;
+    // A dialog gives the focus back to what had it: the closed menu has nothing that can take it.
+    if (box.current.contains(document.activeElement)) box.current.querySelector("summary")?.focus();
+    box.current.open = false;
+  };
   const act = (/** @type {() => void} */ action) => () => {
-    if (box.current) box.current.open = false;
+    shut();
     action();
   };
-  return html`<details class="menu" ref=${box}>
-    <summary aria-label="Menu">Menu</summary>
-    <div role="menu">
-      <button type="button" role="menuitem" onClick=${act(begin)}>New conversation</button>
-      <button type="button" role="menuitem" onClick=${act(save)}>Export as JSON</button>
-      <button type="button" role="menuitem" onClick=${act(() => file.current?.click())}>Import…</button>
-      <button type="button" role="menuitem" onClick=${act(clear)}>Clear everything</button>
-      <button type="button" role="menuitem" onClick=${act(theme)}>Light or dark</button>
-      <button type="button" role="menuitem" onClick=${act(() => ((state.askKey = true), changed()))}>API key…</button>
-      <button type="button" role="menuitem" onClick=${act(() => ((state.help = true), changed()))}>Keys (?)</button>
-      <a role="menuitem" href="docs" target="_blank" rel="noopener">The API</a>
+  const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Escape" || !box.current?.open) return;
+    event.stopPropagation(); // it would stop an answer
+    shut();
+  };
+  useEffect(() => {
+    const outside = (/** @type {Event} */ event) => box.current?.contains(/** @type {Node} */ (event.target)) || shut();
+    for (const name of ["mousedown", "focusin"]) document.addEventListener(name, outside);
+    return () => ["mousedown", "focusin"].forEach((name) => document.removeEventListener(name, outside));
+  }, []);
+  return html`<details class="menu" ref=${box} onKeyDown=${onKeyDown}>
+    <summary>Menu</summary>
+    <div class="entries">
+      <button type="button" onClick=${act(begin)}>New conversation</button>
+      <button type="button" onClick=${act(save)}>Export as JSON</button>
+      <button type="button" onClick=${act(() => file.current?.click())}>Import…</button>
+      <button type="button" onClick=${act(clear)}>Clear everything</button>
+      <button type="button" onClick=${act(theme)}>Light or dark</button>
+      <button type="button" onClick=${act(() => ((state.askKey = true), changed()))}>API key…</button>
+      <button type="button" onClick=${act(() => ((state.help = true), changed()))}>Keys (?)</button>
+      <a href="docs" target="_blank" rel="noopener">The API</a>
     </div>
     <input ref=${file} class="visually-hidden" type="file" accept="application/json,.json" aria-label="File to import" tabindex="-1" onChange=${open} />
   </details>`;
@@ -134,7 +157,7 @@ function KeyDialog() {
     <form onSubmit=${(/** @type {any} */ event) => {
       event.preventDefault();
       state.key = String(new FormData(event.target).get("key") ?? "").trim();
-      close();
+      event.target.closest("dialog").close(); // which gives the focus back
       loadModels();
     }}>
       <p>This server asks for a key. It is kept in memory until the page is closed or reloaded, and sent to this server only.</p>
@@ -150,6 +173,10 @@ function Help() {
     changed();
   };
   return html`<${Dialog} title="Keys" close=${close}>
+    <label class="check"><input type="checkbox" checked=${state.settings.keys} onChange=${(/** @type {any} */ event) => {
+      state.settings.keys = event.target.checked;
+      changed();
+    }} /> Letters, digits and signs are commands (outside of fields)</label>
     <dl class="keys">${KEYS.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl>
   <//>`;
 }
@@ -176,7 +203,15 @@ function panel(name) {
 }
 
 function narrow() {
-  return matchMedia("(max-width: 760px)").matches;
+  return NARROW.matches;
+}
+
+/** In a window that becomes narrow, or is magnified, what stood beside the conversation would cover it. */
+function onWidth() {
+  if (!narrow()) return;
+  state.panel = "";
+  state.outline = false;
+  changed();
 }
 
 /** The next message begins another conversation: a further root of the tree. */
@@ -184,7 +219,7 @@ function begin() {
   state.tree.cursor = null;
   state.view = "talk";
   changed();
-  setTimeout(() => document.getElementById("composer")?.focus(), 40);
+  focusNext("#composer");
 }
 
 function clear() {
@@ -237,7 +272,7 @@ function onKey(event) {
     else if (target.matches("input, textarea, select")) target.blur();
     return changed();
   }
-  if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input, textarea, select, dialog, [contenteditable]")) return;
+  if (!state.settings.keys || event.ctrlKey || event.metaKey || event.altKey || target.closest("input, textarea, select, dialog, [contenteditable]")) return;
   const path = pathTo(state.tree, state.tree.cursor);
   const answered = [...path].reverse().find((message) => message.role === "assistant");
   const last = path[path.length - 1];
@@ -247,7 +282,7 @@ function onKey(event) {
   };
   /** @type {Record<string, () => void>} */
   const actions = {
-    "/": () => (show("talk"), setTimeout(() => document.getElementById("composer")?.focus(), 20)),
+    "/": () => (show("talk"), focusNext("#composer")),
     "?": () => ((state.help = true), changed()),
     1: () => show("talk"),
     2: () => show("compare"),
@@ -295,6 +330,7 @@ async function start() {
   whenAnswered(() => {
     if (Object.keys(state.modelStates).length) loadModels();
   });
+  NARROW.addEventListener("change", onWidth);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed); // canvases have no style sheet
   render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));
   try {

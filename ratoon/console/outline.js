@@ -5,7 +5,7 @@ import { goTo, isRunning } from "./answers.js";
 import { classes, html, useEffect, useRef } from "./dom.js";
 import { changed, state } from "./store.js";
 import { percent, visible } from "./tokens.js";
-import { layOut, pathTo, removeBranch, walk } from "./tree.js";
+import { layOut, pathTo, removeBranch, siblingsOf, walk } from "./tree.js";
 
 /** @typedef {import("./types").Message} Message */
 
@@ -68,12 +68,15 @@ export function Outline() {
     <div class="rows">
       ${placed.map(({ message, lane }) => {
         const badge = badgeOf(message);
+        const siblings = siblingsOf(tree, message);
         return html`<div
           key=${message.id}
           id=${`row-${message.id}`}
           class=${classes("row", message.role, path.has(message.id) && "on", message.id === selected && "here", message.id === state.marked && "marked")}
           role="treeitem"
           aria-level=${pathTo(tree, message.id).length}
+          aria-posinset=${siblings.indexOf(message.id) + 1}
+          aria-setsize=${siblings.length}
           aria-selected=${message.id === selected}
           style=${{ paddingLeft: `${LEFT + (lane + 1) * LANE - 4}px` }}
           onClick=${() => choose(message.id)}

@@ -3,6 +3,7 @@
 
 import { call } from "./api.js";
 import { classes, html, useState } from "./dom.js";
+import { focusNext } from "./focus.js";
 import { FIELDS, formatFields, FORMATS, hintOf, SettingError } from "./request.js";
 import { changed, state } from "./store.js";
 
@@ -35,7 +36,7 @@ export function Panel() {
             ? html`<textarea rows="2" placeholder=${hint(field)} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))}></textarea>`
             : field.kind === "choice"
               ? html`<select value=${settings.fields[field.name] ?? ""} onChange=${bind((value) => (settings.fields[field.name] = value))}>
-                  <option value="">${hint(field)}</option>${field.options?.map((option) => html`<option value=${option}>${option}</option>`)}
+                  <option value="">Default: ${hint(field)}</option>${field.options?.map((option) => html`<option value=${option}>${option}</option>`)}
                 </select>`
               : html`<input inputmode="decimal" name=${field.name} placeholder=${hint(field)} title=${hint(field)} value=${settings.fields[field.name] ?? ""} onInput=${bind((value) => (settings.fields[field.name] = value))} />`}
         </label>`)}
@@ -112,18 +113,23 @@ function Tools() {
     });
     changed();
   };
+  const remove = (/** @type {number} */ index) => {
+    settings.tools.splice(index, 1);
+    focusNext(settings.tools.length ? "#add-tool" : "#tools"); // without a tool the part is closed
+    changed();
+  };
   return html`<details open=${settings.tools.length > 0}>
-    <summary>Tools${settings.tools.length ? ` (${settings.tools.length})` : ""}</summary>
+    <summary id="tools">Tools${settings.tools.length ? ` (${settings.tools.length})` : ""}</summary>
     ${settings.tools.map((tool, index) => html`<fieldset key=${index} class="tool">
       <legend>Tool ${index + 1}</legend>
       <label class="field wide"><span>Name</span><input value=${tool.name} onInput=${bind((value) => (tool.name = value))} /></label>
       <label class="field wide"><span>Description</span><input value=${tool.description} onInput=${bind((value) => (tool.description = value))} /></label>
       <label class="field wide"><span>Parameters (a JSON schema)</span><textarea class="editor" rows="5" spellcheck="false" value=${tool.parameters} onInput=${bind((value) => (tool.parameters = value))}></textarea></label>
       <label class="field wide"><span>Canned result; empty: you are asked for it</span><textarea class="editor" rows="2" spellcheck="false" value=${tool.canned} onInput=${bind((value) => (tool.canned = value))}></textarea></label>
-      <button type="button" class="quiet" onClick=${() => (settings.tools.splice(index, 1), changed())}>Remove</button>
+      <button type="button" class="quiet" aria-label=${`Remove tool ${index + 1}`} onClick=${() => remove(index)}>Remove</button>
     </fieldset>`)}
     <div class="line">
-      <button type="button" onClick=${add}>Add a tool</button>
+      <button type="button" id="add-tool" onClick=${add}>Add a tool</button>
       ${settings.tools.length > 0 && html`<label class="inline">Choice <select value=${settings.toolChoice} onChange=${bind((value) => (settings.toolChoice = value))}>
         ${["auto", "required", "none"].map((name) => html`<option value=${name} selected=${name === settings.toolChoice}>${name}</option>`)}
       </select></label>`}

@@ -55,7 +55,7 @@ export function Segments({ message }) {
   return html`<details class="segments" open>
     <summary>${about.join(", ")}</summary>
     <ol>${segments.map((segment) => html`<li>
-      <button type="button" class="quiet" disabled=${!playable} aria-label=${`Play from ${asClock(segment.start)}`} onClick=${() => play(message.parent, segment)}>${asClock(segment.start)} – ${asClock(segment.end)}</button>
+      <button type="button" class="quiet" disabled=${!playable} aria-label=${`Play ${asClock(segment.start)} – ${asClock(segment.end)}`} onClick=${() => play(message.parent, segment)}>${asClock(segment.start)} – ${asClock(segment.end)}</button>
       <span>${segment.text.trim()}</span>
     </li>`)}</ol>
   </details>`;

@@ -2,6 +2,7 @@
 // The page's state, and the way to say that it changed. It lives in memory. The tree and the settings are also written
 // to sessionStorage, which ends with the tab, so that a reload loses nothing; the key never is.
 
+import { Speech } from "./speech.js";
 import { emptyTree, readTree, writeTree } from "./tree.js";
 
 /** @typedef {import("./types").Settings} Settings */
@@ -20,6 +21,7 @@ export function defaultSettings() {
     toolChoice: "auto",
     alternatives: 5,
     retain: 600,
+    keys: true,
   };
 }
 
@@ -59,6 +61,8 @@ export const state = {
   /** @type {{message: string, param?: string | null} | null} */
   formatError: null,
   announcement: "",
+  /** What a screen reader is told of the answer that is written. */
+  speech: new Speech(0),
   notice: "",
 };
 
@@ -97,7 +101,8 @@ export function touch(/** @type {import("./types").Message} */ message) {
 
 /** Tells a screen reader, and shows for some seconds what a button did. */
 export function announce(/** @type {string} */ text, visible = false) {
-  state.announcement = text;
+  // What stays the same is not told again: the space makes it another text.
+  state.announcement = text === state.announcement ? `${text}\u00a0` : text;
   if (visible) {
     state.notice = text;
     setTimeout(() => {
@@ -143,6 +148,7 @@ export function readSettings(data) {
     if (Number.isFinite(data[name])) settings[name] = data[name];
   }
   settings.beams = data.beams === true;
+  settings.keys = data.keys !== false;
   for (const [name, value] of Object.entries(data.fields || {})) {
     if (/^[a-z_]{1,40}$/.test(name) && typeof value === "string") settings.fields[name] = value;
   }

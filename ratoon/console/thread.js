@@ -3,6 +3,7 @@
 
 import { answer, edit, giveResults, goOn, goTo, isRunning, retry, send, stopAll, transcribe } from "./answers.js";
 import { classes, html, useEffect, useLayoutEffect, useRef, useState } from "./dom.js";
+import { focusNext } from "./focus.js";
 import { listener, modalitiesOf, Player, Segments } from "./recordings.js";
 import { asCurl, asPython, modelOf } from "./request.js";
 import { announce, changed, state } from "./store.js";
@@ -27,7 +28,7 @@ export function Thread() {
     if (box.current && follows.current) box.current.scrollTop = box.current.scrollHeight;
   }, [tree.cursor, last?.version]);
   const hidden = last?.children.length ?? 0;
-  return html`<section class="thread" aria-label="Conversation">
+  return html`<section class="thread" aria-label="Conversation" tabindex="-1">
     <div
       class="messages"
       ref=${box}
@@ -41,7 +42,7 @@ export function Thread() {
       }}
     >
       ${path.length === 0 && html`<${Welcome} />`}
-      ${path[0]?.system && html`<article class="message system"><header>System</header><p class="said">${path[0].system}</p></article>`}
+      ${path[0]?.system && html`<article class="message system" aria-label="System"><header><h2 class="who">System</h2></header><p class="said">${path[0].system}</p></article>`}
       ${path.map((message) => html`<${MessageView} key=${message.id} message=${message} />`)}
       ${hidden > 0 &&
       html`<p class="muted padded">
@@ -85,10 +86,11 @@ function MessageView({ message }) {
   return html`<article
     class=${classes("message", message.role, marked && "marked")}
     data-message=${message.id}
-    aria-label=${`${name}`}
+    aria-label=${name}
+    tabindex="-1"
     aria-busy=${message.status === "running"}
   >
-    <header><span class="who">${name}</span><${Versions} message=${message} />${message.role === "assistant" && html`<${Cost} message=${message} />`}</header>
+    <header><h2 class="who">${name}</h2><${Versions} message=${message} />${message.role === "assistant" && html`<${Cost} message=${message} />`}</header>
     ${message.role === "assistant" ? html`<${Answer} message=${message} />` : html`<${Said} message=${message} />`}
   </article>`;
 }
@@ -97,9 +99,13 @@ function MessageView({ message }) {
 function Versions({ message }) {
   const siblings = siblingsOf(state.tree, message);
   if (siblings.length < 2) return null;
-  const go = (/** @type {"left" | "right"} */ direction) => () => goTo(walk(state.tree, message.id, direction));
+  const go = (/** @type {"left" | "right"} */ direction) => (/** @type {any} */ event) => {
+    const id = walk(state.tree, message.id, direction);
+    focusNext(`[data-message="${CSS.escape(id)}"] .versions [aria-label="${event.currentTarget.ariaLabel}"]:enabled`);
+    goTo(id);
+  };
   const place = siblings.indexOf(message.id);
-  return html`<span class="versions" role="group" aria-label="Versions">
+  return html`<span class="versions" role="group" aria-label=${`Version ${place + 1} of ${siblings.length}`}>
     <button type="button" class="quiet" aria-label="Previous version" disabled=${place === 0} onClick=${go("left")}>‹</button>
     <span>${place + 1}/${siblings.length}</span>
     <button type="button" class="quiet" aria-label="Next version" disabled=${place === siblings.length - 1} onClick=${go("right")}>›</button>
@@ -144,7 +150,7 @@ function Answer({ message }) {
     ${message.status === "stopped" && html`<p class="muted">Stopped.</p>`}
     ${group.length > 1 && !running && html`<${Choices} ids=${group} here=${message.id} />`}
     ${known && (message.calls?.length ?? 0) > 0 && message.children.length === 0 && html`<${Results} message=${message} />`}
-    <footer class="actions" role="toolbar" aria-label="Actions">
+    <div class="actions" role="group" aria-label="Actions">
       <button type="button" class="quiet" disabled=${running} onClick=${() => retry(message)}>Retry</button>
       ${message.finish === "length" && known && html`<button type="button" class="quiet" onClick=${() => goOn(message)}>Go on</button>`}
       <button type="button" class="quiet" onClick=${() => copyText(message.text)}>Copy</button>
@@ -152,7 +158,7 @@ function Answer({ message }) {
         <button type="button" class="quiet" onClick=${() => copyText(asPython(message.sent ?? never(), document.baseURI, needsKey()))}>Copy as Python</button>`}
       <button type="button" class="quiet" aria-pressed=${state.marked === message.id} onClick=${() => mark(message.id)}>Mark to compare</button>
       <button type="button" class="quiet" disabled=${running} onClick=${() => remove(message.id)}>Delete</button>
-    </footer>`;
+    </div>`;
 }
 
 /** @returns {never} */
@@ -202,6 +208,11 @@ function Results({ message }) {
 function Said({ message }) {
   const [draft, setDraft] = useState(/** @type {string | null} */ (null));
   if (draft !== null) {
+    const cancel = () => {
+      focusNext(`[data-message="${CSS.escape(message.id)}"] .actions button`);
+      setDraft(null);
+      changed();
+    };
     const done = () => {
       setDraft(null);
       edit(message, draft);
@@ -214,26 +225,26 @@ function Said({ message }) {
         ref=${(/** @type {HTMLTextAreaElement | null} */ element) => element && element !== document.activeElement && element.focus()}
         onInput=${(/** @type {any} */ event) => setDraft(event.target.value)}
         onKeyDown=${(/** @type {KeyboardEvent} */ event) => {
-          if (event.key === "Escape") setDraft(null);
+          if (event.key === "Escape") cancel();
           else if (event.key === "Enter" && !event.shiftKey) {
             event.preventDefault();
             done();
           }
         }}
       ></textarea>
-      <div class="actions"><button type="submit">Send as a new version</button><button type="button" class="quiet" onClick=${() => setDraft(null)}>Cancel</button></div>
+      <div class="actions"><button type="submit">Send as a new version</button><button type="button" class="quiet" onClick=${cancel}>Cancel</button></div>
     </form>`;
   }
   return html`
     ${(message.attachments ?? []).map((part) => html`<img class="attached" src=${part.url} alt=${part.name} />`)}
     ${message.recording && html`<${Player} message=${message} />`}
     ${(message.text || !message.recording) && html`<p class="said">${message.text}</p>`}
-    <footer class="actions" role="toolbar" aria-label="Actions">
+    <div class="actions" role="group" aria-label="Actions">
       ${message.role === "user" && !message.recording && html`<button type="button" class="quiet" onClick=${() => setDraft(message.text)}>Edit</button>`}
       ${message.children.length === 0 && !isRunning() && html`<button type="button" class="quiet" onClick=${() => answer(message)}>Answer</button>`}
       <button type="button" class="quiet" onClick=${() => copyText(message.text)}>Copy</button>
       <button type="button" class="quiet" disabled=${isRunning()} onClick=${() => remove(message.id)}>Delete</button>
-    </footer>`;
+    </div>`;
 }
 
 function Composer() {
@@ -284,7 +295,11 @@ function Composer() {
   >
     ${attached.length > 0 && html`<div class="attachments">${attached.map((part, index) => html`<span class="attachment">
       <img src=${part.url} alt=${part.name} />
-      <button type="button" class="quiet" aria-label=${`Remove ${part.name}`} onClick=${() => setAttached(attached.filter((_, at) => at !== index))}>×</button>
+      <button type="button" class="quiet" aria-label=${`Remove ${part.name}`} onClick=${() => {
+        focusNext("#composer");
+        setAttached(attached.filter((_, at) => at !== index));
+        changed();
+      }}>×</button>
     </span>`)}</div>`}
     <div class="line">
       <textarea

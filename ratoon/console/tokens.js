@@ -4,6 +4,7 @@
 
 import { branch, bytesOf, goTo } from "./answers.js";
 import { Component, classes, html, useEffect, useLayoutEffect, useRef } from "./dom.js";
+import { focusNext } from "./focus.js";
 import { renderMarkdown } from "./markdown.js";
 import { announce, changed, state } from "./store.js";
 import { siblingsOf } from "./tree.js";
@@ -42,6 +43,12 @@ export function percent(logprob) {
 /** A token's text with what can't be seen made visible. @param {string} text */
 export function visible(text) {
   return text.replace(/ /g, "␣").replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\r/g, "␍") || "∅";
+}
+
+/** A token's text for a screen reader, which says nothing for a space that stands alone. @param {string} text */
+export function spoken(text) {
+  const names = /** @type {Record<string, string>} */ ({ "\n": "line break", "\t": "tab", " ": "space" });
+  return text.trim() || [...text].map((sign) => names[sign] ?? sign).join(" ") || "nothing";
 }
 
 /** Copies text, and says so. @param {string} text */
@@ -105,7 +112,8 @@ export class AnswerText extends /** @type {any} */ (Component) {
       class=${classes("answer-text", coloured && "coloured")}
       tabindex="0"
       role="group"
-      aria-label="Answer. Left and right arrow go through its tokens, Enter shows alternatives, I looks inside."
+      aria-label="Answer"
+      aria-describedby="token-keys"
       onMouseOver=${(/** @type {MouseEvent} */ event) => hover(message, event)}
       onMouseOut=${() => leave()}
       onClick=${(/** @type {MouseEvent} */ event) => pin(message, event)}
@@ -178,7 +186,7 @@ function walkTokens(message, event) {
     const index = moves[event.key];
     state.touched = { id: message.id, index, pinned: true };
     const token = message.tokens[index];
-    announce(`${visible(token.text)}, ${percent(token.logprob)}`);
+    announce(`${spoken(token.text)}, ${percent(token.logprob)}`);
   } else if (event.key === "Enter" && here >= 0) {
     /** @type {HTMLElement | null} */ (document.querySelector(".card button.alternative:not([disabled])"))?.focus();
   } else if (event.key === "i" && here >= 0) {
@@ -192,6 +200,7 @@ function walkTokens(message, event) {
 export function inspect(id, index) {
   state.inspected = { id, index };
   state.panel = "lens";
+  focusNext("aside .lens");
   state.touched = null;
   changed();
 }
@@ -234,15 +243,15 @@ export function TokenCard() {
     class="card"
     ref=${card}
     role="dialog"
-    aria-label=${`Token ${touched.index + 1}: ${visible(token.text)}`}
+    aria-label=${`Token ${touched.index + 1}: ${spoken(token.text)}`}
     onMouseOver=${() => clearTimeout(waiting)}
     onMouseOut=${() => leave()}
     onKeyDown=${(/** @type {KeyboardEvent} */ event) => cardKeys(event, message)}
   >
-    <header>
+    <div class="about">
       <code>${visible(token.text)}</code>
       <span>token ${touched.index + 1} of ${message.tokens?.length}${token.id === null ? "" : `, id ${token.id}`}${token.forced ? ", chosen by you" : ""}</span>
-    </header>
+    </div>
     ${token.logprob === null
       ? html`<p class="muted">Its probability was not asked for.</p>`
       : html`<ul>
@@ -268,10 +277,10 @@ export function TokenCard() {
         ${branches.map((other) => html`<li><button type="button" class="alternative" onClick=${() => goTo(other.id)}>
           <code>${visible(other.tokens?.[touched.index]?.text ?? "")}</code><span class="share">go there</span></button></li>`)}
       </ul>`}
-    <footer>
+    <div class="more">
       <button type="button" class="quiet" disabled=${!message.requestId || message.status === "running"} onClick=${() => inspect(message.id, touched.index)}>Look inside</button>
       <button type="button" class="quiet" disabled=${!message.requestId || message.status === "running"} onClick=${() => take(message, touched.index, null)}>Draw again from here</button>
-    </footer>
+    </div>
   </section>`;
 }
 
@@ -279,6 +288,7 @@ export function TokenCard() {
 function take(message, index, other) {
   state.touched = null;
   branch(message, index, other);
+  focusNext(`[data-message="${CSS.escape(state.tree.cursor ?? "")}"] .answer-text`);
 }
 
 /** @param {KeyboardEvent} event @param {Message} message */

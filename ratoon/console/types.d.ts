@@ -116,6 +116,7 @@ export interface Settings {
   toolChoice: string;
   alternatives: number;
   retain: number;
+  keys: boolean; // whether single letters are commands
 }
 
 export interface Config {

@@ -34,6 +34,7 @@ class EngineCoreRequestType(enum.Enum):
     STOP = b"\x07"
     OUTPUTS_TAKEN = b"\x06"  # how many output messages the client has received so far
     FORGET_ROOTS = b"\x08"  # the texts of these branches are those of no root any more
+    ADD_TOGETHER = b"\x09"  # several requests of any kind, which the engine takes in before it plans a step
 
 
 class FinishReason(enum.IntEnum):
@@ -146,6 +147,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     def num_choices(self) -> int:
         params = self.generation_params
         return 1 if params is None else params.n
+
+
+class AddedTogether(msgspec.Struct, array_like=True, gc=False):
+    """Requests that one call made: the first step that has one of them has all that fit."""
+
+    requests: list[EngineCoreRequest]
 
 
 def branch_id_of(request_id: str, choice: int) -> str:

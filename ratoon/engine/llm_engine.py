@@ -99,8 +99,10 @@ class LLMEngine(FrontEnd):
         unfinished: set[Key] = set()  # in the engine
         try:
             while waiting or unfinished:
-                while waiting and (waiting[0].selection is None or len(unfinished) < MAX_EXTRACTIONS):
-                    unfinished.add(self._begin_one(waiting.popleft(), inbox))
+                if waiting:
+                    with self.client.together():
+                        while waiting and (waiting[0].selection is None or len(unfinished) < MAX_EXTRACTIONS):
+                            unfinished.add(self._begin_one(waiting.popleft(), inbox))
                 if not inbox:
                     self.step()
                 while inbox:

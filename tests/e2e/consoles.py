@@ -5,6 +5,7 @@ Where there is no Chromium, or no Playwright, the tests are skipped, and say so.
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,3 +112,15 @@ class Console:
         assert not self.faults
         foreign = [url for url in self.requests if not url.startswith((self.url, "data:", "blob:"))]
         assert not foreign, "the page asked another host"
+
+
+def drop(console: Console, name: str, kind: str, content: bytes) -> None:
+    """Drops a file on the field for messages, as a file manager does."""
+    console.page.evaluate(
+        """([data, name, kind]) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+        const files = new DataTransfer();
+        files.items.add(new File([bytes], name, {type: kind}));
+        document.querySelector('.composer').dispatchEvent(
+            new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); }""",
+        [base64.b64encode(content).decode(), name, kind],
+    )

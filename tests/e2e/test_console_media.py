@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import real_models
-from tests.e2e.consoles import Console, browser, module_of
+from tests.e2e.consoles import Console, browser, drop, module_of
 from tests.e2e.servers import ROOT, Server, serving
 from tests.e2e.test_images import NUM_TOKENS, OPTIONS, Reader, example, picture, png
 
@@ -41,18 +40,6 @@ def console(chromium: Any, server: Server) -> Iterator[Console]:
     opened.page.wait_for_selector(".welcome >> text=writes down what is said")
     yield opened
     opened.close()
-
-
-def drop(console: Console, name: str, kind: str, content: bytes) -> None:
-    """Drops a file on the field for messages, as a file manager does."""
-    console.page.evaluate(
-        """([data, name, kind]) => { const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-        const files = new DataTransfer();
-        files.items.add(new File([bytes], name, {type: kind}));
-        document.querySelector('.composer').dispatchEvent(
-            new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); }""",
-        [base64.b64encode(content).decode(), name, kind],
-    )
 
 
 def test_a_dropped_recording_becomes_text_with_segments(console: Console, tmp_path: Path):
@@ -105,7 +92,7 @@ def test_a_chosen_recording_is_transcribed_again_and_exported_without_its_sound(
     console.idle()
     assert console.answers() == first, "greedy: the same is heard again"
     assert page.locator(".message.user >> text=Edit").count() == 0
-    page.click("summary[aria-label=Menu]")
+    page.click("summary:has-text('Menu')")
     with page.expect_download() as download:
         page.click("text=Export as JSON")
     path = tmp_path / "conversation.json"

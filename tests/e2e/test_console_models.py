@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.axe_core import violations
 from tests.e2e.consoles import Console, browser
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import write_tiny_model
@@ -109,10 +110,23 @@ def test_the_engines_of_all_loaded_models_are_shown_with_their_models_names(cons
         console.ask("Hello")
     page.click("nav >> text=Engine")
     page.wait_for_selector(".blocks canvas >> nth=1")
-    assert page.locator(".blocks h3").all_inner_texts() == ["Engine 0", "Engine 100"]
+    assert page.locator(".blocks h2").all_inner_texts() == ["Engine 0", "Engine 100"]
     assert page.locator(".blocks .model").all_inner_texts() == ["one", "second"]
     page.wait_for_selector("[aria-label^='Drop ']")
     assert page.locator("[aria-label=Leases] tbody tr").first.locator("td >> nth=5").inner_text() == "device"
     held = page.locator("[aria-label^='Drop ']").count()
     page.locator("[aria-label^='Drop ']").first.click()
     console.wait_for(f"""document.querySelectorAll("[aria-label^='Drop ']").length === {held - 1}""")
+
+
+def test_lists_of_models_and_of_their_engines_violate_no_accessibility_guideline(console: Console) -> None:
+    console.set(temperature=0, max_tokens=4)
+    for model in ("one", "second"):
+        console.page.select_option("select.model", model)
+        console.ask("Hello")
+    for view, selector in (("Conversation", ".message.assistant"), ("Engine", ".blocks canvas >> nth=1")):
+        console.page.click(f"nav >> text={view}")
+        console.page.wait_for_selector(selector)
+        for scheme in ("light", "dark"):
+            console.page.emulate_media(color_scheme=scheme)
+            assert violations(console.page) == []

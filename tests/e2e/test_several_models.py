@@ -227,7 +227,8 @@ keep-alive = "1h"
     [
         ("port = ", "is not valid TOML"),
         ("prot = 1", "prot is no option of `ratoon serve`; did you mean port?"),
-        ('[[model]]\nname = "x"', "model 1: has no model"),
+        ("[[model]]\nmax-model-len = 5", "model 1: has no model"),
+        ('[[model]]\nmodl = "x"', "model 1: modl is no option of `ratoon serve`; did you mean model?"),
         ('[[model]]\nmodel = "x"\nport = 5', "port is an option of the whole server"),
         ("admin = 1", "admin = 1; true or false"),
         ("", "MODEL: is missing"),

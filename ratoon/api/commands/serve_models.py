@@ -94,7 +94,8 @@ def _with_file(args: argparse.Namespace, path: Path) -> tuple[argparse.Namespace
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("config", f"can't read {path}: {error}", "a TOML file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("config", f"can't read {path}: {reason}", "a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("config", f"{path} is not valid TOML: {error}", "a TOML file") from None
     tables = content.pop(TABLE, [])
@@ -107,9 +108,9 @@ def _with_file(args: argparse.Namespace, path: Path) -> tuple[argparse.Namespace
 def _of_table(args: argparse.Namespace, table: Mapping[str, Any], where: str) -> NamedModel:
     options = dict(table)
     model = options.pop(TABLE, None)
+    given = _parse(args.parser, options, where)
     if not isinstance(model, str) or not model:
         raise ConfigError("config", f"{where}: has no model", 'model = "…": a folder, a GGUF file, a hub id or a name')
-    given = _parse(args.parser, options, where)
     own = _given(args.parser, given)
     for dest in own:
         if dest not in OWN_OPTIONS and dest not in args.model_options:
@@ -134,7 +135,7 @@ def _words(parser: argparse.ArgumentParser, key: str, value: Any, where: str) ->
     option = "--" + key.replace("_", "-")
     action = known.get(option)
     if action is None or key in ("help", "help-all", "config", "debug"):
-        names = [name.removeprefix("--") for name in known if name.startswith("--")]
+        names = [TABLE, *(name.removeprefix("--") for name in known if name.startswith("--"))]
         meant = did_you_mean(key, names, "`ratoon serve --help-all` lists them")
         raise ConfigError("config", f"{where}: {key} is no option of `ratoon serve`", meant)
     if isinstance(value, bool):

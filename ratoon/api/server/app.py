@@ -104,6 +104,8 @@ ALLOWED_HEADERS = (
 
 VERSION_PREFIX = "/v1"
 MAX_SHOWN_PATH = 100
+# Ollama's, with the command that does what they do there
+PATHS_OF_COMMANDS = {"/api/pull": "ratoon pull", "/api/delete": "ratoon rm"}
 
 logger = get_logger(__name__)
 
@@ -227,6 +229,8 @@ def no_such_path(path: str, known: Iterable[str]) -> str:
     message = f"There is no {path[:MAX_SHOWN_PATH]!r} here"
     if is_admin_path(path) and not any(is_admin_path(one) for one in paths):
         return f"{message}: administration is off; ratoon serve --admin turns it on, with an admin key"
+    if path in PATHS_OF_COMMANDS:
+        return f"{message}: `{PATHS_OF_COMMANDS[path]} MODEL` does that"
     meant = _nearest_path(path, paths)
     return message if meant is None else f"{message}; did you mean {meant}?"
 

@@ -84,6 +84,8 @@ class AsyncMPClient:
         self._closed = False
         self._paused = False  # requested states of the engines; repeated to an engine that is restarted
         self._dead: EngineDeadError | None = None
+        self._dispatch_is_due = False
+        self._is_collecting = False  # requests wait for those that come with them
         self.state_changed: Callable[[], None] = lambda: None  # is called when an engine can serve, or no longer can
 
     def _make_replica(self, index: int, num_engines: int) -> Replica:
@@ -176,11 +178,22 @@ class AsyncMPClient:
     # ---- requests ----
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Never waits. A request that arrives while no engine is ready is sent when one is."""
+        """Never waits. A request that arrives while no engine is ready is sent when one is. Requests of one turn of the
+        event loop are sent together."""
         if self._dead is not None:
             raise self._dead
         self._verify(request)
         self._ledger.add(request)
+        if not self._dispatch_is_due:
+            self._dispatch_is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def collect(self) -> None:
+        """Requests that are added wait until `send_collected`."""
+        self._is_collecting = True
+
+    def send_collected(self) -> None:
+        self._is_collecting = False
         self._dispatch()
 
     @property
@@ -283,12 +296,16 @@ class AsyncMPClient:
 
     def _dispatch(self) -> None:
         """Send waiting requests for which an engine is ready."""
+        self._dispatch_is_due = False
+        if self._is_collecting:
+            return
         waiting = self._ledger.ready_to_go()
         if not waiting:  # as after most messages; with many engines, looking at each would take longer than the message
             return
         candidates = [replica.index for replica in self.replicas if replica.can_serve]
         if not candidates or (self.coordinator.lockstep and len(candidates) < len(self.replicas)):
             return  # engines that step together can't without one of them
+        chosen: dict[int, list[EngineCoreRequest]] = {}
         for entry in waiting:
             wanted = entry.request.data_parallel_rank
             if wanted is not None and wanted not in candidates:
@@ -300,7 +317,9 @@ class AsyncMPClient:
             if engine is None:
                 continue
             self._ledger.handed_over(entry, engine)
-            self.replicas[engine].send(entry.kind, self._request_for(entry))
+            chosen.setdefault(engine, []).append(self._request_for(entry))
+        for engine, requests in chosen.items():
+            self.replicas[engine].send_requests(requests)
             self._start_wave(self.coordinator.request_sent())
 
     def _start_wave(self, wave: DPWave | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ratoon.core.config import EngineConfig, FrontEndConfig, verify_engine_config
@@ -31,6 +32,10 @@ class InprocClient:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.core.add_request(request)
+
+    def together(self) -> AbstractContextManager[None]:
+        """The next step is the caller's own, so it has every request of before."""
+        return nullcontext()
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ratoon.core.health import Health
@@ -33,6 +34,10 @@ class RequestClient(Protocol):
 
 class EngineClient(RequestClient, Protocol):
     """The client of LLMEngine: one engine, and one caller, which waits."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Requests that are handed over inside begin together: the first step that has one of them has all that fit."""
+        ...
 
     def get_output(self) -> EngineCoreOutputs: ...
 

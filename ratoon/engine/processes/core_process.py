@@ -47,6 +47,7 @@ from ratoon.core.messages import (
 )
 from ratoon.core.processes import continue_when_parent_dies, ignore_signals_of_the_group, read_launch
 from ratoon.core.request import (
+    AddedTogether,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -200,13 +201,10 @@ class EngineCoreProcess:
 
     def _carry_out(self, message: Any, core: EngineCore, utilities: EngineUtilities) -> None:
         if isinstance(message, EngineCoreRequest):
-            try:
-                core.add_request(message)
-            except RequestError as error:
-                refusal = EngineCoreOutput(
-                    message.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
-                )
-                self._send_outputs(EngineCoreOutputs([refusal]))
+            self._add(message, core)
+        elif isinstance(message, AddedTogether):
+            for request in message.requests:
+                self._add(request, core)
         elif isinstance(message, Wake):
             return
         elif isinstance(message, UtilityCall):
@@ -225,6 +223,15 @@ class EngineCoreProcess:
         else:
             core.abort_requests(message)
 
+    def _add(self, request: EngineCoreRequest, core: EngineCore) -> None:
+        try:
+            core.add_request(request)
+        except RequestError as error:
+            refusal = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error), refusal=fault_of(error)
+            )
+            self._send_outputs(EngineCoreOutputs([refusal]))
+
     # ---- threads ----
 
     def _read_messages(self) -> None:
@@ -236,6 +243,7 @@ class EngineCoreProcess:
         decoders: dict[bytes, Callable[[list[bytes]], Any]] = {
             EngineCoreRequestType.ADD.value: Decoder(EngineCoreRequest).decode,
             EngineCoreRequestType.HIDDEN_STATES_EXTRACT.value: Decoder(EngineCoreRequest).decode,
+            EngineCoreRequestType.ADD_TOGETHER.value: Decoder(AddedTogether).decode,
             EngineCoreRequestType.ABORT.value: Decoder(list[str]).decode,
             EngineCoreRequestType.STOP.value: Decoder(dict[str, int | None]).decode,
             EngineCoreRequestType.UTILITY.value: Decoder(UtilityCall).decode,

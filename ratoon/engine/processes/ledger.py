@@ -28,8 +28,6 @@ from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineCoreRequestType,
-    Extraction,
     FinishReason,
     ResumedChoice,
 )
@@ -74,12 +72,6 @@ class Entry:
     def begun(self) -> bool:
         """Whether there are tokens that must not change."""
         return isinstance(self.request.params, SamplingParams) and any(choice.token_ids for choice in self.choices)
-
-    @property
-    def kind(self) -> EngineCoreRequestType:
-        """The kind of the message that sends it."""
-        is_extraction = isinstance(self.request.params, Extraction)
-        return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
     def current_request(self) -> EngineCoreRequest:
         """The request as it must be sent now."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -43,6 +45,7 @@ class SyncMPClient:
         self._results: dict[int, UtilityResult] = {}
         self._num_calls = 0
         self._lock = threading.RLock()  # guards sockets and ledger
+        self._is_collecting = False  # requests that are handed over wait for those that come with them
         try:
             with timer.phase("start the engine process"):
                 if not self._start_replica():
@@ -59,6 +62,16 @@ class SyncMPClient:
         with self._lock:
             self._ledger.add(request)
             self._dispatch()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._is_collecting = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_collecting = False
+                self._dispatch()
 
     def abort_requests(self, request_ids: list[str]) -> None:
         with self._lock:
@@ -124,11 +137,12 @@ class SyncMPClient:
         self._directory.remove()
 
     def _dispatch(self) -> None:
-        if not self._replica.can_serve:
+        if self._is_collecting or not self._replica.can_serve:
             return
-        for entry in self._ledger.ready_to_go():
+        ready = self._ledger.ready_to_go()
+        for entry in ready:
             self._ledger.handed_over(entry, 0)
-            self._replica.send(entry.kind, entry.current_request())
+        self._replica.send_requests([entry.current_request() for entry in ready])
 
     def _receive(self) -> bool:
         """Receive the engine's messages; wait briefly for one. False: the process has exited."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -17,7 +17,7 @@ from ratoon.core.errors import EngineError, RatoonError
 from ratoon.core.faults import error_of
 from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
-from ratoon.core.request import EngineCoreRequestType
+from ratoon.core.request import AddedTogether, EngineCoreRequest, EngineCoreRequestType, Extraction
 from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
@@ -31,6 +31,9 @@ SILENCE_IS_DEATH = 60.0  # then it is killed and restarted
 SECONDS_TO_CONNECT = 30.0  # for one that is ready
 STEP_IS_STALLED = 60.0
 STEP_IS_DEATH = 600.0  # no step takes so long
+# Prompt tokens of requests in one message: more than a step computes, and decoded in a millisecond or so, in which the
+# engine's loop can't go on
+MAX_TOKENS_TOGETHER = 65_536
 
 
 class Replica:
@@ -106,6 +109,14 @@ class Replica:
 
     def send(self, kind: EngineCoreRequestType, message: Any) -> None:
         self.process.send(kind, message)
+
+    def send_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Sends requests that are to begin together."""
+        for group in _groups(requests):
+            if len(group) > 1:
+                self.send(EngineCoreRequestType.ADD_TOGETHER, AddedTogether(group))
+            else:
+                self.send(kind_of(group[0]), group[0])
 
     def take(self, frames: Sequence[bytes]) -> tuple[EngineMessageType, Any] | None:
         """Decode the engine's message, and record its state. None: the message was invalid."""
@@ -236,6 +247,26 @@ class Replica:
         if self._process is not None:
             self._process.close(grace_seconds)
             self._process = None
+
+
+def kind_of(request: EngineCoreRequest) -> EngineCoreRequestType:
+    """The kind of the message that has this request alone."""
+    is_extraction = isinstance(request.params, Extraction)
+    return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
+
+
+def _groups(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreRequest]]:
+    """The requests in order, in groups that are not too large for one message."""
+    group: list[EngineCoreRequest] = []
+    num_tokens = 0
+    for request in requests:
+        num_tokens += len(request.prompt_token_ids)
+        if group and num_tokens > MAX_TOKENS_TOGETHER:
+            yield group
+            group, num_tokens = [], len(request.prompt_token_ids)
+        group.append(request)
+    if group:
+        yield group
 
 
 def _ending(code: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ratoon.core.config import EngineConfig, FrontEndConfig
@@ -41,6 +42,14 @@ class SyncDPClient:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._call(lambda: self._client.add_request(request))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._call(self._client.collect)
+        try:
+            yield
+        finally:
+            self._call(self._client.send_collected)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self._call(lambda: self._client.abort_requests(request_ids))

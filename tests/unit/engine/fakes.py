@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -226,6 +227,7 @@ class FakeClient:
         self.refuses_by_output = False  # as an engine in another process does
         self.rows_at_once = 2  # of an extraction, in a step
         self.added: list[EngineCoreRequest] = []
+        self.groups: list[int] = []  # how many were handed over together
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
@@ -239,6 +241,12 @@ class FakeClient:
         self.num_moments = 0  # that callers gave it after their results
         self._extracted: dict[str, int] = {}  # rows of extractions that are given, by id
         self.readings: list[EngineCoreRequest] = []  # of texts that have ended
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        num_before = len(self.added)
+        yield
+        self.groups.append(len(self.added) - num_before)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         error = self.refuse(request)

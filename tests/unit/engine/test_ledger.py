@@ -9,7 +9,6 @@ from ratoon.core.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineCoreRequestType,
     Extraction,
     FinishReason,
 )
@@ -369,18 +368,13 @@ def ledger_with_extraction() -> Ledger:
     return ledger
 
 
-def test_an_extraction_is_a_message_of_its_own_kind():
-    kinds = {entry.request.request_id: entry.kind for entry in ledger_with_extraction().ready_to_go()}
-    assert kinds == {"a": EngineCoreRequestType.ADD, "x": EngineCoreRequestType.HIDDEN_STATES_EXTRACT}
-
-
 def test_an_extraction_begins_again_and_is_no_suspect_once_a_part_has_come():
     ledger = ledger_with_extraction()
     hand_over(ledger)
     ledger.record(outputs(rows("x", 0)))
     assert ledger.engine_died(0) == []
     (x,) = [entry for entry in ledger.ready_to_go() if entry.request.request_id == "x"]
-    assert x.strikes == 0 and x.current_request() is x.request and x.kind.name == "HIDDEN_STATES_EXTRACT"
+    assert x.strikes == 0 and x.current_request() is x.request
     hand_over(ledger)
     ended = ledger.record(outputs(rows("x", 0), rows("x", 1, FinishReason.STOP)))
     assert [entry.request.request_id for entry in ended] == ["x"] and len(ledger) == 1
@@ -433,7 +427,6 @@ def test_a_reading_is_recorded_and_only_sent_if_its_engine_dies():
     assert ledger.engine_died(0) == []
     (entry,) = ledger.ready_to_go()
     sent = entry.current_request()
-    assert entry.kind == EngineCoreRequestType.HIDDEN_STATES_EXTRACT
     assert (sent.request_id, sent.prompt_token_ids, sent.params) == ("a.states", [1, 2, 3, 7, 8], Extraction([4], [1]))
     assert (sent.owner, sent.cache_salt, sent.continuation_of) == ("ada", "s", "a")
     hand_over(ledger)

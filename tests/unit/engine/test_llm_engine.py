@@ -98,3 +98,13 @@ def test_the_engine_gets_a_moment_after_each_call_but_the_first():
     next(closed)
     closed.close()
     assert client.num_moments == 2
+
+
+def test_requests_of_one_call_are_handed_over_together_and_one_that_is_refused_leaves_the_others():
+    client = FakeClient()
+    client.refuse = lambda request: RequestError("prompt", "no") if request.prompt_token_ids == [120] else None
+    engine = make(client)
+    asked = [engine.prepare(name, name, SamplingParams()) for name in ("ab", "x", "cd")]
+    texts = {output.request_id: output.outputs[0].text for output in engine.run(asked) if output.outputs}
+    assert client.groups == [2]
+    assert texts["ab"] == "ba" and texts["cd"] == "dc"

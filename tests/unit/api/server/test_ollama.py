@@ -200,6 +200,7 @@ def test_an_empty_prompt_only_loads_and_one_model_is_never_unloaded() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
+        ("/api/pull", {"model": "other"}, 404, "There is no '/api/pull' here: `ratoon pull MODEL` does that"),
         ("/api/generate", {"model": "other", "prompt": "x"}, 404, "'other' does not exist"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix: is not supported"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "options": {"top_p": 7}}, 400, "options.top_p: "),
