@@ -33,8 +33,10 @@ import zmq
 
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
+from ratoon.core.kv_events import BlockStored, Event
 from ratoon.core.messages import (
     LAST_WORD,
+    BlocksTold,
     DPWave,
     DPWaveReport,
     EngineLaunch,
@@ -91,6 +93,7 @@ class EngineCoreProcess:
         self._output_lock = threading.Lock()
         self._num_outputs_sent = 0
         self._num_outputs_taken = 0
+        self._num_told = 0  # messages about blocks
         self._num_bad_messages = 0
         self._step_began: float | None = None
         self._core: EngineCore | None = None
@@ -116,10 +119,17 @@ class EngineCoreProcess:
         timer.finish()
         phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
         ready = EngineReady(
-            describe(core), core.executor.facts.max_model_len, kv_config.whole_blocks, phases, core.kv_address
+            describe(core),
+            core.executor.facts.max_model_len,
+            kv_config.whole_blocks,
+            phases,
+            core.kv_address,
+            core.config.scheduler.whole_images,
         )
         forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
+        if core.config.cache.tells_client:
+            core.tell_client(self._tell_blocks)
         # What start-up has made stays. Python's garbage collector would traverse it again and again, and a pass over
         # torch's modules takes 100 ms or more, in the middle of a step.
         gc.freeze()
@@ -284,6 +294,15 @@ class EngineCoreProcess:
         outputs.engine_index = self._launch.index
         self._num_outputs_sent += 1
         self._send(EngineMessageType.OUTPUTS, outputs)
+
+    def _tell_blocks(self, events: list[Event]) -> None:
+        """The client knows texts by hashes alone, so that it need not be sent all of them."""
+        without_tokens = [
+            BlockStored(event.block_hashes, None, [], event.block_size) if isinstance(event, BlockStored) else event
+            for event in events
+        ]
+        self._send(EngineMessageType.BLOCKS_TOLD, BlocksTold(self._num_told, without_tokens))
+        self._num_told += 1
 
     def _beat(self) -> None:
         while True:

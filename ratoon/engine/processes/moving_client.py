@@ -235,7 +235,7 @@ class MovingClient(DPLBAsyncMPClient):
             prefill.prompt_token_ids = request.prompt_token_ids[: -len(prefill.continuation_token_ids)]
             prefill.continuation_token_ids = []
         source = self.balancer.choose(prefill, sources)
-        self.balancer.started(name)  # of its prompt, little is left to its own engine
+        self.balancer.relieve(name)  # of its prompt, little is left to its own engine
         ready = self.replicas[source].ready
         assert ready is not None
         transfer = KVTransfer(f"{next(self._numbers)}-{secrets.token_hex(8)}", ready.kv_address)
@@ -329,6 +329,8 @@ def _config_that_encodes(config: EngineConfig) -> EngineConfig:
 
 def client_of_settings(config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> AsyncMPClient:
     """The client of as many engines, of such kinds, as the settings ask for."""
+    if own.balances_by_events(config.cache):
+        config = config.with_(cache=replace(config.cache, tells_client=True))
     if own.moves_blocks:
         return MovingClient(config, own, timer)
     return make_async_client(config, own.num_replicas, timer, not own.data_parallel_external_lb, own.ray)
