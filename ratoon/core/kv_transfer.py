@@ -16,6 +16,7 @@ from ratoon.core.errors import RequestError
 
 FIELD = "kv_transfer_params"
 LONGEST_TEXT = 512  # of a name or an address
+ANY_PEER = "*"  # in the place of an address from which blocks may be fetched: all whose engines have the secret
 
 
 class KVTransfer(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):

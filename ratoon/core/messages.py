@@ -60,6 +60,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
     output_address: str
     heartbeat_interval: float = 1.0
     keys: SocketKeys | None = None  # None: the sockets are files of this host
+    kv_secret: str | None = None  # of the engines of a service that send each other blocks from other hosts
 
 
 class EngineReady(msgspec.Struct, array_like=True, gc=False):

@@ -56,6 +56,7 @@ from ratoon.core.request import (
     FinishReason,
 )
 from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.distributed.cluster import SECRET_VARIABLE
 from ratoon.distributed.placement import place_engine
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
@@ -142,6 +143,8 @@ class EngineCoreProcess:
         from ratoon.models.source import resolve_model
 
         launch = self._launch
+        if launch.kv_secret is not None:
+            os.environ[SECRET_VARIABLE] = launch.kv_secret  # where connectors look for it
         if launch.config.data_parallel_lockstep and launch.num_engines > 1:
             self._steps_left = 0
         with timer.phase("find model"):
