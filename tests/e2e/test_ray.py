@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -24,13 +25,17 @@ from ray.cluster_utils import Cluster
 from ratoon import AsyncLLM, SamplingParams
 from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.health import EngineState
+from ratoon.core.messages import EngineLaunch
 from ratoon.distributed import ray_cluster
 from ratoon.distributed.ray_cluster import connect_to_ray
+from ratoon.engine.processes import replica
+from ratoon.engine.processes.ray_engines import RayEngineProcess
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_requests_in, read_stream
 from tests.golden.every_kind import PROMPTS, answers, ask_everything, encoder_prompts, open_engine, right_answers
 from tests.golden.every_kind_over_http import check_everything, two_front_ends
 from tests.golden.grammar_engines import FAMILY, grammar_folder
+from tests.golden.nodes import Relay
 from tests.golden.test_encoder_decoder_api import folder_of
 from tests.golden.tiny_models import random_token_ids
 from tests.real_models import needs_embedded_model
@@ -223,6 +228,51 @@ def test_prompts_are_computed_on_one_node_and_answered_on_another(cluster: Clust
             assert await answer(llm, "third") == (right, num_blocks)
 
     asyncio.run(run())
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
+@pytest.mark.parametrize("way", ["held", "broken", "cut"])
+def test_connections_to_nodes_that_break_lose_no_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Both sockets of an engine. One that passes nothing for a while is waited for."""
+    relays: list[Relay] = []
+    bind = RayEngineProcess._bind
+
+    def bind_behind_relays(process: RayEngineProcess, launch: EngineLaunch) -> None:
+        bind(process, launch)
+        for name in ("input_address", "output_address"):
+            found = urlsplit(getattr(launch, name))
+            relays.append(Relay(found.port or 0, found.hostname or ""))
+            setattr(launch, name, f"tcp://127.0.0.1:{relays[-1].port}")
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS, num_replicas=2, ray=True) as llm:
+            right = {seed: await read_stream(llm, seed, 400) for seed in range(4)}
+            loaded = [asyncio.create_task(read_stream(llm, index % 4, 400)) for index in range(16)]
+            await until("both work", lambda: num_requests_in(llm, 0) > 3 and num_requests_in(llm, 1) > 3)
+            for relay in relays[:2]:  # of one engine
+                if way == "held":
+                    relay.hold()
+                elif way == "cut":
+                    relay.is_cut.set()
+                else:
+                    relay.break_connections()
+            if way == "held":
+                await asyncio.sleep(2.0)
+                for relay in relays:
+                    relay.release()
+            for index, tokens in enumerate(await asyncio.gather(*loaded)):
+                assert tokens == right[index % 4]
+            await until("both are there", lambda: count(llm, EngineState.OK) == 2)
+            assert sorted(engine.num_restarts for engine in llm.health().engines) == [0, int(way != "held")]
+
+    monkeypatch.setattr(RayEngineProcess, "_bind", bind_behind_relays)
+    if way == "cut":
+        monkeypatch.setattr(replica, "SILENCE_IS_DEATH", 10.0)
+    asyncio.run(run())
+    for relay in relays:
+        relay.close()
     wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
 
 

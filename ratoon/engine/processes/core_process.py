@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
@@ -88,6 +89,7 @@ class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
         self._is_orphan = False
+        self._has_lost_client = False
         self._context = SocketContext()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._output_socket: zmq.Socket[bytes] | None = None
@@ -137,7 +139,7 @@ class EngineCoreProcess:
         self._loop(core, EngineUtilities(core, self._launch.index))
         core.shutdown()
         self._remove_directory()
-        return 0
+        return int(self._has_lost_client)
 
     def _start(self, timer: StartupTimer) -> EngineCore:
         from ratoon.models.source import resolve_model
@@ -275,7 +277,24 @@ class EngineCoreProcess:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            threading.Thread(target=self._hold_connection, args=(monitor,), name="hold connection", daemon=True).start()
         socket.connect(address)
+
+    def _hold_connection(self, monitor: zmq.Socket[bytes]) -> None:
+        """Ends the process when its connection to a client on another host breaks: a new one would be made, but what
+        was under way is lost. The client hands the requests to another run."""
+        is_made = False
+        while True:
+            event = recv_monitor_message(monitor)["event"]
+            if is_made and event == zmq.EVENT_DISCONNECTED:
+                break
+            is_made = is_made or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        logger.error("engine %d ends: its connection to the front end broke", self._launch.index)
+        self._has_lost_client = True
+        self._inputs.put(Stop())
+        time.sleep(SECONDS_TO_END)
+        os._exit(1)
 
     def _note_abort(self, message: Any) -> None:
         """An abort is told to the step under way as well. It keeps its place among the messages, because the request
