@@ -36,11 +36,14 @@ from typing import Any, Protocol
 
 from ratoon.core.config import CacheConfig, SchedulerConfig
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from ratoon.core.messages import BlocksTold
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import EngineCoreRequest
 from ratoon.engine.processes.balancer import LoadBalancer
+from ratoon.engine.processes.kv_index import KVIndex
+from ratoon.memory.block_events import BlockEvents
 from ratoon.scheduling.scheduler import Scheduler
 
 UNIT = 32  # tokens that one token of the simulation stands for
@@ -167,11 +170,13 @@ class RoundRobin:
 
 
 NEVER = 1 << 40  # a piece of this length is never full, so that no prefix is known
-CHOICES: dict[str, Callable[[int], Choice]] = {
-    "round robin": lambda num_replicas: RoundRobin(),
-    "least work, no prefixes": lambda num_replicas: LoadBalancer(num_replicas, NEVER),
-    "balancer": lambda num_replicas: LoadBalancer(num_replicas, 1),
+CHOICES: dict[str, Callable[[int, KVIndex], Choice]] = {
+    "round robin": lambda num_replicas, index: RoundRobin(),
+    "least work, no prefixes": lambda num_replicas, index: LoadBalancer(num_replicas, NEVER),
+    "balancer": lambda num_replicas, index: LoadBalancer(num_replicas, 1),
+    "balancer, by events": lambda num_replicas, index: LoadBalancer(num_replicas, 1, index),
 }
+TELLING = ("balancer, by events",)  # ways with which replicas tell which blocks they hold
 
 
 # ---- replicas ----
@@ -189,7 +194,18 @@ class Replica:
         self.scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE), kv, max_model_len)
         self.is_busy = False
         self.prompt_seconds = 0.0
+        self.num_told = 0  # messages about blocks
         self._costs = costs
+
+    def collect_events(self) -> None:
+        self.scheduler.kv_cache.prefix_cache.collect_events(BlockEvents("GPU"))
+
+    def blocks_told(self) -> BlocksTold | None:
+        """What happened to its blocks since the last call. None: nothing, or it tells nothing."""
+        events = self.scheduler.kv_cache.prefix_cache.events
+        found = [] if events is None else events.take()
+        self.num_told += bool(found)
+        return BlocksTold(self.num_told - 1, found) if found else None
 
     def begin_step(self, now: float) -> tuple[SchedulerOutput, float, float] | None:
         """Plans a step. Returns it with the times at which its prompts have their first tokens and at which it ends;
@@ -227,7 +243,7 @@ class Result:
     )  # of the time in which devices computed prompts, by replica
     simulated_seconds: float = 0.0
     wall_seconds: float = 0.0
-    choice_seconds: float = 0.0  # processor time in the balancer, by a sample
+    choice_seconds: float = 0.0  # processor time in the balancer and the index of blocks, by a sample
 
     @property
     def hit_rate(self) -> float:
@@ -279,7 +295,11 @@ class Service:
         self.replicas = [Replica(i, num_blocks, StepCosts(), longest // UNIT + 64) for i in range(num_replicas)]
         self.result = Result(choice)
         self._sessions = Sessions(traffic, seed)
-        self._choice = CHOICES[choice](num_replicas)
+        self._index = KVIndex()
+        self._choice = CHOICES[choice](num_replicas, self._index)
+        if choice in TELLING:
+            for replica in self.replicas:
+                replica.collect_events()
         self._all = range(num_replicas)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
@@ -358,10 +378,11 @@ class Service:
         replica.is_busy = begun is not None
         if begun is not None:
             plan, first_tokens_at, ends_at = begun
-            self._at(first_tokens_at, self._note_first_tokens, plan)
+            self._at(first_tokens_at, self._note_first_tokens, replica, plan)
             self._at(ends_at, self._end_step, replica, plan)
 
-    def _note_first_tokens(self, plan: SchedulerOutput) -> None:
+    def _note_first_tokens(self, replica: Replica, plan: SchedulerOutput) -> None:
+        self._hear_of_blocks(replica)
         for name in plan.sampled_req_ids:
             running = self._running[name]
             if running.started is not None:
@@ -377,6 +398,7 @@ class Service:
     def _end_step(self, replica: Replica, plan: SchedulerOutput) -> None:
         sampled = [self._sessions.new_tokens(UNIT) for _ in plan.sampled_req_ids]
         outputs = replica.scheduler.update_from_output(plan, ModelRunnerOutput(plan.sampled_req_ids, sampled), self.now)
+        self._hear_of_blocks(replica)
         for output in outputs:
             running = self._running[output.request_id]
             running.answer += output.new_token_ids
@@ -386,6 +408,11 @@ class Service:
                     self._note_end(running, output.num_cached_tokens)
                 self._end_turn(self._running.pop(output.request_id))
         self._begin_step(replica)
+
+    def _hear_of_blocks(self, replica: Replica) -> None:
+        told = replica.blocks_told()
+        if told is not None:
+            assert self._timed(self._index.take, replica.index, told)
 
     def _note_end(self, running: Running, num_cached: int) -> None:
         assert running.started is not None

@@ -349,6 +349,7 @@ class CacheConfig:
         None, "an address on which subscribers of kv_events ask for what they missed", metavar="ADDRESS"
     )
     kv_events_topic: str = setting("", "the first frame of messages of kv_events")
+    tells_client: bool = False  # the client of the engine's process is sent events too, by the connection that it has
 
     @property
     def host_bytes(self) -> int:
@@ -663,6 +664,11 @@ class FrontEndConfig:
         "the caller chooses the engine of a request (data_parallel_rank), or they take turns; default: a request goes "
         "to the engine with the least work for it",
     )
+    balance_by_events: bool | None = setting(
+        None,
+        "choose the engine of a request by what engines tell of their prefix caches, and not by what was sent to them "
+        "(docs/tiers.md); default: with kv_events",
+    )
     adapters: dict[str, Any] = setting(
         {}, "an object of names that requests may use for adapters (LoRA), and the folders or .gguf files of these"
     )
@@ -671,6 +677,14 @@ class FrontEndConfig:
     @property
     def num_engines(self) -> int:
         return self.num_answering_engines + self.encode_engines
+
+    def balances_by_events(self, cache: CacheConfig) -> bool:
+        """Whether engines tell the balancer what is in their caches. ConfigError: there is nothing that they could."""
+        if self.balance_by_events and not cache.enable_prefix_caching:
+            problem = "no block can be found without a prefix cache"
+            raise ConfigError("balance_by_events", problem, "leave enable_prefix_caching on")
+        wanted = cache.kv_events is not None if self.balance_by_events is None else self.balance_by_events
+        return wanted and not self.data_parallel_external_lb
 
     @property
     def num_answering_engines(self) -> int:

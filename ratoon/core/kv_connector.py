@@ -18,6 +18,7 @@ from typing import Any
 from ratoon.core.errors import ConfigError
 from ratoon.core.futures import all_done
 from ratoon.core.kv import KVFingerprint
+from ratoon.core.kv_transfer import BETWEEN_ADDRESSES
 from ratoon.core.plugins import KV_CONNECTORS, PluginError, find_plugin, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -227,9 +228,6 @@ class TransferIndexOfRanks(IndexOfRanks, TransferIndex):
         addresses = verified_addresses(address, len(self._transfers))
         parts = zip(self._transfers, addresses, strict=True)
         return all_done([index.receive(name, one, is_there, is_awaited) for index, one in parts])
-
-
-BETWEEN_ADDRESSES = ","  # of the ranks of one engine
 
 
 def verified_addresses(address: str, num_ranks: int) -> list[str]:

@@ -15,7 +15,9 @@ import msgspec
 from ratoon.core.errors import RequestError
 
 FIELD = "kv_transfer_params"
+BETWEEN_ADDRESSES = ","  # of the ranks of one engine
 LONGEST_TEXT = 512  # of a name or an address
+ANY_PEER = "*"  # in the place of an address from which blocks may be fetched: all whose engines have the secret
 
 
 class KVTransfer(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
@@ -50,7 +52,7 @@ def parse_transfer(params: Any, request_id: str) -> KVTransfer | None:
 
 def answer_of(transfer: KVTransfer, address: str, num_tokens: int) -> dict[str, Any]:
     """Returns the `kv_transfer_params` of an answer, which the other engine is to be given."""
-    found = urlsplit(address)
+    found = urlsplit(address.partition(BETWEEN_ADDRESSES)[0])
     is_network = found.scheme == "tcp"
     return {
         "do_remote_prefill": True,

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ratoon.core.config import EngineConfig
+from ratoon.core.kv_events import Event
 
 LAST_WORD = b"."  # written to an engine's standard input before a parent that keeps running closes it
 
@@ -35,6 +36,7 @@ class EngineMessageType(enum.Enum):
     UTILITY_RESULT = b"\x03"
     HEARTBEAT = b"\x04"
     DP_WAVE_REPORT = b"\x05"
+    BLOCKS_TOLD = b"\x06"
 
 
 class SocketKeys(msgspec.Struct, frozen=True, gc=False):
@@ -58,6 +60,7 @@ class EngineLaunch(msgspec.Struct, gc=False):
     output_address: str
     heartbeat_interval: float = 1.0
     keys: SocketKeys | None = None  # None: the sockets are files of this host
+    kv_secret: str | None = None  # of the engines of a service that send each other blocks from other hosts
 
 
 class EngineReady(msgspec.Struct, array_like=True, gc=False):
@@ -68,6 +71,7 @@ class EngineReady(msgspec.Struct, array_like=True, gc=False):
     block_size: int
     startup: list[tuple[str, int, float]] = []  # phases: name, depth, seconds
     kv_address: str = ""  # where other engines get its blocks; empty: nowhere
+    whole_images: bool = False  # rows of an image see each other in both directions, which hashes of blocks depend on
 
 
 class Fault(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -112,6 +116,15 @@ class DPWaveReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     wave: int
     round: int
     has_work: bool  # whether there are requests left in it
+
+
+class BlocksTold(msgspec.Struct, array_like=True, gc=False):
+    """What happened to the blocks that can be found in an engine, by their hashes: events have no tokens. They come
+    before the outputs of the step that they are of. The first message of a run, and one that was asked for (the utility
+    `tell_blocks`), begins with AllBlocksCleared and tells of all of them."""
+
+    number: int  # of the message; one that is missing was lost
+    events: list[Event]
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

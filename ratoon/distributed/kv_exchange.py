@@ -36,6 +36,7 @@ import msgspec
 import zmq
 
 from ratoon.core.errors import ConfigError
+from ratoon.core.kv_transfer import ANY_PEER
 from ratoon.core.private_folders import make_missing_folders
 from ratoon.distributed.cluster import EncryptedContext, Mailbox, keys_of_secret
 from ratoon.distributed.kv_boxes import Inbox, MappedOutbox, Outbox, checksum_of
@@ -315,7 +316,7 @@ class PeerExchange:
         if address == self.address:
             raise ValueError(f"{address} is this engine itself")
         if self._encrypted is not None:
-            if address not in self._peers:
+            if address not in self._peers and (ANY_PEER not in self._peers or not address.startswith(TCP)):
                 known = ", ".join(sorted(self._peers)) or "none"
                 raise ValueError(f"{address} is none of the engines that this one receives from ({known})")
         elif not address.startswith(f"{IPC}{self._folder}/kv-") or "/" in address[len(f"{IPC}{self._folder}/") :]:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex, fill, verified_addresses
+from ratoon.core.kv_transfer import ANY_PEER
 from ratoon.core.sizes import parse_size
 from ratoon.distributed.cluster import EXPECTED_SECRET, LEAST_SECRET, SECRET_VARIABLE
 from ratoon.distributed.kv_exchange import TCP, PeerExchange
@@ -48,8 +49,10 @@ class PeersConnector(KVConnector):
             raise ValueError(f"{address!r} is no address")
         if listen is not None and (not listen.startswith(TCP) or not urlsplit(listen).hostname):
             raise ValueError(f'"listen" is {listen!r}; it has the form tcp://HOST:PORT')
-        if not isinstance(peers, list) or not all(isinstance(one, str) and one.startswith(TCP) for one in peers):
-            raise ValueError('"peers" is a list of addresses of the form tcp://HOST:PORT')
+        if not isinstance(peers, list) or not all(
+            isinstance(one, str) and (one.startswith(TCP) or one == ANY_PEER) for one in peers
+        ):
+            raise ValueError(f'"peers" is a list of addresses of the form tcp://HOST:PORT, or of "{ANY_PEER}"')
         try:
             self._max_bytes = parse_size("max_bytes", options.get("max_bytes", DEFAULT_BYTES))
         except ConfigError as error:

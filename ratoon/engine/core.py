@@ -27,6 +27,7 @@ from ratoon.core.errors import DeviceLostError, RequestError
 from ratoon.core.futures import all_done
 from ratoon.core.kv_chain import open_connectors
 from ratoon.core.kv_connector import BlockIndex, TransferIndex, open_index
+from ratoon.core.kv_events import Event
 from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
@@ -108,6 +109,7 @@ class EngineCore:
         self._running.set()
         self._sleep_level = 0  # 0: awake
         self._publisher: KVEventPublisher | None = None
+        self._tell_client: Callable[[list[Event]], None] | None = None
         self._experts: dict[int, list[int]] = {}  # SchedulerStats.experts
         self._has_new_experts = False  # that no step's outputs have had
         self.when_closed: Callable[[], None] = lambda: None
@@ -115,15 +117,35 @@ class EngineCore:
 
     def publish_events(self, publisher: KVEventPublisher) -> None:
         """Subscribers are told which blocks can be found here, from now on."""
-        medium = "GPU" if self.executor.facts.device.startswith("cuda") else "CPU"
-        self.scheduler.kv_cache.prefix_cache.collect_events(BlockEvents(medium))
         self._publisher = publisher
+        self._collect_events()
         self._publish()
+
+    def tell_client(self, tell: Callable[[list[Event]], None]) -> None:
+        """The client is told the same from now on, and begins with what can be found now."""
+        self._collect_events()
+        self._tell_client = tell
+        self.tell_blocks()
+
+    def tell_blocks(self) -> None:
+        """Tells the client again which blocks can be found: it has missed something."""
+        self._publish()
+        events = self.scheduler.kv_cache.prefix_cache.events
+        if self._tell_client is not None and events is not None:
+            self._tell_client(events.known())
+
+    def _collect_events(self) -> None:
+        cache = self.scheduler.kv_cache.prefix_cache
+        if cache.events is None:
+            cache.collect_events(BlockEvents("GPU" if self.executor.facts.device.startswith("cuda") else "CPU"))
 
     def _publish(self) -> None:
         events = self.scheduler.kv_cache.prefix_cache.events
-        if self._publisher is not None and events is not None and (new := events.take()):
-            self._publisher.publish(new)
+        if events is not None and (new := events.take()):
+            if self._publisher is not None:
+                self._publisher.publish(new)
+            if self._tell_client is not None:
+                self._tell_client(new)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """RequestError when it can never be served; nothing is kept of it then. One with structured output waits for
@@ -257,8 +279,7 @@ class EngineCore:
                 advanced = plan.tokens_without_sample()
             if self._sending:
                 self._end_sending(outputs)
-            if self._publisher is not None:
-                self._publish()
+            self._publish()
         if not self._aborts.empty():  # came while the lock was still held
             self._take_aborts_between_steps()
         return EngineCoreOutputs(outputs, self._stats_of_step(), self.scheduler.state.now, advanced=advanced)
@@ -442,6 +463,7 @@ class EngineCore:
         self._tell_of_ended()
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
+        self._publish()
         self.executor.collective_rpc("sleep", level).result()
         self._sleep_level = level
 

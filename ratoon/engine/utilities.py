@@ -42,6 +42,7 @@ class EngineUtilities:
             "stats": lambda: msgspec.to_builtins(core.stats()),
             "map": lambda watcher_id: core.map.report(watcher_id, index),
             "receive_blocks": self._receive_blocks,
+            "tell_blocks": core.tell_blocks,
             "restore_leases": core.restore_leases,
             "end_leases": core.end_leases,
             "end_leases_of": core.end_leases_of,

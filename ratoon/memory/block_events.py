@@ -31,7 +31,8 @@ def _extra_keys_of(keys: ExtraKeys, blocks: range, block_size: int) -> list[list
 class BlockEvents:
     def __init__(self, medium: str) -> None:
         self._medium = medium
-        self._told: set[bytes] = set()
+        self._told: dict[bytes, None] = {}  # a set in order: blocks come behind those that they continue
+        self._block_size = 0  # of those that were told of
         self._events: list[Event] = [AllBlocksCleared()]  # of an engine that was there before, under the same address
 
     def stored(
@@ -46,6 +47,7 @@ class BlockEvents:
         whole text."""
         adapter = next((value for tag, value in keys.tagged if tag == "adapter"), None)
         told, start = self._told, first
+        self._block_size = block_size
         while start < len(hashes):
             if hashes[start] in told:
                 start += 1
@@ -54,7 +56,7 @@ class BlockEvents:
             while end < len(hashes) and hashes[end] not in told:
                 end += 1
             run = hashes[start:end]
-            told.update(run)
+            told.update(dict.fromkeys(run))
             self._events.append(
                 BlockStored(
                     [external_hash(one) for one in run],
@@ -71,7 +73,7 @@ class BlockEvents:
 
     def removed(self, block_hash: bytes, group: int) -> None:
         if group == GROUP and block_hash in self._told:
-            self._told.discard(block_hash)
+            del self._told[block_hash]
             last = self._events[-1] if self._events else None
             if isinstance(last, BlockRemoved):
                 last.block_hashes.append(external_hash(block_hash))
@@ -86,3 +88,10 @@ class BlockEvents:
         """Each event is returned once."""
         events, self._events = self._events, []
         return events
+
+    def known(self) -> list[Event]:
+        """Returns events that tell one who knows nothing, or has missed something, which blocks were told of by what
+        `take` has returned: by hash alone, without tokens."""
+        hashes = [external_hash(one) for one in self._told]
+        stored: list[Event] = [BlockStored(hashes, None, [], self._block_size, medium=self._medium)] if hashes else []
+        return [AllBlocksCleared(), *stored]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -21,17 +22,22 @@ if importlib.util.find_spec("ray") is None:
 import ray
 from ray.cluster_utils import Cluster
 
-from ratoon import AsyncLLM
+from ratoon import AsyncLLM, SamplingParams
 from ratoon.core.errors import ConfigError, RequestError
 from ratoon.core.health import EngineState
+from ratoon.core.messages import EngineLaunch
 from ratoon.distributed import ray_cluster
 from ratoon.distributed.ray_cluster import connect_to_ray
+from ratoon.engine.processes import replica
+from ratoon.engine.processes.ray_engines import RayEngineProcess
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_requests_in, read_stream
 from tests.golden.every_kind import PROMPTS, answers, ask_everything, encoder_prompts, open_engine, right_answers
 from tests.golden.every_kind_over_http import check_everything, two_front_ends
 from tests.golden.grammar_engines import FAMILY, grammar_folder
+from tests.golden.nodes import Relay
 from tests.golden.test_encoder_decoder_api import folder_of
+from tests.golden.tiny_models import random_token_ids
 from tests.real_models import needs_embedded_model
 from tests.waiting import until, wait_until
 
@@ -176,6 +182,98 @@ def lose_a_node_with_an_engine(cluster: Cluster) -> None:
     """Ends a node other than the head: of two engines, each on a node of its own, at most one is there."""
     node = next(node for node in actors_by_node(cluster, "EngineActor") if node is not cluster.head_node)
     cluster.remove_node(node)
+
+
+def test_replicas_on_nodes_tell_what_they_hold(cluster: Cluster) -> None:
+    async def run() -> None:
+        settings = {**SETTINGS, "num_replicas": 2, "ray": True, "balance_by_events": True}
+        async with AsyncLLM(model_name(), **settings) as llm:
+            for seed in range(3):
+                await read_stream(llm, seed)
+            index = llm._client._index
+            assert index.num_blocks_of(0) > 0 and index.num_blocks_of(1) > 0, "both have worked"
+            assert await llm.reset_prefix_cache()
+            await until("nothing is left", lambda: index.num_blocks == 0)
+
+    asyncio.run(run())
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
+def test_prompts_are_computed_on_one_node_and_answered_on_another(cluster: Cluster) -> None:
+    """Also after either engine was lost: blocks go to and from its next run."""
+    prompt, num_blocks = random_token_ids(100, seed=1), 6
+    settings: dict[str, Any] = {**SETTINGS, "ray": True, "prefill_engines": 1, "decode_engines": 1}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    async def answer(llm: AsyncLLM, salt: str = "") -> tuple[list[int], int]:
+        """With another salt nothing of it is cached. The tokens, and how many blocks the last engine has got so far."""
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, cache_salt=salt or None):
+            last = output
+        return list(last.outputs[0].token_ids), (await llm.stats())[-1].store.loaded
+
+    async def lose(llm: AsyncLLM, engine: int) -> None:
+        os.kill(llm.health().engines[engine].pid or 0, signal.SIGKILL)
+        await until("it was lost", lambda: llm.health().engines[engine].num_restarts == 1)
+        await until("it is back", lambda: count(llm, EngineState.OK) == 2)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS) as one:
+            right, _ = await answer(one)
+        async with AsyncLLM(model_name(), **settings) as llm:
+            assert await answer(llm) == (right, num_blocks), "the full blocks came from the other node"
+            assert len(actors_by_node(cluster, "EngineActor")) == 2
+            await lose(llm, 0)
+            assert await answer(llm, "second") == (right, 2 * num_blocks)
+            await lose(llm, 1)
+            assert await answer(llm, "third") == (right, num_blocks)
+
+    asyncio.run(run())
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
+@pytest.mark.parametrize("way", ["held", "broken", "cut"])
+def test_connections_to_nodes_that_break_lose_no_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Both sockets of an engine. One that passes nothing for a while is waited for."""
+    relays: list[Relay] = []
+    bind = RayEngineProcess._bind
+
+    def bind_behind_relays(process: RayEngineProcess, launch: EngineLaunch) -> None:
+        bind(process, launch)
+        for name in ("input_address", "output_address"):
+            found = urlsplit(getattr(launch, name))
+            relays.append(Relay(found.port or 0, found.hostname or ""))
+            setattr(launch, name, f"tcp://127.0.0.1:{relays[-1].port}")
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), **SETTINGS, num_replicas=2, ray=True) as llm:
+            right = {seed: await read_stream(llm, seed, 400) for seed in range(4)}
+            loaded = [asyncio.create_task(read_stream(llm, index % 4, 400)) for index in range(16)]
+            await until("both work", lambda: num_requests_in(llm, 0) > 3 and num_requests_in(llm, 1) > 3)
+            for relay in relays[:2]:  # of one engine
+                if way == "held":
+                    relay.hold()
+                elif way == "cut":
+                    relay.is_cut.set()
+                else:
+                    relay.break_connections()
+            if way == "held":
+                await asyncio.sleep(2.0)
+                for relay in relays:
+                    relay.release()
+            for index, tokens in enumerate(await asyncio.gather(*loaded)):
+                assert tokens == right[index % 4]
+            await until("both are there", lambda: count(llm, EngineState.OK) == 2)
+            assert sorted(engine.num_restarts for engine in llm.health().engines) == [0, int(way != "held")]
+
+    monkeypatch.setattr(RayEngineProcess, "_bind", bind_behind_relays)
+    if way == "cut":
+        monkeypatch.setattr(replica, "SILENCE_IS_DEATH", 10.0)
+    asyncio.run(run())
+    for relay in relays:
+        relay.close()
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
 
 
 def test_a_cluster_without_room_is_an_error_that_says_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

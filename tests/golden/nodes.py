@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,12 +74,14 @@ def running_node(folder: Path, port: int, **settings: Any) -> Iterator[RunningNo
 class Relay:
     """Passes bytes between a port of its own and another one, and keeps them. A connection that ends on one side, in
     order or by a reset, ends on the other one too. Cut, the relay passes nothing and closes nothing, as a network that
-    loses packets."""
+    loses packets for good; held, it passes later what has come, as one that loses some for a while."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, host: str = "127.0.0.1") -> None:
         self.seen = bytearray()
         self.is_cut = threading.Event()
-        self._target = target
+        self._is_open = threading.Event()  # not held
+        self._is_open.set()
+        self._target = host, target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._sockets: list[socket.socket] = []
@@ -88,22 +91,44 @@ class Relay:
         with suppress(OSError):
             while True:
                 ours, _ = self._listener.accept()
-                try:
-                    theirs = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:  # node 0 is not there yet
-                    ours.close()
-                    continue
-                self._sockets += [ours, theirs]
-                for source, target in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+                threading.Thread(target=self._connect, args=(ours,), daemon=True).start()
+
+    def _connect(self, ours: socket.socket) -> None:
+        """Waits for a node 0 that is not there yet: a connection that was closed would look like a handshake that
+        failed."""
+        while True:
+            try:
+                theirs = socket.create_connection(self._target)
+                break
+            except OSError:
+                time.sleep(0.05)
+                if self._listener.fileno() < 0:
+                    return
+        self._sockets += [ours, theirs]
+        for source, target in ((ours, theirs), (theirs, ours)):
+            threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):  # a reset: node 0 has closed with bytes unread
             while data := source.recv(1 << 16):
                 self.seen += data
+                self._is_open.wait()
                 if not self.is_cut.is_set():
                     target.sendall(data)
         for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def hold(self) -> None:
+        self._is_open.clear()
+
+    def release(self) -> None:
+        self._is_open.set()
+
+    def break_connections(self) -> None:
+        """Ends all connections on both sides. New ones can be made."""
+        broken, self._sockets = self._sockets, []
+        for end in broken:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -112,5 +137,6 @@ class Relay:
         return len(self._sockets) // 2
 
     def close(self) -> None:
+        self.release()
         for each in (self._listener, *self._sockets):
             each.close()

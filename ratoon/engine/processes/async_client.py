@@ -20,10 +20,19 @@ from ratoon.core.config import EngineConfig, verify_engine_config
 from ratoon.core.errors import ConfigError, EngineAwayError, EngineDeadError, RequestError
 from ratoon.core.faults import error_of
 from ratoon.core.health import Health
-from ratoon.core.messages import DPWave, EngineMessageType, EngineReady, ForgottenRoots, UtilityCall, UtilityResult
+from ratoon.core.messages import (
+    BlocksTold,
+    DPWave,
+    EngineMessageType,
+    EngineReady,
+    ForgottenRoots,
+    UtilityCall,
+    UtilityResult,
+)
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.balancer import LoadBalancer
 from ratoon.engine.processes.coordinator import DPCoordinator
+from ratoon.engine.processes.kv_index import KVIndex
 from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.ledger import Entry, Ledger
 from ratoon.engine.processes.replica import Replica
@@ -284,6 +293,9 @@ class AsyncMPClient:
     def _note_started(self, outputs: EngineCoreOutputs) -> None:
         """Requests have their first token, or further ones."""
 
+    def _note_blocks(self, replica: Replica, told: BlocksTold) -> None:
+        """An engine tells what happened to its blocks."""
+
     def _request_ended(self, request_id: str) -> None: ...
 
     def _entry_ended(self, entry: Entry) -> None:
@@ -401,6 +413,8 @@ class AsyncMPClient:
             _, future = self._calls.pop(message.call_id, (None, None))
             if future is not None and not future.done():
                 future.set_result(message)
+        elif kind == EngineMessageType.BLOCKS_TOLD:
+            self._note_blocks(replica, message)
         elif kind == EngineMessageType.DP_WAVE_REPORT:
             self._start_wave(self.coordinator.reported(replica.index, message))
         elif kind == EngineMessageType.READY:
@@ -482,9 +496,16 @@ class DPLBAsyncMPClient(AsyncMPClient):
     """Several engines. A request is sent to the engine with the least work for it: short queues, and cached
     prefixes."""
 
+    _index: KVIndex | None = None  # None: engines tell nothing of their blocks
+
     async def start(self) -> None:
+        cache = self._config.cache
+        self._index = KVIndex() if cache.tells_client else None
         await super().start()
-        self.balancer = LoadBalancer(len(self.replicas), self.ready.block_size)
+        ready = self.ready
+        self.balancer = LoadBalancer(
+            len(self.replicas), ready.block_size, self._index, cache.host_bytes > 0, ready.whole_images
+        )
 
     async def add_replica(self) -> int:
         if self._dead is not None:
@@ -507,6 +528,11 @@ class DPLBAsyncMPClient(AsyncMPClient):
         for output in outputs.outputs:
             if output.new_token_ids:
                 self.balancer.started(output.request_id)
+
+    def _note_blocks(self, replica: Replica, told: BlocksTold) -> None:
+        if self._index is not None and not self._index.take(replica.index, told):
+            logger.warning("engine %d: a message about its blocks was lost; it tells of all of them", replica.index)
+            replica.send(EngineCoreRequestType.UTILITY, UtilityCall(0, "tell_blocks"))  # its answer is not waited for
 
     def _request_ended(self, request_id: str) -> None:
         self.balancer.ended(request_id)

@@ -1,12 +1,15 @@
 """Which of several engines a request is sent to: the one with the least work for it.
 
 The work for a request is what its engine still has to do, and the part of its own prompt that is not in that engine's
-cache. Both are estimated here, without asking the engines. A choice looks at some ten of them, however many there are.
-Pure: no clock, no sockets.
+cache. The former is estimated here, without asking the engines. Pure: no clock, no sockets.
 
 What engines have in their caches is remembered at marks, which are places in a prompt: every piece of its beginning,
 then eight for each doubling of its length. A conversation of n pieces has some 8·log2(n) marks, and what is known of it
-falls short by an eighth at most.
+falls short by an eighth at most. A choice then looks at some ten engines, however many there are.
+
+Engines may also tell which blocks they hold (kv_index.py). Marks are then kept only for prompts that are on their way:
+from the first token on, the engine has told what it holds of them. What an engine has evicted to its host memory, it
+tells nothing of; where there is such memory, marks count beside what is told.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ratoon.core.request import EngineCoreRequest, Extraction
+from ratoon.engine.processes.kv_index import KVIndex
+from ratoon.scheduling.branch import extra_keys_of
+from ratoon.scheduling.media import media_of
 
 TOKENS_TO_COME = 64  # cost of a generating request, in prompt tokens
 MARKS_BY_DOUBLING = 8
@@ -24,6 +30,9 @@ MARKS_BY_ENGINE = 4096  # that are remembered: some hundred bytes each
 LEAST_MARKS = 1 << 16
 ENTRIES_BY_ENGINE = 8  # of the queue of loads
 MAX_HOMES = 8  # engines that are remembered for a mark: the last ones that had it
+
+
+Mark = tuple[int, int]  # its position in pieces, and a hash chained over all tokens before it
 
 
 @dataclass(slots=True)
@@ -40,12 +49,22 @@ class Work:
 
     engine: int
     num_tokens: int  # that are counted for it
-    last_mark: tuple[int, int]  # of its prompt: position in pieces, chained hash
+    marks: list[Mark]  # of its prompt
 
 
 class LoadBalancer:
-    def __init__(self, num_engines: int, piece: int = 16) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        piece: int = 16,
+        index: KVIndex | None = None,
+        keeps_evicted: bool = False,  # engines have host memory for what leaves their caches
+        whole_images: bool = False,  # EngineReady.whole_images
+    ) -> None:
         self._piece = piece  # tokens; the engine's block size, the unit of sharing
+        self._index = index
+        self._forgets_started = index is not None and not keeps_evicted
+        self._whole_images = whole_images
         self.loads: list[Load] = []
         self._runs: list[int] = []  # the engine of each run
         # By the hash of a mark: runs of engines, the latest last
@@ -61,19 +80,19 @@ class LoadBalancer:
         """Makes room for another engine. Returns its index."""
         engine = len(self.loads)
         self.loads.append(Load())
-        self.forget(engine)
+        self._begin_run(engine)
         self._add_load(engine, 0)
         return engine
 
     def choose(self, request: EngineCoreRequest, candidates: Collection[int]) -> int:
         """The engine for this request, which is added to its load."""
         marks = self._marks_behind(_beginning(request), request.prompt_token_ids)
-        known = self._known_tokens(marks)
+        known = self._known(request, marks)
         # A range is looked up as fast as a set, and nothing is made of it
         engine = self._cheapest(known, candidates if isinstance(candidates, range) else set(candidates))
         load = self.loads[engine]
         work = len(request.prompt_token_ids) - known.get(engine, 0) + _work_behind_prompt(request)
-        self._work[request.request_id] = Work(engine, work, marks[-1] if marks else _beginning(request))
+        self._work[request.request_id] = Work(engine, work, marks)
         load.num_chosen += 1
         load.num_requests += 1
         self._add_load(engine, work)
@@ -82,10 +101,15 @@ class LoadBalancer:
 
     def known(self, request: EngineCoreRequest) -> dict[int, int]:
         """How many tokens of its prompt engines probably have in their caches, for those that have some."""
-        return self._known_tokens(self._marks_behind(_beginning(request), request.prompt_token_ids))
+        return self._known(request, self._marks_behind(_beginning(request), request.prompt_token_ids))
 
     def started(self, request_id: str) -> None:
         """Takes note that a request's prompt is computed: only generation is left."""
+        self.relieve(request_id)
+        self._forget_marks(self._work.get(request_id))
+
+    def relieve(self, request_id: str) -> None:
+        """Takes note that another engine computes the request's prompt."""
         work = self._work.get(request_id)
         if work is not None and work.num_tokens > TOKENS_TO_COME:
             self._add_load(work.engine, TOKENS_TO_COME - work.num_tokens)
@@ -96,16 +120,25 @@ class LoadBalancer:
         if work is not None:
             self.loads[work.engine].num_requests -= 1
             self._add_load(work.engine, -work.num_tokens)
+            self._forget_marks(work)
 
     def learn(self, engine: int, request: EngineCoreRequest, token_ids: Sequence[int]) -> None:
         """Takes note that this engine has these tokens in its cache now. For a request that has not `ended`, they begin
         with its prompt."""
+        if self._forgets_started:
+            return  # it tells that itself
         work = self._work.get(request.request_id)
-        last = work.last_mark if work is not None and work.engine == engine else _beginning(request)
+        is_there = work is not None and work.engine == engine and work.marks
+        last = work.marks[-1] if work is not None and is_there else _beginning(request)
         self._remember(engine, self._marks_behind(last, token_ids))
 
     def forget(self, engine: int) -> None:
         """Forgets what an engine had in its cache, which is empty when it was started again."""
+        if self._index is not None:
+            self._index.forget(engine)
+        self._begin_run(engine)
+
+    def _begin_run(self, engine: int) -> None:
         self.loads[engine].run = len(self._runs)
         self._runs.append(engine)
 
@@ -147,7 +180,16 @@ class LoadBalancer:
 
     # ---- prefixes ----
 
-    def _known_tokens(self, marks: Sequence[tuple[int, int]]) -> dict[int, int]:
+    def _known(self, request: EngineCoreRequest, marks: Sequence[Mark]) -> dict[int, int]:
+        """Returns how many tokens of a prompt engines hold, by what they have told and by its marks."""
+        known = self._known_tokens(marks)
+        if self._index is not None:
+            keys = extra_keys_of(request, media_of(request, self._whole_images))
+            for engine, num_tokens in self._index.held(request.prompt_token_ids, keys):
+                known[engine] = max(num_tokens, known.get(engine, 0))
+        return known
+
+    def _known_tokens(self, marks: Sequence[Mark]) -> dict[int, int]:
         """Returns, for engines that were last seen with a part of the prompt, how many of its tokens they probably
         have. The deepest mark counts: an engine that has it has had all before it, and loses the ends first."""
         known: dict[int, int] = {}
@@ -160,7 +202,20 @@ class LoadBalancer:
                 break
         return known
 
-    def _remember(self, engine: int, marks: Sequence[tuple[int, int]]) -> None:
+    def _forget_marks(self, work: Work | None) -> None:
+        """Forgets the marks of a request's prompt, if its engine tells what it holds of it."""
+        if work is None or not self._forgets_started:
+            return
+        run, homes = self.loads[work.engine].run, self._homes
+        for _, key in work.marks:
+            rest = tuple(other for other in homes.get(key, ()) if other != run)
+            if rest:
+                homes[key] = rest
+            else:
+                homes.pop(key, None)
+        work.marks = []
+
+    def _remember(self, engine: int, marks: Sequence[Mark]) -> None:
         run, homes = self.loads[engine].run, self._homes
         for _, key in marks:
             runs = homes.get(key)
@@ -174,10 +229,9 @@ class LoadBalancer:
         while len(homes) > most:
             homes.popitem(last=False)
 
-    def _marks_behind(self, last: tuple[int, int], token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """The marks of a sequence behind one of them: the position, in pieces, and a hash chained over all tokens
-        before it."""
-        marks: list[tuple[int, int]] = []
+    def _marks_behind(self, last: Mark, token_ids: Sequence[int]) -> list[Mark]:
+        """Returns the marks of a sequence behind one of them."""
+        marks: list[Mark] = []
         (position, key), piece = last, self._piece
         num_pieces = len(token_ids) // piece
         while True:
@@ -189,7 +243,7 @@ class LoadBalancer:
             marks.append((position, key))
 
 
-def _beginning(request: EngineCoreRequest) -> tuple[int, int]:
+def _beginning(request: EngineCoreRequest) -> Mark:
     """The mark before the first token: requests that differ in it share nothing."""
     digest = None if request.adapter is None else request.adapter.digest
     return 0, hash((request.cache_salt, digest))

@@ -30,11 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from ratoon.core.errors import RequestError
 from ratoon.core.faults import fault_of
+from ratoon.core.kv_events import BlockStored, Event
 from ratoon.core.messages import (
     LAST_WORD,
+    BlocksTold,
     DPWave,
     DPWaveReport,
     EngineLaunch,
@@ -55,6 +58,7 @@ from ratoon.core.request import (
     FinishReason,
 )
 from ratoon.core.wire import Decoder, WireError, encode
+from ratoon.distributed.cluster import SECRET_VARIABLE
 from ratoon.distributed.placement import place_engine
 from ratoon.engine.build import build_core, calm_thread_pools, describe
 from ratoon.engine.core import EngineCore
@@ -86,12 +90,14 @@ class EngineCoreProcess:
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
         self._is_orphan = False
+        self._has_lost_client = False
         self._context = SocketContext()
         self._inputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._output_socket: zmq.Socket[bytes] | None = None
         self._output_lock = threading.Lock()
         self._num_outputs_sent = 0
         self._num_outputs_taken = 0
+        self._num_told = 0  # messages about blocks
         self._num_bad_messages = 0
         self._step_began: float | None = None
         self._core: EngineCore | None = None
@@ -117,22 +123,31 @@ class EngineCoreProcess:
         timer.finish()
         phases = [(phase.name, phase.depth, phase.seconds) for phase in timer.rows()]
         ready = EngineReady(
-            describe(core), core.executor.facts.max_model_len, kv_config.whole_blocks, phases, core.kv_address
+            describe(core),
+            core.executor.facts.max_model_len,
+            kv_config.whole_blocks,
+            phases,
+            core.kv_address,
+            core.config.scheduler.whole_images,
         )
         forget_live_display()  # the engine has started
         self._send(EngineMessageType.READY, ready)
+        if core.config.cache.tells_client:
+            core.tell_client(self._tell_blocks)
         # What start-up has made stays. Python's garbage collector would traverse it again and again, and a pass over
         # torch's modules takes 100 ms or more, in the middle of a step.
         gc.freeze()
         self._loop(core, EngineUtilities(core, self._launch.index))
         core.shutdown()
         self._remove_directory()
-        return 0
+        return int(self._has_lost_client)
 
     def _start(self, timer: StartupTimer) -> EngineCore:
         from ratoon.models.source import resolve_model
 
         launch = self._launch
+        if launch.kv_secret is not None:
+            os.environ[SECRET_VARIABLE] = launch.kv_secret  # where connectors look for it
         if launch.config.data_parallel_lockstep and launch.num_engines > 1:
             self._steps_left = 0
         with timer.phase("find model"):
@@ -270,7 +285,24 @@ class EngineCoreProcess:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            threading.Thread(target=self._hold_connection, args=(monitor,), name="hold connection", daemon=True).start()
         socket.connect(address)
+
+    def _hold_connection(self, monitor: zmq.Socket[bytes]) -> None:
+        """Ends the process when its connection to a client on another host breaks: a new one would be made, but what
+        was under way is lost. The client hands the requests to another run."""
+        is_made = False
+        while True:
+            event = recv_monitor_message(monitor)["event"]
+            if is_made and event == zmq.EVENT_DISCONNECTED:
+                break
+            is_made = is_made or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        logger.error("engine %d ends: its connection to the front end broke", self._launch.index)
+        self._has_lost_client = True
+        self._inputs.put(Stop())
+        time.sleep(SECONDS_TO_END)
+        os._exit(1)
 
     def _note_abort(self, message: Any) -> None:
         """An abort is told to the step under way as well. It keeps its place among the messages, because the request
@@ -292,6 +324,15 @@ class EngineCoreProcess:
         outputs.engine_index = self._launch.index
         self._num_outputs_sent += 1
         self._send(EngineMessageType.OUTPUTS, outputs)
+
+    def _tell_blocks(self, events: list[Event]) -> None:
+        """The client knows texts by hashes alone, so that it need not be sent all of them."""
+        without_tokens = [
+            BlockStored(event.block_hashes, None, [], event.block_size) if isinstance(event, BlockStored) else event
+            for event in events
+        ]
+        self._send(EngineMessageType.BLOCKS_TOLD, BlocksTold(self._num_told, without_tokens))
+        self._num_told += 1
 
     def _beat(self) -> None:
         while True:

@@ -19,6 +19,7 @@ import zmq
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import (
     LAST_WORD,
+    BlocksTold,
     DPWaveReport,
     EngineLaunch,
     EngineMessageType,
@@ -76,6 +77,7 @@ class EngineProcess:
             EngineMessageType.UTILITY_RESULT.value: Decoder(UtilityResult),
             EngineMessageType.HEARTBEAT.value: Decoder(Heartbeat),
             EngineMessageType.DP_WAVE_REPORT.value: Decoder(DPWaveReport),
+            EngineMessageType.BLOCKS_TOLD.value: Decoder(BlocksTold),
         }
         self.inputs = context.socket(zmq.ROUTER)
         self.inputs.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an engine that can't be reached is an error

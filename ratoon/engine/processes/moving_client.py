@@ -18,12 +18,13 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from msgspec.structs import replace as with_fields
 
 from ratoon.core.config import EngineConfig, FrontEndConfig, SpeculationConfig
 from ratoon.core.errors import RequestError
-from ratoon.core.kv_transfer import FIELD, KVTransfer
+from ratoon.core.kv_transfer import ANY_PEER, FIELD, KVTransfer
 from ratoon.core.messages import ForgottenRoots, UtilityCall
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
@@ -31,6 +32,7 @@ from ratoon.engine.processes.async_client import AsyncMPClient, DPLBAsyncMPClien
 from ratoon.engine.processes.encodings import MARK as ENCODING
 from ratoon.engine.processes.encodings import Encodings
 from ratoon.engine.processes.ledger import Entry
+from ratoon.engine.processes.ray_node import AT_NODE
 from ratoon.engine.processes.replica import Replica
 from ratoon.observe.logging import get_logger
 from ratoon.observe.startup import StartupTimer
@@ -61,6 +63,7 @@ class Prefill:
 
 class MovingClient(DPLBAsyncMPClient):
     def __init__(self, config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> None:
+        self._is_on_ray = own.ray
         self._num_prefill = own.prefill_engines  # the first engines
         self._threshold = own.prefill_threshold
         self._prefills: dict[str, Prefill] = {}  # by the id of the request that waits, or was sent on
@@ -69,13 +72,20 @@ class MovingClient(DPLBAsyncMPClient):
         self._encodings = Encodings(range(own.num_answering_engines, own.num_engines))
         cache = config.cache
         self._serves_whole = False  # encoder and decoder: every engine does both
-        super().__init__(
-            config.with_(cache=replace(cache, swap_bytes=cache.swap_bytes or HOST_BYTES)), timer, own.num_engines
-        )
+        config = config.with_(cache=replace(cache, swap_bytes=cache.swap_bytes or HOST_BYTES))
+        elsewhere = None
+        if own.ray:
+            from ratoon.engine.processes.ray_engines import RayEngines
+
+            elsewhere = RayEngines(config, own.num_engines, secrets.token_hex(32))
+        super().__init__(config, timer, own.num_engines, elsewhere)
 
     def _make_replica(self, index: int, num_engines: int) -> Replica:
-        """Engines find each other by sockets in the private directory of this client."""
-        options = {"folder": str(self._directory.path)}
+        """Engines find each other by sockets in the private directory of this client; on the nodes of a cluster by what
+        they say of their addresses."""
+        options: dict[str, Any] = {"folder": str(self._directory.path)}
+        if self._is_on_ray:
+            options = {"listen": AT_NODE, "peers": [ANY_PEER]}
         name = self._config.cache.kv_connector or "peers"
         cache = replace(self._config.cache, kv_connector=name, kv_connector_options=options)
         if self._encodings.engines and cache.kv_files is not None:  # they outlive the service, as blocks do
@@ -235,7 +245,7 @@ class MovingClient(DPLBAsyncMPClient):
             prefill.prompt_token_ids = request.prompt_token_ids[: -len(prefill.continuation_token_ids)]
             prefill.continuation_token_ids = []
         source = self.balancer.choose(prefill, sources)
-        self.balancer.started(name)  # of its prompt, little is left to its own engine
+        self.balancer.relieve(name)  # of its prompt, little is left to its own engine
         ready = self.replicas[source].ready
         assert ready is not None
         transfer = KVTransfer(f"{next(self._numbers)}-{secrets.token_hex(8)}", ready.kv_address)
@@ -329,6 +339,8 @@ def _config_that_encodes(config: EngineConfig) -> EngineConfig:
 
 def client_of_settings(config: EngineConfig, own: FrontEndConfig, timer: StartupTimer) -> AsyncMPClient:
     """The client of as many engines, of such kinds, as the settings ask for."""
+    if own.balances_by_events(config.cache):
+        config = config.with_(cache=replace(config.cache, tells_client=True))
     if own.moves_blocks:
         return MovingClient(config, own, timer)
     return make_async_client(config, own.num_replicas, timer, not own.data_parallel_external_lb, own.ray)

@@ -2,8 +2,9 @@
 
 An actor on a node starts the engine's process there and waits for its end. Messages do not go through Ray: the process
 connects to the front end's sockets over TCP. They are encrypted, and each side knows the other's key (CURVE): keys are
-made for every run of an engine, and reach the node as an argument of the actor. When the front end ends, Ray ends its
-actors, and an engine process ends with the actor that started it.
+made for every run of an engine, and reach the node as an argument of the actor. So does the secret by which engines
+that send each other blocks know each other. When the front end ends, Ray ends its actors, and an engine process ends
+with the actor that started it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ class KnownKeys:
 class RayEngines:
     """Runs the engines of one client on a cluster."""
 
-    def __init__(self, config: EngineConfig, num_engines: int) -> None:
+    def __init__(self, config: EngineConfig, num_engines: int, kv_secret: str | None = None) -> None:
+        """`kv_secret`: by which engines know each other that send each other blocks."""
         self._config = config
         self._num_engines = num_engines
+        self._num_threads = config.num_threads
+        self.kv_secret = kv_secret
         self._authenticator: ThreadAuthenticator | None = None
         self.known_keys = KnownKeys()
 
@@ -69,7 +73,7 @@ class RayEngines:
             self.room = {"CPU": 1.0}  # its ranks have their own
         elif device == "cpu":
             self.room = {"CPU": each["CPU"] * num_ranks}
-            self._config = config = config.with_(num_threads=config.num_threads or int(each["CPU"]))
+            self._num_threads = config.num_threads or int(each["CPU"])
         else:
             self.room = {"CPU": 1.0, "GPU": float(num_ranks)}
         logger.info("each engine takes %s of the Ray cluster", describe(self.room))
@@ -81,7 +85,8 @@ class RayEngines:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(ANY_DOMAIN, self.known_keys)
         # Alone, as far as it can see: a node shows it no other cores and devices than its own.
-        return RayEngineProcess(self, replace(run, config=self._config, num_engines=1))
+        config = run.config.with_(num_threads=self._num_threads)
+        return RayEngineProcess(self, replace(run, config=config, num_engines=1))
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -107,6 +112,7 @@ class RayEngineProcess(EngineProcess):
         self._their_key = their_public
         self._engines.known_keys.add(their_public)
         launch.keys = SocketKeys(public, their_public, their_secret)
+        launch.kv_secret = self._engines.kv_secret
         host = self._engines.host
         addresses = []
         for socket in (self.inputs, self.outputs):

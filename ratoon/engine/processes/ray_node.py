@@ -10,6 +10,9 @@ import msgspec
 
 from ratoon.core.messages import LAST_WORD, EngineLaunch
 from ratoon.core.processes import start_process
+from ratoon.distributed.cluster import in_url
+
+AT_NODE = "tcp://NODE:0"  # where an engine is to listen for others: any port of the address that its node has for Ray
 
 
 class EngineActor:
@@ -27,6 +30,11 @@ class EngineActor:
         unread, kept_open = os.pipe()
         try:
             message = msgspec.msgpack.decode(launch, type=EngineLaunch)
+            options = message.config.cache.kv_connector_options
+            if options.get("listen") == AT_NODE:
+                import ray
+
+                options["listen"] = f"tcp://{in_url(ray.util.get_node_ip_address())}:0"
             module = "ratoon.engine.processes.core_process"
             self._process = start_process(module, [str(kept_open)], [kept_open], message)
         finally:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ratoon.core.messages import EngineMessageType
+from ratoon.core.settings import engine_config
 from ratoon.engine.processes import core_process
 from ratoon.engine.processes.core_process import EngineCoreProcess
 
@@ -21,7 +22,9 @@ class QuietProcess(EngineCoreProcess):
 
     def _start(self, timer: Any) -> Any:
         facts = SimpleNamespace(kv_config=SimpleNamespace(whole_blocks=16), max_model_len=64)
-        return SimpleNamespace(executor=SimpleNamespace(facts=facts), shutdown=lambda: None, kv_address="")
+        config = engine_config("m")
+        executor = SimpleNamespace(facts=facts)
+        return SimpleNamespace(config=config, executor=executor, shutdown=lambda: None, kv_address="")
 
     def _read_messages(self) -> None: ...
 
