@@ -5,12 +5,14 @@
     .venv/bin/python bench/speculation.py --sources 'off;draft:MODEL;head:FOLDER'   # drafts of a model or head, too
     .venv/bin/python bench/speculation.py --model FILE --record                # makes the agent's session anew
 
-rewrite: a file of 300 tokens with three edits, and the same request again, when its first answer is a root. chat:
+rewrite: a file of 300 tokens with three edits, and the same request again, when its first answer is a root; and with an
+answer that is begun up to behind the first edit, from where a small model too goes on with the file. chat:
 questions that repeat nothing, where drafts can only cost time. agent: a recorded session of ten turns with results of
 tools, turn by turn, and once more. Every source has an engine of its own; all answers must be the same tokens, greedy.
 The peers are transformers with and without `prompt_lookup_num_tokens`, in float32, and llama.cpp with and without the
 prompt lookup of llama-cpp-python: each is compared with itself. Ratios are taken within a round; times are whole
-requests, prompts included.
+requests, prompts included. What drafts can bring depends on the answers, so each row says which share of their tokens
+occurred before behind the same three or more.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from speculation_parts.texts import (
     SESSION_FILE,
     SYSTEM,
     Messages,
+    begun_rewriting,
     questions,
     read_session,
     rewriting,
     session_texts,
+    share_of_repeats,
 )
 
 OFF = "off"
@@ -45,6 +49,8 @@ SOURCES = (OFF, "ngram", "roots", "roots,ngram")
 AIMS = {
     ("rewrite", "ngram"): "at least 2×",
     ("rewrite again", "roots"): "at least 3×",
+    ("begun rewrite", "ngram"): "at least 2×",
+    ("begun rewrite again", "roots"): "at least 3×",
     ("chat", "ngram"): "at least 0.98×",
     ("chat", "roots"): "at least 0.98×",
 }
@@ -53,6 +59,7 @@ KV_MEMORY = "768MiB"
 LOOKUP_TOKENS = 8  # that peers draft: they do not choose by themselves
 RECORDED_THING = "record"
 WARM_UP = 1000  # the round whose texts engines run before the first that counts
+BEGUN = 500  # from a round to the one whose texts its begun answers have
 
 Row: TypeAlias = str
 Samples: TypeAlias = dict[Row, dict[str, list[float]]]  # row → way → seconds, one value a round
@@ -189,6 +196,7 @@ class SpeculationBenchmark(Program):
 
     def _rounds(self, part: str) -> Iterator[int]:
         self.same: dict[str, list[float]] = {}
+        self.repeated: dict[Row, list[float]] = {}  # the share of each answer's tokens
         for index in range(self.args.rounds):
             say(f"{part}, round {index + 1}/{self.args.rounds}")
             yield index
@@ -210,7 +218,16 @@ class SpeculationBenchmark(Program):
             }
             for row, by_way in samples.items()
         }
-        return {"samples": samples, "ratios": ratios, "tokens_per_second": rates, "same": self.same}
+        return {
+            "samples": samples,
+            "ratios": ratios,
+            "tokens_per_second": rates,
+            "same": self.same,
+            "repeated": {row: sum(shares) / len(shares) for row, shares in self.repeated.items()},
+        }
+
+    def _note_repeats(self, row: Row, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        self.repeated.setdefault(row, []).extend(map(share_of_repeats, prompts, answers))
 
     def _record_time(self, samples: Samples, row: Row, label: str, seconds: float, index: int) -> None:
         """Adds the seconds of a request to a round of a row."""
@@ -222,15 +239,18 @@ class SpeculationBenchmark(Program):
 
     def _measure_rewrite(self) -> dict[str, Any]:
         samples: Samples = {}
-        num_tokens: dict[Row, list[int]] = {"rewrite": [], "rewrite again": []}
+        num_tokens: dict[Row, list[int]] = {}
         for index in self._rounds("rewrite"):
-            prompt = self.tokens_of(rewriting(index), FENCE)
-            (expected,) = self._answers([prompt], self.sizes.most_tokens)
-            for label in in_turn(self.ways, index):
-                for row in self._rows_of(label, num_tokens):
-                    self._record_time(samples, row, label, self._ask(label, prompt, expected), index)
-            for counts in num_tokens.values():
-                counts.append(len(expected))
+            whole, begun = self.tokens_of(rewriting(index), FENCE), self.tokens_of(*begun_rewriting(index + BEGUN))
+            for name, prompt in (("rewrite", whole), ("begun rewrite", begun)):
+                rows = (name, f"{name} again")
+                (expected,) = self._answers([prompt], self.sizes.most_tokens)
+                for label in in_turn(self.ways, index):
+                    for row in self._rows_of(label, rows):
+                        self._record_time(samples, row, label, self._ask(label, prompt, expected), index)
+                for row in rows:
+                    num_tokens.setdefault(row, []).append(len(expected))
+                    self._note_repeats(row, [prompt], [expected])
         return self._summary(samples, num_tokens)
 
     def _measure_chat(self) -> dict[str, Any]:
@@ -239,6 +259,7 @@ class SpeculationBenchmark(Program):
         for index in self._rounds("chat"):
             asked = [self.tokens_of(messages) for messages in questions(index, self.sizes.questions)]
             answers = self._answers(asked, self.sizes.answer)
+            self._note_repeats("chat", asked, answers)
             for label in in_turn(self.ways, index):
                 for prompt, expected in zip(asked, answers):
                     self._record_time(samples, "chat", label, self._ask(label, prompt, expected), index)
@@ -255,8 +276,9 @@ class SpeculationBenchmark(Program):
                 for row in self._rows_of(label, num_tokens):
                     for prompt, expected in zip(prompts, answers):
                         self._record_time(samples, row, label, self._ask(label, prompt, expected), index)
-            for counts in num_tokens.values():
+            for row, counts in num_tokens.items():
                 counts.append(sum(map(len, answers)))
+                self._note_repeats(row, prompts, answers)
         return self._summary(samples, num_tokens)
 
     def _record(self) -> None:
@@ -275,7 +297,7 @@ class SpeculationBenchmark(Program):
 
     def report(self) -> Iterable[str]:
         for part, found in self.found.items():
-            lines = [[part, "tokens/s", "against off", "", "same tokens"]]
+            lines = [[part, "tokens/s", "against off", "", "same tokens", "that repeat"]]
             for row, rates in found["tokens_per_second"].items():
                 for label, rate in rates.items():
                     ratio = found["ratios"][row].get(label)
@@ -287,6 +309,7 @@ class SpeculationBenchmark(Program):
                             "" if ratio is None else format_spread(ratio, "×"),
                             "" if aim is None else f"aim: {aim}",
                             f"{format_number(100 * sum(found['same'][label]) / len(found['same'][label]))} %",
+                            f"{format_number(100 * found['repeated'][row])} %" if ratio is None else "",
                         ]
                     )
             yield align(lines)

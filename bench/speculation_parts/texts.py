@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ratoon.scheduling.drafters.ngrams import NgramIndex
+
 Messages: TypeAlias = list[dict[str, str]]
 
 SESSION_FILE = Path(__file__).with_name("agent_session.json")
@@ -108,6 +110,13 @@ def rewriting(index: int) -> Messages:
     return [{"role": "user", "content": EDITS.format(file=FILE.format(**names), **names)}]
 
 
+def begun_rewriting(index: int) -> tuple[Messages, str]:
+    """Returns the same task, and an answer that is begun: the new file up to behind the first change."""
+    names = names_of(thing_of_round(index))
+    head, _, _ = FILE.format(**names).partition("class ")
+    return rewriting(index), FENCE + head.replace("S = 100", "S = 250")
+
+
 def questions(index: int, number: int) -> list[Messages]:
     """Returns questions without anything to repeat; those of different rounds are different."""
     rng = random.Random(index)
@@ -115,6 +124,19 @@ def questions(index: int, number: int) -> list[Messages]:
         [{"role": "user", "content": f"Explain {topic} to a {rng.choice(THINGS)} maker, in a few sentences."}]
         for topic in rng.sample(TOPICS, number)
     ]
+
+
+def share_of_repeats(prompt: list[int], answer: list[int], least: int = 3, most: int = 16) -> float:
+    """Returns the share of an answer's tokens that came before behind the longest match of so many tokens: those that
+    prompt lookup guesses."""
+    tokens, num_guessed = prompt.copy(), 0
+    index = NgramIndex(tokens, least, most)
+    for token in answer:
+        index.extend(len(tokens))
+        position, _ = index.find(tokens)
+        num_guessed += position >= 0 and tokens[position] == token
+        tokens.append(token)
+    return num_guessed / max(len(answer), 1)
 
 
 def session_texts(thing: str) -> list[str]:

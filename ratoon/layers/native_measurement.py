@@ -148,8 +148,12 @@ class ProductTimer:
     @property
     def default(self) -> RowCounts:
         """What weights without a choice have."""
-        first = next(rows for rows in range(1, NEVER) if self._kernel_of(RowCounts(), rows) != IN_REGISTERS)
-        return RowCounts(first, first)
+        kinds = (RowCounts(0, NEVER), UNPACKED), (RowCounts(NEVER, 0), MATRICES)
+        return RowCounts._make(self._first_rows(counts, kernel) for counts, kernel in kinds)
+
+    def _first_rows(self, counts: RowCounts, kernel: Kernel) -> int:
+        """From how many rows on a product takes this kernel."""
+        return next((rows for rows in range(1, max(ROW_COUNTS) + 2) if self._kernel_of(counts, rows) == kernel), NEVER)
 
     def _kernel_of(self, counts: RowCounts, rows: int) -> Kernel:
         part = self._parts[0]

@@ -41,8 +41,9 @@ LEAST_FREE_ROWS = 1
 MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
 LEAST_COST = 0.02
 ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
-# Tokens that a draft may have. Not all numbers: every size of a step has to be recorded or captured, and observed
-LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+# Tokens that a draft may have: with the token before them a power of two, as kernels and graphs take rows. Few numbers,
+# since every size of a step has to be recorded, which takes as long as several steps, and observed
+LENGTHS = (1, 3, 7, 15, 31, 63)
 FIRST_ON_DEVICE = 7  # tokens that the device drafts behind the first step of a branch
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
@@ -280,6 +281,7 @@ class Speculation:
         self, branch: Branch, drafting: BranchDrafts, num_rows: int, room: int, lengths: dict[float, int]
     ) -> tuple[Sequence[int], SourceRecord | None]:
         """Returns the draft of the first source that has one worth its rows."""
+        left = branch.max_total_tokens - branch.num_tokens - 1  # tokens before the last one
         for record in drafting.records:
             drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
@@ -288,11 +290,15 @@ class Speculation:
             worth = lengths.get(rate)
             if worth is None:
                 worth = lengths[rate] = self._length(rate, num_rows)
-            length = min(worth, room)
+            length = self._whole(min(worth, room, len(drafts), left))
             record.guess, record.guess_at = drafts[0], branch.num_tokens
             if length > 0 or (worth == 0 and self._is_due(rate)):
                 return drafts[: max(length, 1)], record
         return (), None
+
+    def _whole(self, count: int) -> int:
+        """Returns the largest length of a draft that is not above `count`."""
+        return self._lengths[bisect_right(self._lengths, count) - 1] if count > 0 else 0
 
     def _length_on_device(self, drafting: BranchDrafts, cost: float, num_rows: int, room: int) -> int:
         """The tokens that the device drafts behind the next step of a branch."""

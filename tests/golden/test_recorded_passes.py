@@ -14,6 +14,7 @@ from ratoon import SamplingParams
 from ratoon.core.request import EngineCoreRequest
 from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.passes.program import StepProgram
 from ratoon.execution.passes.recorded_passes import MAX_LOGITS_ROWS
 from ratoon.layers.native import library
 from ratoon.layers.native.recording import Program
@@ -98,6 +99,21 @@ def test_a_step_runs_its_pass_once(num_requests):
             core.step()
     assert counts["replays"] >= 8
     assert counts["replays"] + counts["passes"] == counts["steps"]
+
+
+def test_a_step_that_checks_drafts_of_a_greedy_answer_ends_in_its_pass():
+    """The head and the choice of its tokens are recorded too, however many rows it has."""
+    prompt, params = {"prompt_token_ids": PROMPTS[0]}, SamplingParams(temperature=0.0, max_tokens=49, ignore_eos=True)
+    with engine("llama with grouped heads", speculate_max_seqs=8) as llm:
+        (alone,) = llm.generate(prompt, params, progress=False)
+        params.prediction = list(alone.outputs[0].token_ids)
+        for _ in range(2):  # the first runs call by call, the second is recorded
+            llm.generate(prompt, params, progress=False)
+        with patch.object(StepProgram, "finish", autospec=True, side_effect=StepProgram.finish) as finish:
+            (drafted,) = llm.generate(prompt, params, progress=False)
+        assert drafted.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert drafted.metrics.num_accepted_prediction_tokens > 40
+        assert finish.call_count <= 1, "that of the prompt"
 
 
 def test_searches_and_continuations_find_the_same_texts():

@@ -107,10 +107,10 @@ class RecordedPasses:
             return None
         layers = tuple(sorted({layer for end in ends.ends for layer in end.inner_layers}))
         end: End = STATES
-        is_last, can_end = program.model.stage.is_last, rows is None and not layers and num_tokens <= MAX_LOGITS_ROWS
+        is_last = program.model.stage.is_last
         if layers and not (is_last and program.model.stage.is_first):
             return None  # rows of other stages' layers come with the stream
-        if is_last and can_end and _can_be_recorded(ends.ends[0], columns[0]):
+        if is_last and rows is None and not layers and _can_be_recorded(ends.ends[0], columns[0], num_tokens):
             end = ends.ends[0]
         shape = PassShape(num_tokens, len(inputs.cu_num_tokens), end, names, layers)
         found = self._run_shape(shape, program, inputs, reads_all=rows is None)
@@ -231,9 +231,12 @@ class StreamCopies(StreamObserver):
         return copy.copy_(rows)
 
 
-def _can_be_recorded(end: End, columns: RowColumns) -> bool:
-    """Whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns."""
-    return isinstance(end, Logits) or (isinstance(end, Tokens) and columns is HOST_COLUMNS)
+def _can_be_recorded(end: End, columns: RowColumns, num_rows: int) -> bool:
+    """Whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns. The logits of a
+    pass that ends with tokens lie in memory that all passes share."""
+    if isinstance(end, Logits):
+        return num_rows <= MAX_LOGITS_ROWS
+    return isinstance(end, Tokens) and columns is HOST_COLUMNS
 
 
 def _places(inputs: StepInputs) -> Places:

@@ -216,6 +216,33 @@ class CheckedTokensReader:
                 self.sampling_rows.tell(runs[place - self.num_without], kept)
 
 
+@dataclass(slots=True)
+class HostCheckedTokensReader:
+    """Reads tokens that the program has chosen for all rows of branches, with drafts or without, where rows are on the
+    host. None of them asks for more than its likeliest tokens."""
+
+    wanted: EndRows
+    ids: list[str]
+    rows: np.ndarray  # of the branches
+    drafts: Sequence[list[int]]  # of each branch
+    branches: InputBatch
+    sampling_rows: SamplingRows
+
+    def read(self, tokens: SampledTokens, output: ModelRunnerOutput) -> None:
+        drawn, bad = tokens.to_numpy().tolist(), set(tokens.bad_rows)
+        first = 0
+        for req_id, row, drafts in zip(self.ids, self.rows.tolist(), self.drafts):
+            kept = _kept_tokens(drawn[first : first + len(drafts) + 1], drafts, bad, first)
+            first += len(drafts) + 1
+            if not kept:
+                output.errors[req_id] = NO_TOKEN
+                continue
+            self.branches.append_run(row, kept)
+            self.sampling_rows.append_run(row, kept)
+            output.req_ids.append(req_id)
+            output.sampled_token_ids.append(kept)
+
+
 def _kept_tokens(drawn: list[int], drafts: list[int], bad: set[int], first: int) -> list[int]:
     """Returns the drawn tokens up to the first that differs from its draft. `bad`: rows without a token; `first`: the
     row of the first token."""

@@ -16,7 +16,7 @@ from ratoon.execution.drafting.drawn import DrawnDrafts
 from ratoon.execution.inputs.cells import to_device
 from ratoon.execution.inputs.input_batch import InputBatch
 from ratoon.execution.passes.ends import EndRows, Logits, MaskedTokens, Tokens
-from ratoon.execution.readers.drafts import CheckedTokensReader, DraftsReader
+from ratoon.execution.readers.drafts import CheckedTokensReader, DraftsReader, HostCheckedTokensReader
 from ratoon.execution.readers.interface import NO_TOKEN, Finish, RowReader, StepLayout
 from ratoon.execution.rules.grammar import NOT_MATCHED
 from ratoon.execution.sampling.sampler import Sampler, all_of
@@ -74,11 +74,11 @@ class SampledReaders:
         drafts = plan.scheduled_spec_decode_tokens
         if drafts:
             others = [place for place, req_id in enumerate(ids) if req_id not in drafts]
-            checked = None if plan.fanout else self._checked_on_device(drafts, layout, ids, own, others)
+            checked = None if plan.fanout else self._checked_by_program(drafts, layout, ids, own, others)
             if checked is not None:
                 return [checked]
             ids, own, rows = [ids[place] for place in others], own[others], rows[others]
-            checked = self._checked_on_device(drafts, layout, ids, own, [])
+            checked = self._checked_by_program(drafts, layout, ids, own, [])
             readers.append(checked or self._checking_reader(drafts, layout, plan.device_drafts))
             if not ids:
                 return readers
@@ -102,13 +102,31 @@ class SampledReaders:
             wanted, drafts, branches, sampler, self._first_spare, self._jumps, self._drawn, device_drafts
         )
 
-    def _checked_on_device(
+    def _checked_by_program(
         self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str], own: np.ndarray, others: list[int]
     ) -> RowReader | None:
         """Reads the branches with drafts, and `others` of `ids`, whose rows are `own`. None: the program can't choose
         their tokens."""
-        if self._resident is None or self._waits_for_drafts or self._sampler.by_rejection:
+        if self._sampler.by_rejection:
             return None
+        if self._resident is None:
+            return self._checked_on_host(drafts, layout, [*(ids[place] for place in others), *drafts])
+        return None if self._waits_for_drafts else self._checked_on_device(drafts, layout, ids, own, others)
+
+    def _checked_on_host(self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str]) -> RowReader | None:
+        ids.sort(key=layout.place_of.__getitem__)  # a recorded pass has all rows, in the order of the batch
+        places = [layout.place_of[req_id] for req_id in ids]
+        branches = layout.batch_rows[places]
+        if all_of(self._sampler.rows.needs[branches]):
+            return None
+        of_ids = [drafts.get(req_id, []) for req_id in ids]
+        rows = [np.arange(last - len(own), last + 1) for last, own in zip(layout.last_rows[places].tolist(), of_ids)]
+        wanted = EndRows(TOKENS[Mode.GREEDY], np.concatenate(rows))
+        return HostCheckedTokensReader(wanted, ids, branches, of_ids, self._branches, self._sampler.rows)
+
+    def _checked_on_device(
+        self, drafts: Mapping[str, list[int]], layout: StepLayout, ids: list[str], own: np.ndarray, others: list[int]
+    ) -> RowReader | None:
         drafted = np.array([layout.batch_rows[layout.place_of[req_id]] for req_id in drafts])
         if all_of(self._sampler.rows.needs[drafted]) & ~(Needs.RANDOM | Needs.FILTER):
             return None

@@ -423,11 +423,15 @@ static int has_matrices(const quantised_weight *w) {
 #endif
 }
 
-static int64_t or_default(int32_t rows) { return rows > 0 ? rows : QUANTISED_MANY_ROWS; }
+// From how many rows on, where nothing was measured.
+#define MATRICES_FROM 9
+#define UNPACK_FROM (W == 16 ? 49 : 9)  // three strips: registers have the tiles of half a strip, and few of them unpack again
 
 int64_t ratoon_quantised_kernel(const quantised_weight *weight, int64_t rows) {
-    if (has_matrices(weight) && rows >= or_default(weight->matrices_from)) return MATRICES;
-    return rows >= or_default(weight->unpack_from) ? UNPACKED : IN_REGISTERS;
+    const int64_t matrices_from = weight->matrices_from > 0 ? weight->matrices_from : MATRICES_FROM;
+    const int64_t unpack_from = weight->unpack_from > 0 ? weight->unpack_from : UNPACK_FROM;
+    if (has_matrices(weight) && rows >= matrices_from) return MATRICES;
+    return rows >= unpack_from ? UNPACKED : IN_REGISTERS;
 }
 
 // The matrix unit takes as long for one row of a strip as for all. So rows behind the last whole strip are multiplied as so many

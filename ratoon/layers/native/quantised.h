@@ -22,11 +22,9 @@ typedef struct {
     int32_t group;            // inputs that share a scale: 32; or 16, with 8 bits and without offsets
     float multiplier;         // of all scales and offsets: a power of two
     // From how many rows on a product unpacks the weight into memory, and multiplies by the matrix unit where there is one.
-    // The results are the same. 0: QUANTISED_MANY_ROWS.
+    // The results are the same. 0: what is fastest for most weights with these instructions.
     int32_t unpack_from, matrices_from;
 } quantised_weight;
-
-#define QUANTISED_MANY_ROWS 9
 
 // How a product with so many rows is made: 0 in registers, 1 from memory that the weight is unpacked into, 2 by the matrix unit,
 // but rows behind the last 16 in the way of so many rows.

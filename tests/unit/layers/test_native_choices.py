@@ -339,7 +339,8 @@ def test_a_timer_runs_the_kernel_that_it_is_asked_for(weights: list[PackedWeight
             taken = kernels.ratoon_quantised_kernel(weights[0].pointer, rows)
             assert taken == (MATRICES if kernel == WHOLE_STRIPS else kernel)
             assert kernel_of(counts_for(kernel), rows) == kernel
-    assert timer.default.unpack_from > 1
+    few = 16 if native.kernel_set_name().startswith("avx512") else 1  # wide registers hold half a strip at a time
+    assert timer.default.unpack_from > few
 
 
 @needs_kernels

@@ -226,6 +226,14 @@ def test_a_draft_is_as_long_as_the_fastest_step() -> None:
     assert found == {11: 7, 15: 15}
 
 
+def test_a_draft_has_one_of_few_lengths() -> None:
+    """Each size of a step is recorded and observed by itself: where fewer tokens are left, a draft is cut to the next
+    length."""
+    scheduler = with_sources(Known(matched=30), speculation=SpeculationConfig(max_seqs=8))
+    add(scheduler, "a", 3, max_tokens=8)
+    assert lengths(scheduler, 4) == [0, 3, 1, 0]  # six, two and none before the last token
+
+
 def test_a_longer_match_promises_more() -> None:
     drafted = []
     for matched in (3, 6, 12, 24):
