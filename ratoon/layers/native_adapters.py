@@ -3,20 +3,17 @@ so that it stays right when slots are loaded.
 
 Beside weights in few bits matrices are kept in 8 bits, with a scale for each 64 numbers of a column: a step reads them
 once for all rows of their slot, and with few rows for each adapter it takes as long as that reading. Their rounding is
-below a hundredth of what they add, and that of weights in 4 bits about a tenth of the weights. Beside other weights
-they are as they are in their files, bf16 or floats.
+below a hundredth of what they add, and that of weights in 4 bits about a tenth of the weights; rows are rounded to 16
+bits, whose loss is far below both. Beside other weights they are as they are in their files, bf16 or floats.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from ratoon.layers.native import LowRankPart, SavedTable, library
 from ratoon.layers.native.recording import Arena
@@ -24,21 +21,11 @@ from ratoon.layers.ops import RMSWeights
 
 Tensor = torch.Tensor
 
-PANEL = 16  # columns
 CHUNK_BYTES = 16 << 20  # eight large pages
 _memory = Arena(CHUNK_BYTES)  # of all adapters: what one leaves, the next one gets
 _memory_lock = threading.Lock()
-STRETCH = 64  # numbers of a column that have a scale together, where they are in 8 bits
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
-
-
-class Packed(NamedTuple):
-    """The matrices of one part, in panels; and their scales, where they are in 8 bits."""
-
-    columns: Tensor  # [panels, rank, 16]
-    low: Tensor | None  # [panels, in, 16]
-    column_scales: Tensor | None = None  # [panels, stretches of the rank, 16]
-    low_scales: Tensor | None = None  # [panels, stretches of the inputs, 16]
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+WHOLE = 3  # the format of whole numbers of 8 bits
 
 
 class NativeLowRank:
@@ -54,45 +41,56 @@ class NativeLowRank:
         self._has_few_bits = has_few_bits
         self._entries = (LowRankPart * (num_slots * self._num_parts))()
         self._pointer = ctypes.addressof(self._entries)
-        self._kept: dict[int, list[Packed]] = {}  # what entries point to, by slot
+        self._kept: dict[int, Tensor] = {}  # what entries point to; where one was cleared, for the next adapter
         for index, entry in enumerate(self._entries):
             part = index % self._num_parts
             entry.column, entry.out = sum(num_outputs[:part]), num_outputs[part]
 
     def load(self, slot: int, part: int, a: Tensor | None, b: Tensor, scale: float) -> None:
-        packed = self._round(a, b) if a is not None and self._has_few_bits else None
-        if packed is None:
+        index = slot * self._num_parts + part
+        entry, matrices = self._entries[index], [b] if a is None else [a, b]
+        packed = self._pack(index, matrices, WHOLE) if a is not None and self._has_few_bits else None
+        if packed is None:  # no format of few bits, or numbers that are not finite
             dtype = torch.bfloat16 if self._has_few_bits or b.dtype == torch.bfloat16 else torch.float32
-            low = None if a is None else _keep(pack_panels(a.to(dtype)))  # [panels, in, 16]
-            packed = Packed(_keep(pack_panels(b.to(dtype))), low)
-        entry = self._entries[slot * self._num_parts + part]
-        entry.a, entry.b = _place(packed.low), _place(packed.columns)
-        entry.a_scales, entry.b_scales = _place(packed.low_scales), _place(packed.column_scales)
-        entry.scale, entry.format = scale, FORMATS[packed.columns.dtype]
+            packed = self._pack(index, [matrix.to(dtype) for matrix in matrices], FORMATS[dtype])
+        assert packed is not None, "floats can always be packed"
+        *low, entry.b = packed
+        entry.a = low[0] if low else None
+        entry.scale = scale
         entry.rank = self._num_inputs if a is None else len(a)  # last: an entry without rank is not read
-        self._kept.setdefault(slot, []).append(packed)
 
-    def _round(self, a: Tensor, b: Tensor) -> Packed | None:
-        """Both matrices in 8 bits. None: one of them has a number that is not finite."""
-        parts: list[Tensor] = []
-        for matrix in (b, a):
-            given = matrix.to(torch.float32).contiguous()
-            width, depth = given.shape
-            panels = -(-width // PANEL)
-            codes = _new(panels, depth, PANEL, dtype=torch.int8)
-            scales = _new(panels, -(-depth // STRETCH), PANEL, dtype=torch.float32)
-            pack = self._kernels.ratoon_pack_low_rank
-            if pack(given.data_ptr(), width, depth, codes.data_ptr(), scales.data_ptr()):
+    def _pack(self, index: int, matrices: Sequence[Tensor], format: int) -> list[int] | None:
+        """Brings matrices [columns, depth] to the memory of an entry, one behind the other, as they are read. Returns
+        where each is; None: a number is not finite, which the format has no form for."""
+        kernels = self._kernels
+        given = [(matrix.to(torch.float32) if format == WHOLE else matrix).contiguous() for matrix in matrices]
+        sizes = [kernels.ratoon_low_rank_bytes(*matrix.shape, format) for matrix in given]
+        place, places = self._take(index, sum(sizes)), []
+        for matrix, size in zip(given, sizes):
+            if kernels.ratoon_pack_low_rank(matrix.data_ptr(), *matrix.shape, format, place):
                 return None
-            parts += [codes, scales]
-        columns, column_scales, low, low_scales = parts
-        return Packed(columns, low, column_scales, low_scales)
+            places.append(place)
+            place += size
+        self._entries[index].format = format
+        return places
+
+    def _take(self, index: int, num_bytes: int) -> int:
+        """Memory of an entry in large pages, beside what was loaded before. Most adapters are of one rank: then it is
+        that of the adapter before."""
+        kept = self._kept.pop(index, None)
+        if kept is None or len(kept) != num_bytes:
+            kept = None  # its memory returns first
+            with _memory_lock:
+                kept = _memory.take(num_bytes)
+        self._kept[index] = kept
+        return kept.data_ptr()
 
     def clear(self, slot: int) -> None:
-        for part in range(self._num_parts):
-            entry = self._entries[slot * self._num_parts + part]
-            entry.rank, entry.a, entry.b, entry.a_scales, entry.b_scales = 0, None, None, None, None
-        self._kept.pop(slot, None)
+        for index in range(slot * self._num_parts, (slot + 1) * self._num_parts):
+            entry = self._entries[index]
+            if entry.rank and not entry.a:  # a whole weight, which few adapters have
+                self._kept.pop(index, None)
+            entry.rank, entry.a, entry.b = 0, None, None
 
     def add(self, y: Tensor, x: Tensor, slots: Tensor, norm: RMSWeights | None = None) -> None:
         assert norm is None, "norms are not deferred on a CPU"
@@ -132,25 +130,3 @@ class NativeTables:
             self._pointer, self._num_slots, slots.data_ptr(), ids.data_ptr(), self._rows.start, len(ids),
             found.shape[1], found.data_ptr(),
         )  # fmt: skip
-
-
-def _new(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory in large pages, beside what was loaded before."""
-    with _memory_lock:
-        return _memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def _keep(packed: Tensor) -> Tensor:
-    return _new(*packed.shape, dtype=packed.dtype).copy_(packed)
-
-
-def _place(numbers: Tensor | None) -> int | None:
-    return None if numbers is None else numbers.data_ptr()
-
-
-def pack_panels(matrix: Tensor) -> Tensor:
-    """[columns, depth] → [panels, depth, 16], with zeros behind the last column."""
-    columns, depth = matrix.shape
-    if columns % PANEL:
-        matrix = functional.pad(matrix, (0, 0, 0, -columns % PANEL))
-    return matrix.reshape(-1, PANEL, depth).transpose(1, 2).contiguous()

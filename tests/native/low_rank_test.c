@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #define WHOLE_NUMBERS 3  // the format
+#define HALF_STEP (0.51 / 32767)  // of rows, which are rounded beside whole numbers
 #define SLOTS 3
 #define PARTS 2
 
@@ -24,50 +25,60 @@ static uint16_t to_bf16(float value) {
 
 // [columns][depth] as panels; the matrix gets the numbers that the panels have.
 static void *pack(float *matrix, int64_t columns, int64_t depth, int32_t format) {
-    const int64_t panels = (columns + 15) / 16;
-    char *packed = guarded(panels * depth * 16 * (format ? 2 : 4));
+    const int64_t panels = (columns + 15) / 16, bytes = panels * depth * 16 * (format ? 2 : 4);
+    char *packed = guarded(bytes);
+    uint16_t *halves = guarded(columns * depth * 2);
+    for (int64_t i = 0; format && i < columns * depth; i++) matrix[i] = from_bf16(halves[i] = to_bf16(matrix[i]));
+    expect_true(ratoon_low_rank_bytes(columns, depth, format) == bytes, "bytes of floats", columns, depth);
+    expect_true(ratoon_pack_low_rank(format ? (const void *)halves : matrix, columns, depth, format, packed) == 0, "floats", 0, 0);
     for (int64_t p = 0; p < panels; p++)
         for (int64_t k = 0; k < depth; k++)
             for (int64_t j = 0; j < 16; j++) {
                 const int64_t column = p * 16 + j, place = (p * depth + k) * 16 + j;
-                float value = column < columns ? matrix[column * depth + k] : 0;
-                if (format) {
-                    ((uint16_t *)packed)[place] = to_bf16(value);
-                    if (column < columns) matrix[column * depth + k] = from_bf16(to_bf16(value));
-                } else {
-                    ((float *)packed)[place] = value;
-                }
+                const float kept = format ? from_bf16(((uint16_t *)packed)[place]) : ((float *)packed)[place];
+                expect_true(same_bits(kept, column < columns ? matrix[column * depth + k] : 0), "a panel", column, k);
             }
     return packed;
 }
 
-// The same in whole numbers, with their scales.
-static void *pack_whole(float *matrix, int64_t columns, int64_t depth, float **scales) {
-    const int64_t panels = (columns + 15) / 16, stretches = (depth + 63) / 64;
-    int8_t *codes = guarded(panels * depth * 16);
-    *scales = guarded_floats(panels * stretches * 16);
-    expect_true(ratoon_pack_low_rank(matrix, columns, depth, codes, *scales) == 0, "finite numbers", 0, 0);
-    for (int64_t column = 0; column < columns; column++)
-        for (int64_t k = 0; k < depth; k++) {
-            const int64_t panel = column / 16, j = column % 16;
-            const float scale = (*scales)[(panel * stretches + k / 64) * 16 + j];
-            float *value = matrix + column * depth + k;
-            const float kept = (float)codes[(panel * depth + k) * 16 + j] * scale;
-            expect(kept, *value, scale * (0.5 + 256 * UNIT), "the nearest whole number", column, k);
-            *value = kept;
+// The same in whole numbers: of each panel and 64 numbers of its columns 16 scales, then pairs of numbers.
+static void *pack_whole(float *matrix, int64_t columns, int64_t depth) {
+    const int64_t bytes = ratoon_low_rank_bytes(columns, depth, WHOLE_NUMBERS), panels = (columns + 15) / 16;
+    char *packed = guarded(bytes), *at = packed;
+    expect_true(ratoon_pack_low_rank(matrix, columns, depth, WHOLE_NUMBERS, packed) == 0, "finite numbers", 0, 0);
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t first = 0; first < depth; first += 64) {
+            const int64_t count = depth - first < 64 ? depth - first : 64;
+            const float *scales = (const float *)at;
+            const int8_t *codes = (const int8_t *)at + 64;
+            for (int64_t j = 0; j < 16 && panel * 16 + j < columns; j++)
+                for (int64_t k = 0; k < count; k++) {
+                    float *value = matrix + (panel * 16 + j) * depth + first + k;
+                    const float kept = (float)codes[k / 2 * 32 + 2 * j + k % 2] * scales[j];
+                    expect(kept, *value, scales[j] * (0.5 + 256 * UNIT), "the nearest whole number", panel * 16 + j, first + k);
+                    *value = kept;
+                }
+            at += 64 + (count + 1) / 2 * 32;
         }
-    return codes;
+    expect_true(at == packed + bytes, "bytes of whole numbers", columns, depth);
+    return packed;
 }
 
 static void refuse_what_is_not_finite(void) {
     float matrix[70] = {1};
-    int8_t codes[70 * 16];
-    float scales[2 * 16];
-    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == 0, "finite numbers", 0, 0);
+    char *packed = guarded(ratoon_low_rank_bytes(1, 70, WHOLE_NUMBERS));
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, WHOLE_NUMBERS, packed) == 0, "finite numbers", 0, 0);
     matrix[69] = INFINITY;
-    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == -1, "an infinity", 0, 0);
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, WHOLE_NUMBERS, packed) == -1, "an infinity", 0, 0);
     matrix[69] = NAN;
-    expect_true(ratoon_pack_low_rank(matrix, 1, 70, codes, scales) == -1, "no number", 0, 0);
+    expect_true(ratoon_pack_low_rank(matrix, 1, 70, WHOLE_NUMBERS, packed) == -1, "no number", 0, 0);
+    release_all();
+}
+
+static double largest_of(const float *numbers, int64_t count) {
+    double largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(numbers[i]));
+    return largest;
 }
 
 static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_ranks) {
@@ -78,17 +89,14 @@ static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_r
         const int part = e % PARTS;
         const int is_whole = random_between(0, 4) == 0;
         const int32_t format = (int32_t[]){0, 1, WHOLE_NUMBERS}[random_between(0, is_whole ? 1 : 2)];
-        float *a_scales = NULL, *b_scales = NULL;
         const int64_t rank = e == 2 ? 0 : is_whole ? in : random_between(1, most_ranks);
         a[e] = rank && !is_whole ? random_floats(rank * in, 1) : NULL;
         b[e] = rank ? random_floats(out[part] * rank, 1) : NULL;
         const int is_rounded = format == WHOLE_NUMBERS;
-        void *packed_a = !a[e] ? NULL : is_rounded ? pack_whole(a[e], rank, in, &a_scales) : pack(a[e], rank, in, format);
-        void *packed_b = !b[e] ? NULL : is_rounded ? pack_whole(b[e], out[part], rank, &b_scales) : pack(b[e], out[part], rank, format);
+        void *packed_a = !a[e] ? NULL : is_rounded ? pack_whole(a[e], rank, in) : pack(a[e], rank, in, format);
+        void *packed_b = !b[e] ? NULL : is_rounded ? pack_whole(b[e], out[part], rank) : pack(b[e], out[part], rank, format);
         entries[e] = (low_rank_part){.a = packed_a,
                                      .b = packed_b,
-                                     .a_scales = a_scales,
-                                     .b_scales = b_scales,
                                      .rank = rank,
                                      .column = part ? out[0] : 0,
                                      .out = out[part],
@@ -114,22 +122,28 @@ static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_r
                 continue;
             }
             const int64_t rank = entries[e].rank;
-            double sum = a[e] ? base : 0, sizes = fabs(sum), error = 0;
+            const int is_rounded = entries[e].format == WHOLE_NUMBERS;
+            double sum = a[e] ? base : 0, sizes = fabs(sum), error = 0, largest_low = 0, b_sizes = 0;
             for (int64_t r = 0; r < rank; r++) {
                 double low = a[e] ? 0 : x[row * ldx + r], low_sizes = fabs(low), low_error = 0;
                 if (a[e]) {
                     for (int64_t k = 0; k < in; k++) {
                         low += (double)x[row * ldx + k] * a[e][r * in + k];
                         low_sizes += fabs((double)x[row * ldx + k] * a[e][r * in + k]);
+                        if (is_rounded) low_error += HALF_STEP * largest_of(x + row * ldx, in) * fabs(a[e][r * in + k]);
                     }
                     low *= entries[e].scale;
                     low_sizes *= entries[e].scale;
-                    low_error = (sum_error(in) + 4 * UNIT) * low_sizes;  // scales are rounded with them, too
+                    low_error *= entries[e].scale;
+                    low_error += (sum_error(in) + 4 * UNIT) * low_sizes;  // scales are rounded with them, too
                 }
                 sum += low * b[e][own * rank + r];
                 sizes += low_sizes * fabs((double)b[e][own * rank + r]);
                 error += low_error * fabs((double)b[e][own * rank + r]);
+                largest_low = fmax(largest_low, fabs(low) + low_error);
+                b_sizes += fabs(b[e][own * rank + r]);
             }
+            if (is_rounded) error += HALF_STEP * largest_low * b_sizes;
             expect(found, sum, error + (sum_error(rank) + 4 * UNIT) * sizes, "low rank", row, column);
         }
     }

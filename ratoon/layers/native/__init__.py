@@ -58,8 +58,6 @@ class LowRankPart(ctypes.Structure):
         ("out", _INT),
         ("scale", _FLOAT),
         ("format", ctypes.c_int32),
-        ("a_scales", _POINTER),
-        ("b_scales", _POINTER),
     )
 
 
@@ -155,7 +153,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "ratoon_gated_mlp": (None, [_POINTER, _INT, _INT, *[_POINTER, _POINTER, _INT] * 2, _INT, _POINTER, _POINTER]),
     "ratoon_add_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _INT, _POINTER, _INT, _INT, *[_POINTER] * 2, _INT]),
-    "ratoon_pack_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _POINTER, _POINTER]),
+    "ratoon_low_rank_bytes": (_INT, [_INT, _INT, _INT]),
+    "ratoon_pack_low_rank": (ctypes.c_int, [_POINTER, _INT, _INT, _INT, _POINTER]),
     "ratoon_replace_rows": (None, [_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER]),
     "ratoon_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),

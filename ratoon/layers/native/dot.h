@@ -125,3 +125,28 @@ INLINE vec load_halves(const uint16_t *p) {
     return v;
 #endif
 }
+
+// The largest size of `count` numbers, which is a multiple of 16, as the bits of a float: in their order, NaN above infinity.
+INLINE uint32_t largest_of(const float *x, int count) {
+#if defined(__AVX512F__)
+    __m512i largest = _mm512_setzero_si512();
+    for (int k = 0; k < count; k += 16)
+        largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi32(0x7fffffff)));
+    return _mm512_reduce_max_epu32(largest);
+#else
+    uint32_t largest = 0;
+    for (int k = 0; k < count; k++) {
+        uint32_t bits;
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+#endif
+}
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}

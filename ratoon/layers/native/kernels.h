@@ -27,18 +27,18 @@ void ratoon_gated_mlp(const float *x, int64_t ldx, int64_t rows, const float *ga
 
 // The matrices of an adapter for one part of a product, in panels of 16 columns: a [rank][in] as [panel][in][16], b [rank][out]
 // as [panel][rank][16], with zeros behind the last column. Without `a`, b [in][out] is the part's whole weight, which the result
-// of the product is replaced by. rank 0: the adapter has nothing for this part. Whole numbers are multiplied by scales
-// [panel][stretch][16], one for each 64 (the last ones: fewer) of a column.
+// of the product is replaced by. rank 0: the adapter has nothing for this part.
 typedef struct {
     const void *a, *b;
     int64_t rank, column, out;  // the part's columns of the product
     float scale;
     int32_t format;  // of the numbers: 0 floats, 1 bf16, 3 whole numbers of 8 bits
-    const float *a_scales, *b_scales;  // of whole numbers
 } low_rank_part;
 
-// A matrix [columns][depth] in that form: the nearest whole numbers and their scales. Returns 0, or -1 if a number is not finite.
-int ratoon_pack_low_rank(const float *matrix, int64_t columns, int64_t depth, int8_t *codes, float *scales);
+// A matrix [columns][depth] of bf16 for that format, of floats for others, in panels of so many bytes: whole numbers are the
+// nearest ones, with a scale for each 64 of a column (low_rank.h). Returns 0, or -1 if one of those is not finite.
+int64_t ratoon_low_rank_bytes(int64_t columns, int64_t depth, int64_t format);
+int ratoon_pack_low_rank(const void *matrix, int64_t columns, int64_t depth, int64_t format, void *packed);
 
 // y += scale · (x · aᵀ) · b, in place. entries [num_slots][parts]; slots: of each row; -1: nothing is added. Returns 0, or -1 when
 // there is no memory.

@@ -28,30 +28,6 @@ int64_t ratoon_quantised_scratch(int64_t in) {
 
 static int zero_of(const quantised_weight *w) { return w->bits == 8 ? ZERO_OF_8 : w->offsets ? 0 : 8; }
 
-// The largest size of a block's numbers, as the bits of a float: in their order, NaN above infinity.
-INLINE uint32_t largest_of(const float *x) {
-#if defined(__AVX512F__)
-    const __m512i sign = _mm512_set1_epi32(0x7fffffff);
-    const __m512i first = _mm512_and_si512(_mm512_loadu_si512(x), sign);
-    return _mm512_reduce_max_epu32(_mm512_max_epu32(first, _mm512_and_si512(_mm512_loadu_si512(x + 16), sign)));
-#else
-    uint32_t largest = 0;
-    for (int k = 0; k < QUANTISED_BLOCK; k++) {
-        uint32_t bits;
-        memcpy(&bits, x + k, 4);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
-    }
-    return largest;
-#endif
-}
-
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 // Sums of the first and the second half of a block.
 static void sum_halves(const int8_t *codes, int32_t sums[2]) {
     sums[0] = sums[1] = 0;
@@ -80,7 +56,7 @@ static void write_shifts(const int32_t sums[2], int zero, int64_t groups, int64_
 
 // One row of a block; returns the scale. With a NaN or an infinity in it the scale is NaN, and so are the row's results.
 INLINE float quantise_block(const float *x, int zero, int64_t groups, int64_t height, const activation_block *to) {
-    const uint32_t largest = largest_of(x);
+    const uint32_t largest = largest_of(x, QUANTISED_BLOCK);
     const float maximum = float_of(largest);
     const int usable = largest < 0x7f800000 && maximum >= SMALLEST_MAXIMUM;
     const float factor = usable ? 127.0f / maximum : 0.0f;
@@ -164,7 +140,7 @@ static void quantise_rest(const quantised_call *c, int64_t row, int64_t block) {
     const float *x = c->x + row * c->ldx + block * QUANTISED_BLOCK;
     const activation_block from = block_of(c, row, block);
     const rest_block to = rests_of(c, row, block);
-    const float factor = 127.0f / float_of(largest_of(x));
+    const float factor = 127.0f / float_of(largest_of(x, QUANTISED_BLOCK));
     int32_t sums[2], rest_sums[2];
     for (int k = 0; k < QUANTISED_BLOCK; k++)
         to.codes[0][k] = (int8_t)rintf(__builtin_fmaf(x[k], factor, -(float)from.codes[0][k]) * REST_STEPS);

@@ -24,9 +24,9 @@
 #define TILE_WIDTH (MAX_TILE_PANELS * TILE)
 
 // What B is made of.
-enum { FLOATS, BF16, FP16, INT8 };
+enum { FLOATS, BF16, FP16 };
 
-INLINE int64_t bytes_of(int format) { return format == FLOATS ? 4 : format == INT8 ? 1 : 2; }
+INLINE int64_t bytes_of(int format) { return format == FLOATS ? 4 : 2; }
 
 INLINE const void *number_at(int format, const void *numbers, int64_t index) {
     return (const char *)numbers + index * bytes_of(format);
@@ -35,7 +35,7 @@ INLINE const void *number_at(int format, const void *numbers, int64_t index) {
 // W numbers as floats.
 INLINE vec load_as(int format, const void *numbers, int64_t index) {
     const void *p = number_at(format, numbers, index);
-    return format == FLOATS ? load(p) : format == BF16 ? load_bf16(p) : format == INT8 ? load_int8(p) : load_halves(p);
+    return format == FLOATS ? load(p) : format == BF16 ? load_bf16(p) : load_halves(p);
 }
 
 INLINE void clear_tile(int rows, vec acc[][TILE_VECS]) {

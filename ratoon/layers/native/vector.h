@@ -37,9 +37,6 @@ typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W), aligned(4)));
 // W numbers in bf16: the upper halves of floats.
 INLINE vec load_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
-typedef int8_t cvec __attribute__((vector_size(W), aligned(1)));
-// W whole numbers of 8 bits.
-INLINE vec load_int8(const int8_t *p) { return __builtin_convertvector(*(const cvec *)p, vec); }
 INLINE vec splat(float x) { return x - (vec){}; }
 
 // The tail of a row goes through the same vector code, so that a value never depends on where it stands.

@@ -205,3 +205,50 @@ def test_numbers_that_are_not_finite_are_not_rounded_away() -> None:
     y = torch.zeros(1, 16)
     rounded.add(y, torch.ones(1, 64), torch.zeros(1, dtype=torch.int32))
     assert y.isnan().all()
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_not_rounded_to_numbers(value: float) -> None:
+    a, b = matrices(16, 130, 4, seed=0)
+    rounded = NativeLowRank(130, (16,), 1, has_few_bits=True)
+    rounded.load(0, 0, a, b, 1.0)
+    x, y = torch.ones(3, 130), torch.zeros(3, 16)
+    x[1, 129] = value
+    rounded.add(y, x, torch.zeros(3, dtype=torch.int32))
+    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+def test_a_small_number_beside_a_large_one_of_a_row_is_kept() -> None:
+    """A row is rounded to 16 bits: what is a thousandth of the largest number beside it counts to 2 %."""
+    a, b = matrices(16, 64, 16, seed=0)
+    rounded = NativeLowRank(64, (16,), 1, has_few_bits=True)
+    rounded.load(0, 0, a, b, 1.0)
+    x = torch.full((2, 64), 1e-3)
+    x[:, 0] = torch.tensor([1.0, 1.0])
+    x[1, 1:] = 0
+    y = torch.zeros(2, 16)
+    rounded.add(y, x, torch.zeros(2, dtype=torch.int32))
+    small = 1e-3 * (b @ a[:, 1:].sum(1))
+    assert (y[0] - y[1] - small).norm() < 0.02 * small.norm()
+
+
+@pytest.mark.skipif(library() is None, reason="kernels are not built")
+@pytest.mark.parametrize("has_few_bits", [True, False])
+def test_an_adapter_gets_the_memory_of_the_one_that_had_its_slot(has_few_bits: bool) -> None:
+    """If it has the same rank. With another one it has its own, and nothing of the first is left."""
+    products = NativeLowRank(40, (24,), 1, has_few_bits)
+    x, slots = torch.randn(2, 40), torch.zeros(2, dtype=torch.int32)
+    places = []
+    for seed, rank in enumerate((4, 4, 7, 3)):
+        a, b = matrices(24, 40, rank, seed)
+        products.load(0, 0, a, b, 1.0)
+        places.append(products._entries[0].a)
+        y = torch.zeros(2, 24)
+        products.add(y, x, slots)
+        assert (y - x @ (b @ a).T).norm() < 0.012 * y.norm()
+        products.clear(0)
+        products.add(y.zero_(), x, slots)
+        assert not y.any()
+    assert places[0] == places[1]
