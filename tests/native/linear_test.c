@@ -111,6 +111,7 @@ static void check_encoders(void) {
     compare_encoder(1, 1, 1, 0, -1);
     compare_encoder(257, 70, 35, 1, 3);  // more than one block of rows
     compare_encoder(33, 1100, 50, 1, 3);  // more than one stretch of inputs
+    compare_encoder(40, 800, 48, 1, 3);   // columns that fill their panels
     for (int i = 0; i < 16; i++)
         compare_encoder(random_between(1, 70), random_between(1, 300), random_between(1, 120), (int)random_between(0, 1),
                         (int)random_between(-1, 4));
@@ -128,6 +129,8 @@ void check_linear(void) {
     compare(2, 1537, 19, 1);  // more than one block of depth
     compare(97, 66, 17, 1);   // more than one block of rows
     compare(98, 770, 3, 0);
+    compare(700, 780, 390, 1);  // units with so many panels that each lays out its own rows, in two stretches of the depth
+    compare(40, 780, 48, 0);    // columns that fill their panels
     for (int i = 0; i < 24; i++)
         compare(random_between(1, 30), random_between(1, 200), random_between(1, 70), (int)random_between(0, 1));
 }

@@ -7,7 +7,7 @@ Texts that are too long are refused, or cut: tokens of the longer one first, as 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ratoon.core.config import ModelConfig
@@ -16,6 +16,7 @@ from ratoon.core.errors import RequestError
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _FIELDS = re.compile(r"\{(instruction|query|document)\}")
 TO_MODEL_LENGTH = -1  # as a number of tokens to cut to: as many as the model takes
+TOGETHER = 64  # texts that are tokenised by one call, on all cores
 
 
 class PairEncoder:
@@ -41,17 +42,24 @@ class PairEncoder:
         if instruction is not None and self._template is None:
             raise RequestError("instruction", "the model reads none: it has no template for pairs", "None")
         longest = find_limit(truncate, self._max_model_len)
-        found = []
-        encoded: dict[str, Any] = {}  # queries are often the same
-        for (query, document), field in zip(pairs, fields, strict=True):
-            if truncate is None and max_document_tokens is None:
+        if truncate is None and max_document_tokens is None:
+            for (query, document), field in zip(pairs, fields, strict=True):
                 self._refuse_early(query, document, longest, field)
+        found = []
+        queries: dict[str, Any] = {}  # by their text: they are often the same
+        documents = self._encodings([document for _, document in pairs])
+        for (query, document), field in zip(pairs, fields, strict=True):
             if self._template is not None:
                 cut = self._cut_text(document, max_document_tokens)
                 ids = self._render(query, cut, instruction or DEFAULT_INSTRUCTION, longest, truncate is not None)
                 type_ids = None
             else:
-                ids, type_ids = self._join(query, document, encoded, longest, truncate is not None, max_document_tokens)
+                if query not in queries:
+                    queries[query] = self._tokenizer.encoding(query)
+                second = next(documents)
+                if max_document_tokens is not None:
+                    second.truncate(max_document_tokens)
+                ids, type_ids = self._join(query, queries[query], second, longest, truncate is not None)
             if len(ids) > longest:
                 raise self._too_long(field, str(len(ids)))
             if ids and max(ids) >= self._vocab_size:
@@ -75,22 +83,14 @@ class PairEncoder:
 
     # ---- pairs that the tokenizer joins ----
 
-    def _join(
-        self,
-        query: str,
-        document: str,
-        encoded: dict[str, Any],
-        longest: int,
-        truncates: bool,
-        max_document_tokens: int | None,
-    ) -> tuple[list[int], list[int]]:
+    def _encodings(self, texts: Sequence[str]) -> Iterator[Any]:
+        """The tokens of each text, which are the caller's to cut. Some texts are tokenised at a time."""
+        for start in range(0, len(texts), TOGETHER):
+            yield from self._tokenizer.encodings(texts[start : start + TOGETHER])
+
+    def _join(self, query: str, first: Any, second: Any, longest: int, truncates: bool) -> tuple[list[int], list[int]]:
+        """Joins the encoding of a query with that of a document, which is cut in place."""
         backend = self._tokenizer.backend
-        first = encoded.get(query)
-        if first is None:
-            first = encoded[query] = self._tokenizer.encoding(query)
-        second = self._tokenizer.encoding(document)
-        if max_document_tokens is not None:
-            second.truncate(max_document_tokens)
         room = longest - backend.num_special_tokens_to_add(True)
         if truncates and len(first) + len(second) > room:
             if room < 1:

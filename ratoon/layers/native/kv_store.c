@@ -43,14 +43,15 @@ INLINE float round_to_bytes(const float *x, int64_t count, int8_t *codes) {
 // Keys of a head are head_dim rows of block_size, its values panels of 16 columns.
 INLINE void store_head(const store_call *c, const float *k, const float *v, char *keys, char *values, int64_t offset, int kind) {
     for (int64_t i = 0; i < c->head_dim; i++) {
-        int64_t key_place = i * c->block_size + offset, value_place = (i / TILE * c->block_size + offset) * TILE + i % TILE;
-        if (kind == FLOATS) {
-            ((float *)keys)[key_place] = k[i];
-            ((float *)values)[value_place] = v[i];
-        } else {
-            ((uint16_t *)keys)[key_place] = half_of(k[i]);
-            ((uint16_t *)values)[value_place] = half_of(v[i]);
-        }
+        const int64_t place = i * c->block_size + offset;
+        if (kind == FLOATS) ((float *)keys)[place] = k[i];
+        else ((uint16_t *)keys)[place] = half_of(k[i]);
+    }
+    for (int64_t i = 0; i < c->head_dim; i += TILE) {
+        char *panel = values + (i * c->block_size + offset * TILE) * size_of(kind);
+        if (kind == FLOATS) memcpy(panel, v + i, TILE * sizeof(float));
+        else
+            for (int64_t j = 0; j < TILE; j++) ((uint16_t *)panel)[j] = half_of(v[i + j]);
     }
 }
 
@@ -65,21 +66,30 @@ static void store_head_as_bytes(const store_call *c, const float *k, const float
     }
 }
 
+INLINE void store_tokens(const store_call *c, int64_t h, int64_t first, int64_t last, int kind) {
+    const int64_t head_bytes = c->head_dim * c->block_size * size_of(kind);
+    for (int64_t row = first; row < last; row++) {
+        const int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
+        char *keys = c->cache + block * c->block_bytes + h * head_bytes, *values = keys + c->kv_heads * head_bytes;
+        const float *k = c->k + row * c->ldk + h * c->head_dim, *v = c->v + row * c->ldv + h * c->head_dim;
+        if (kind != BYTES) store_head(c, k, v, keys, values, offset, kind);
+        else {
+            float *scales = (float *)(c->scales + block * c->scale_block_bytes) + h * c->block_size + offset;
+            store_head_as_bytes(c, k, v, keys, values, offset, scales);
+        }
+    }
+}
+
+// A few tokens head by head: the lines of a head, of which each token writes a number, stay in the first-level cache meanwhile.
 static void store_unit(void *context, int64_t unit) {
     const store_call *c = context;
-    const int64_t head_bytes = c->head_dim * c->block_size * size_of(c->kind);
-    int64_t last = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
-    for (int64_t row = unit * c->rows_per_unit; row < last; row++) {
-        int64_t block = c->slots[row] / c->block_size, offset = c->slots[row] % c->block_size;
+    const int64_t end = (unit + 1) * c->rows_per_unit < c->rows ? (unit + 1) * c->rows_per_unit : c->rows;
+    for (int64_t row = unit * c->rows_per_unit, next; row < end; row = next) {
+        next = row + TILE < end ? row + TILE : end;
         for (int64_t h = 0; h < c->kv_heads; h++) {
-            char *keys = c->cache + block * c->block_bytes + h * head_bytes, *values = keys + c->kv_heads * head_bytes;
-            const float *k = c->k + row * c->ldk + h * c->head_dim, *v = c->v + row * c->ldv + h * c->head_dim;
-            if (c->kind == FLOATS) store_head(c, k, v, keys, values, offset, FLOATS);
-            else if (c->kind == HALVES) store_head(c, k, v, keys, values, offset, HALVES);
-            else {
-                float *scales = (float *)(c->scales + block * c->scale_block_bytes) + h * c->block_size + offset;
-                store_head_as_bytes(c, k, v, keys, values, offset, scales);
-            }
+            if (c->kind == FLOATS) store_tokens(c, h, row, next, FLOATS);
+            else if (c->kind == HALVES) store_tokens(c, h, row, next, HALVES);
+            else store_tokens(c, h, row, next, BYTES);
         }
     }
 }

@@ -25,8 +25,9 @@
 #define WIDENING_TILES 2  // up to so many tiles widen numbers themselves, while memory streams; for more it is done once
 #define FETCHING_TILES 3  // with fewer tiles in a block the processor's own fetching ahead is as good
 #define LAYS_OUT_ROWS (W == 16)
-#define LAID_OUT_FROM 17             // rows
-#define MOST_LAID_OUT (16 << 20)  // bytes; of more rows, some after the others
+#define LAID_OUT_FROM 17          // rows
+#define FEWEST_OWN_PANELS 24      // of a unit that lays out its rows itself: it then takes a fiftieth of the time
+#define MOST_LAID_OUT (16 << 20)  // bytes that are laid out for all units at once; of more rows, some after the others
 
 _Static_assert(SUM_DEPTH % CACHE_DEPTH == 0 && CACHE_DEPTH % STRETCH_K == 0, "pieces end where sums end");
 _Static_assert(CACHE_DEPTH % WIDENED_DEPTH == 0 && WIDENED_DEPTH % STRETCH_K == 0, "pieces end where sums end");
@@ -76,7 +77,8 @@ typedef struct {
     int64_t ldx, ldy, rows, in, out, panels;
     int64_t block_rows, panels_per_unit, units_per_block;
     int format, activation;  // `activation`: -1, or of the results, by the numbers of ratoon_activation
-    float *laid_out;  // rows as tiles read them, [tile][k][MAX_TILE_ROWS]; NULL: tiles read x
+    int lays_out;         // each unit its own rows, stretch by stretch of the depth
+    float *laid_out;      // all rows as tiles read them, [tile][k][MAX_TILE_ROWS]; NULL: there are none
 } linear_call;
 
 // Panel by panel, from `depth` numbers on.
@@ -84,10 +86,41 @@ INLINE const char *panel_at(const linear_call *c, int64_t panel, int64_t depth) 
     return c->weight + (panel * c->in + depth) * TILE * bytes_of(c->format);
 }
 
+// What becomes of the totals of a tile with which a sum ends: y = totals, or y += totals, and then the bias.
+typedef struct {
+    float *y;     // NULL: the sum goes on
+    int writes;   // otherwise finish_sum does it, with the totals of all tiles of a piece
+    int adds;
+    const float *bias;  // or NULL
+    int64_t ldy;
+} tile_end;
+
+// Fetches what is written behind the last stretch, in the last two: the half of a tile is as much as a core waits for at a time.
+INLINE void fetch_results(int rows, int panels, const tile_end *end, int64_t k, int64_t depth) {
+    const int64_t behind = (depth - k - 1) / STRETCH_K, first = behind || !k ? 0 : rows / 2, last = behind ? rows / 2 : rows;
+    if (!end->y || behind > 1) return;
+    for (int64_t i = first; i < last; i++)
+        UNROLLED for (int j = 0; j < panels; j++) __builtin_prefetch(end->y + i * end->ldy + j * TILE, 1, 3);
+}
+
+INLINE void write_results(int rows, int panels, const tile_end *end, vec acc[][TILE_WIDTH / W]) {
+    if (end->adds)
+        UNROLLED for (int i = 0; i < rows; i++)
+            UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] += load(end->y + i * end->ldy + j * W);
+    if (end->bias)
+        UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) {
+            const vec bias = load(end->bias + j * W);
+            UNROLLED for (int i = 0; i < rows; i++) acc[i][j] += bias;
+        }
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) store(end->y + i * end->ldy + j * W, acc[i][j]);
+}
+
 // totals [rows][TILE_WIDTH] = A · B in stretches; with `add`, they are added to what is there.
 INLINE void tile_of(int rows, int panels, int format, tile_rows a, const void *b, int64_t panel_size, int64_t depth,
-                    memory_ahead ahead, int add, float *totals) {
+                    memory_ahead ahead, int add, float *totals, const tile_end *end) {
     for (int64_t k = 0; k < depth; k += STRETCH_K, add = 1) {
+        fetch_results(rows, panels, end, k, depth);
         vec acc[MAX_TILE_ROWS][TILE_WIDTH / W];
         UNROLLED for (int i = 0; i < rows; i++)
             UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] = (vec){};
@@ -98,6 +131,10 @@ INLINE void tile_of(int rows, int panels, int format, tile_rows a, const void *b
         if (add)
             UNROLLED for (int i = 0; i < rows; i++)
                 UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) acc[i][j] += load(totals + i * TILE_WIDTH + j * W);
+        if (end->writes && depth - k <= STRETCH_K) {
+            write_results(rows, panels, end, acc);
+            return;
+        }
         UNROLLED for (int i = 0; i < rows; i++)
             UNROLLED for (int j = 0; j < panels * TILE_VECS; j++) store(totals + i * TILE_WIDTH + j * W, acc[i][j]);
     }
@@ -105,13 +142,14 @@ INLINE void tile_of(int rows, int panels, int format, tile_rows a, const void *b
 
 // a: rows of x, `ldx` floats apart; for LAID_OUT, a tile of these.
 typedef void (*tile_function)(const float *a, int64_t ldx, const void *b, int64_t panel_size, int64_t depth,
-                              const memory_ahead *ahead, int add, float *totals);
+                              const memory_ahead *ahead, int add, float *totals, const tile_end *end);
 #define TILE_OF(ROWS, PANELS, FORMAT)                                                                                      \
     static void tile_##ROWS##_##PANELS##_##FORMAT(const float *a, int64_t ldx, const void *b, int64_t panel_size,          \
-                                                  int64_t depth, const memory_ahead *ahead, int add, float *totals) {      \
+                                                  int64_t depth, const memory_ahead *ahead, int add, float *totals,        \
+                                                  const tile_end *end) {                                                   \
         const tile_rows x = {a, ldx, 1}, laid_out = {a, 1, MAX_TILE_ROWS};                                                 \
         tile_of(ROWS, PANELS, FORMAT == LAID_OUT ? FLOATS : FORMAT, FORMAT == LAID_OUT ? laid_out : x, b, panel_size,      \
-                depth, *ahead, add, totals);                                                                               \
+                depth, *ahead, add, totals, end);                                                                          \
     }
 #if W == 4
 #define TILES_OF(P, F) TILE_OF(1, P, F) TILE_OF(2, P, F) TILE_OF(3, P, F) TILE_OF(4, P, F)
@@ -145,6 +183,8 @@ static const tile_function tiles[][MAX_TILE_PANELS + 1][MAX_TILE_ROWS + 1] = {
 // span [begin, end), through which one group goes after the other.
 typedef struct {
     int64_t panel, panels, row, rows, first, depth, begin, end;
+    const float *laid_out;  // the rows as tiles read them, so many numbers of each from number `begin_laid_out` on; or NULL
+    int64_t depth_laid_out, begin_laid_out;
 } piece;
 
 // What a tile fetches, so that the tiles of a block together fetch the next piece, and no more at a time than that takes: a read
@@ -176,36 +216,6 @@ static void widen_piece(const linear_call *c, const piece *p, float *widened) {
     }
 }
 
-static void multiply_piece(const linear_call *c, const piece *p, float *totals) {
-    static _Thread_local float widened[MAX_TILE_PANELS * WIDENED_DEPTH * TILE] __attribute__((aligned(64)));
-    const int64_t num_tiles = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    const int ends_sum = (p->first + p->depth) % SUM_DEPTH == 0 || p->first + p->depth == c->in;
-    int format = c->format;
-    const void *b = panel_at(c, p->panel, p->first);
-    int64_t panel_size = c->in * TILE;
-    if (format != FLOATS && num_tiles > WIDENING_TILES) {
-        widen_piece(c, p, widened);
-        format = FLOATS, b = widened, panel_size = WIDENED_DEPTH * TILE;
-    }
-    const int laid_out = format == FLOATS && c->laid_out;
-    int64_t row = 0;
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
-        // Even heights: 5 rows go as 3 + 2, not as 4 + 1. Rows that were laid out for tiles have theirs.
-        int64_t height = (p->rows - row + num_tiles - tile - 1) / (num_tiles - tile);
-        if (laid_out) height = p->rows - row < MAX_TILE_ROWS ? p->rows - row : MAX_TILE_ROWS;
-        if (ends_sum)  // these are written next
-            for (int64_t i = row; i < row + height; i++)
-                for (int64_t j = 0; j < p->panels; j++)
-                    __builtin_prefetch(c->y + (p->row + i) * c->ldy + (p->panel + j) * TILE, 1, 3);
-        const float *a = laid_out ? c->laid_out + (p->row + row) * c->in + p->first * MAX_TILE_ROWS
-                                  : c->x + (p->row + row) * c->ldx + p->first;
-        const memory_ahead ahead = fetch_of(c, p, tile, num_tiles, b);
-        tiles[laid_out ? LAID_OUT : format][p->panels][height](a, c->ldx, b, panel_size, p->depth, &ahead,
-                                                               p->first % SUM_DEPTH > 0, totals + row * TILE_WIDTH);
-        row += height;
-    }
-}
-
 // y = totals, or y += totals; with bias and activation at the end of the depth.
 static void finish_sum(const linear_call *c, const piece *p, const float *totals) {
     const int64_t column = p->panel * TILE, width = p->panels * TILE;
@@ -223,27 +233,45 @@ static void finish_sum(const linear_call *c, const piece *p, const float *totals
     }
 }
 
-static void linear_unit(void *context, int64_t unit) {
-    static _Thread_local float totals[ROW_BLOCK * TILE_WIDTH] __attribute__((aligned(64)));
-    const linear_call *c = context;
-    const int64_t first = unit % c->units_per_block * c->panels_per_unit;
-    const int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
-    piece p = {.row = unit / c->units_per_block * c->block_rows};
-    p.rows = c->rows - p.row < c->block_rows ? c->rows - p.row : c->block_rows;
-    // Of many rows, no more than fits the second-level cache is multiplied with all panels; few are, and memory streams.
-    const int64_t deepest = c->format == FLOATS ? CACHE_DEPTH : WIDENED_DEPTH;
-    const int64_t span = p.rows > MAX_TILE_ROWS ? SUM_DEPTH : c->in;
-    for (p.begin = 0; p.begin < c->in; p.begin = p.end) {
-        p.end = c->in - p.begin < span ? c->in : p.begin + span;
-        for (p.panel = first; p.panel < last; p.panel += p.panels) {
-            p.panels = last - p.panel < MAX_TILE_PANELS ? last - p.panel : MAX_TILE_PANELS;
-            for (p.first = p.begin; p.first < p.end; p.first += p.depth) {
-                p.depth = p.end - p.first < deepest ? p.end - p.first : deepest;
-                multiply_piece(c, &p, totals);
-                if ((p.first + p.depth) % SUM_DEPTH == 0 || p.first + p.depth == c->in) finish_sum(c, &p, totals);
-            }
-        }
+// The tile of the piece's first rows: what it does at its end. Columns that do not fill a panel, and activations, are left to
+// finish_sum.
+static tile_end end_of(const linear_call *c, const piece *p) {
+    const int64_t column = p->panel * TILE, reached = p->first + p->depth;
+    const int is_last = reached == c->in, is_whole = column + p->panels * TILE <= c->out;
+    if (!is_last && reached % SUM_DEPTH) return (tile_end){0};
+    return (tile_end){.y = c->y + p->row * c->ldy + column,
+                      .writes = is_whole && !(is_last && c->activation >= 0),
+                      .adds = p->first >= SUM_DEPTH,
+                      .bias = c->bias && is_last ? c->bias + column : NULL,
+                      .ldy = c->ldy};
+}
+
+static void multiply_piece(const linear_call *c, const piece *p, float *totals) {
+    static _Thread_local float widened[MAX_TILE_PANELS * WIDENED_DEPTH * TILE] __attribute__((aligned(64)));
+    const int64_t num_tiles = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    tile_end end = end_of(c, p);
+    int format = c->format;
+    const void *b = panel_at(c, p->panel, p->first);
+    int64_t panel_size = c->in * TILE;
+    if (format != FLOATS && num_tiles > WIDENING_TILES) {
+        widen_piece(c, p, widened);
+        format = FLOATS, b = widened, panel_size = WIDENED_DEPTH * TILE;
     }
+    const int laid_out = format == FLOATS && p->laid_out;
+    int64_t row = 0;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        // Even heights: 5 rows go as 3 + 2, not as 4 + 1. Rows that were laid out for tiles have theirs.
+        int64_t height = (p->rows - row + num_tiles - tile - 1) / (num_tiles - tile);
+        if (laid_out) height = p->rows - row < MAX_TILE_ROWS ? p->rows - row : MAX_TILE_ROWS;
+        const float *a = laid_out ? p->laid_out + row * p->depth_laid_out + (p->first - p->begin_laid_out) * MAX_TILE_ROWS
+                                  : c->x + (p->row + row) * c->ldx + p->first;
+        const memory_ahead ahead = fetch_of(c, p, tile, num_tiles, b);
+        tiles[laid_out ? LAID_OUT : format][p->panels][height](a, c->ldx, b, panel_size, p->depth, &ahead,
+                                                               p->first % SUM_DEPTH > 0, totals + row * TILE_WIDTH, &end);
+        row += height;
+        if (end.y) end.y += height * c->ldy;
+    }
+    if (end.y && !end.writes) finish_sum(c, p, totals);
 }
 
 #if LAYS_OUT_ROWS
@@ -268,28 +296,70 @@ INLINE void lay_out_16(const float *x, int64_t ldx, float *to) {
     }
 }
 
-static void lay_out_tile(void *context, int64_t tile) {
-    const linear_call *c = context;
-    const float *x = c->x + tile * MAX_TILE_ROWS * c->ldx;
-    float *to = c->laid_out + tile * MAX_TILE_ROWS * c->in;
-    const int64_t rows = c->rows - tile * MAX_TILE_ROWS;
+// Numbers [first, first + depth) of rows [row, row + MAX_TILE_ROWS), of which some may be behind the last, as a tile reads them.
+static void lay_out_part(const linear_call *c, int64_t row, int64_t first, int64_t depth, float *to) {
+    const float *x = c->x + row * c->ldx + first;
+    const int64_t rows = c->rows - row;
     int64_t k = 0;
-    for (; rows >= MAX_TILE_ROWS && k + 16 <= c->in; k += 16) lay_out_16(x + k, c->ldx, to + k * MAX_TILE_ROWS);
-    for (; k < c->in; k++)
+    for (; rows >= MAX_TILE_ROWS && k + 16 <= depth; k += 16) lay_out_16(x + k, c->ldx, to + k * MAX_TILE_ROWS);
+    for (; k < depth; k++)
         for (int64_t i = 0; i < MAX_TILE_ROWS && i < rows; i++) to[k * MAX_TILE_ROWS + i] = x[i * c->ldx + k];
 }
 
-// Without the memory for it, tiles read rows where they are.
-static void lay_out(linear_call *c) {
+static void lay_out_tile(void *context, int64_t tile) {
+    const linear_call *c = context;
+    lay_out_part(c, tile * MAX_TILE_ROWS, 0, c->in, c->laid_out + tile * MAX_TILE_ROWS * c->in);
+}
+
+static room *rows_room(void) {
     static _Thread_local room room_of_rows;
+    return &room_of_rows;
+}
+
+// For all units, where they have few panels. Without the memory for it, tiles read rows where they are.
+static void lay_out(linear_call *c) {
     const int64_t tiles = (c->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    if (c->rows < LAID_OUT_FROM) return;
-    c->laid_out = at_least(&room_of_rows, (size_t)(tiles * MAX_TILE_ROWS * c->in) * sizeof(float));
+    if (c->rows < LAID_OUT_FROM || c->lays_out) return;
+    c->laid_out = at_least(rows_room(), (size_t)(tiles * MAX_TILE_ROWS * c->in) * sizeof(float));
     if (c->laid_out) parallel_units(lay_out_tile, c, tiles);
+}
+
+// A unit's rows from p->begin to p->end, which stay in the second-level cache while they are multiplied with its panels.
+static void lay_out_own(const linear_call *c, piece *p) {
+    const int64_t depth = p->end - p->begin, tiles = (p->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    float *own = at_least(rows_room(), (size_t)(tiles * MAX_TILE_ROWS * depth) * sizeof(float));
+    p->laid_out = own, p->depth_laid_out = depth, p->begin_laid_out = p->begin;
+    for (int64_t tile = 0; own && tile < tiles; tile++)
+        lay_out_part(c, p->row + tile * MAX_TILE_ROWS, p->begin, depth, own + tile * MAX_TILE_ROWS * depth);
 }
 #else
 static void lay_out(linear_call *c) { (void)c; }
+static void lay_out_own(const linear_call *c, piece *p) { (void)c, (void)p; }
 #endif
+
+static void linear_unit(void *context, int64_t unit) {
+    static _Thread_local float totals[ROW_BLOCK * TILE_WIDTH] __attribute__((aligned(64)));
+    const linear_call *c = context;
+    const int64_t first = unit % c->units_per_block * c->panels_per_unit;
+    const int64_t last = first + c->panels_per_unit < c->panels ? first + c->panels_per_unit : c->panels;
+    piece p = {.row = unit / c->units_per_block * c->block_rows};
+    p.rows = c->rows - p.row < c->block_rows ? c->rows - p.row : c->block_rows;
+    if (c->laid_out) p.laid_out = c->laid_out + p.row * c->in, p.depth_laid_out = c->in;
+    // Of many rows, no more than fits the second-level cache is multiplied with all panels; few are, and memory streams.
+    const int64_t deepest = c->format == FLOATS ? CACHE_DEPTH : WIDENED_DEPTH;
+    const int64_t span = p.rows > MAX_TILE_ROWS ? SUM_DEPTH : c->in;
+    for (p.begin = 0; p.begin < c->in; p.begin = p.end) {
+        p.end = c->in - p.begin < span ? c->in : p.begin + span;
+        if (c->lays_out) lay_out_own(c, &p);
+        for (p.panel = first; p.panel < last; p.panel += p.panels) {
+            p.panels = last - p.panel < MAX_TILE_PANELS ? last - p.panel : MAX_TILE_PANELS;
+            for (p.first = p.begin; p.first < p.end; p.first += p.depth) {
+                p.depth = p.end - p.first < deepest ? p.end - p.first : deepest;
+                multiply_piece(c, &p, totals);
+            }
+        }
+    }
+}
 
 // Long runs of panels keep the memory streaming; several runs for each thread keep one from waiting for another. Few rows
 // take little computing, so that single panels may be units; many rows need whole tiles, and smaller blocks make more units.
@@ -306,20 +376,22 @@ static void divide(linear_call *c) {
         c->panels_per_unit = c->panels_per_unit / MAX_TILE_PANELS * MAX_TILE_PANELS;
     if (c->panels_per_unit < 1) c->panels_per_unit = c->rows > MAX_TILE_ROWS ? MAX_TILE_PANELS : 1;
     c->units_per_block = (c->panels + c->panels_per_unit - 1) / c->panels_per_unit;
+    c->lays_out = LAYS_OUT_ROWS && c->rows >= LAID_OUT_FROM && c->panels_per_unit >= FEWEST_OWN_PANELS;
 }
 
 void linear_with_activation(const float *x, int64_t ldx, int64_t rows, const float *packed, int64_t in, int64_t out,
                             const float *bias, int activation, float *y, int64_t ldy) {
     const packed_header *header = (const packed_header *)packed;
-    const int64_t blocks = MOST_LAID_OUT / (ROW_BLOCK * in * (int64_t)sizeof(float));
-    const int64_t most = !LAYS_OUT_ROWS ? rows : blocks < 1 ? ROW_BLOCK : blocks * ROW_BLOCK;
-    for (int64_t row = 0; row < rows; row += most) {
+    const int64_t blocks = MOST_LAID_OUT / (ROW_BLOCK * in * (int64_t)sizeof(float)), chunk = (blocks ? blocks : 1) * ROW_BLOCK;
+    for (int64_t row = 0, next; row < rows; row = next) {
         linear_call c = {.x = x + row * ldx, .weight = (const char *)(header + 1), .bias = bias, .y = y + row * ldy, .ldx = ldx,
-                         .ldy = ldy, .rows = rows - row < most ? rows - row : most, .in = in, .out = out,
-                         .panels = panels_of(out), .format = header->format, .activation = activation};
+                         .ldy = ldy, .rows = rows - row, .in = in, .out = out, .panels = panels_of(out), .format = header->format,
+                         .activation = activation};
         divide(&c);
+        if (LAYS_OUT_ROWS && !c.lays_out && c.rows > chunk) c.rows = chunk, divide(&c);
         lay_out(&c);
         parallel_units(linear_unit, &c, c.units_per_block * ((c.rows + c.block_rows - 1) / c.block_rows));
+        next = row + c.rows;
     }
 }
 
