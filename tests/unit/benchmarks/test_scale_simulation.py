@@ -24,12 +24,13 @@ def test_the_balancer_finds_more_of_the_prompts_than_taking_turns_does(
 ) -> None:
     out = tmp_path / "out.json"
     options = ["--replicas", "6", "--sessions", "120", "--agents", "0.1", "--prefixes", "50", "--json", str(out)]
-    turns, loads, *balanced = simulation.main(options)
-    for one in balanced:
+    turns, loads, balanced, by_events = simulation.main(options)
+    for one in (balanced, by_events):
         assert turns.num_requests == loads.num_requests == one.num_requests, "the traffic is the same"
         assert len(turns.replicas_by_agent) == len(one.replicas_by_agent) > 0, "all agents have ended"
-        assert one.hit_rate > turns.hit_rate + 0.2
-        assert one.hit_rate > loads.hit_rate + 0.2
+    for other in (turns, loads):
+        assert balanced.hit_rate > other.hit_rate + 0.2
+        assert by_events.hit_rate > other.hit_rate + 0.1, "of whole blocks, which are long here"
     rows = json.loads(out.read_text())["rows"]
     assert rows["balancer"]["replicas_by_agent"] < 3 < rows["round robin"]["replicas_by_agent"]
     assert rows["balancer"]["agent_first_token_p99"] < rows["round robin"]["agent_first_token_p99"]
