@@ -321,7 +321,7 @@ static int64_t list_units(const low_rank_call *c, int64_t num_groups, int of_col
     return count;
 }
 
-// The rows of each slot in groups of about equal size. Returns how many groups. ends: of the slots' rows.
+// The rows of each slot in groups of at most so many. Returns how many groups. ends: of the slots' rows.
 static int64_t list_groups(const int32_t *ends, int64_t num_slots, int64_t most_rows, row_group *groups) {
     int64_t count = 0;
     for (int64_t s = 0, first = 0; s < num_slots; first = ends[s++])
