@@ -126,7 +126,7 @@ def test_requests_go_on_when_the_engine_that_encodes_has_died() -> None:
             "encode_engines: kv_connector 'lmcache' moves no blocks",
         ),
         ({"encode_engines": 1, "tensor_parallel_size": 2}, "encode_engines: an engine that only encodes can't be 2"),
-        ({"encode_engines": 1, "ray": True}, "encode_engines: engines on nodes of a Ray"),
+        ({"encode_engines": 1, "ray": True}, "encode_engines: outputs of encoders go through a folder"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], problem: str) -> None:
