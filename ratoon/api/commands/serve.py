@@ -77,7 +77,7 @@ def add_parser(subparsers: Subparsers) -> None:
     engines = parser.add_argument_group("engines")
     add_setting_options(engines, [FRONT_END[name] for name in ("num_replicas", "ray", "seed")])
     apart = ("prefill_engines", "decode_engines", "encode_engines", "prefill_threshold")
-    for name in ("data_parallel_external_lb", *apart, "move_roots"):
+    for name in ("data_parallel_external_lb", "balance_by_events", *apart, "move_roots"):
         leave_out(add_setting_option(engines, FRONT_END[name]))
     add_common_options(parser)
     model_options = {setting.name for setting in (*ENGINE_SETTINGS, *FRONT_END_SETTINGS)} | {"served_adapters"}

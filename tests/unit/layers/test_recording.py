@@ -72,6 +72,7 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
         "resize_width",  # of pictures
         "resize_height",
         "pack_low_rank",  # when an adapter is loaded
+        "low_rank_bytes",
         "experts_scratch",  # whose size a pass takes from its number of rows
         "group_bytes",
         "open_group",
