@@ -49,7 +49,7 @@ DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "bart-g2p-us"
 TEXT = DATA.parents[2] / "docs" / "architecture.md"
 MOST_WORDS = 2000
 MOST_TOKENS = 60
-ROOM = 8  # positions of the decoder beyond an answer
+ROOM = 4  # positions of the decoder beyond an answer
 GREEDY, BEAMS = "greedy", "beams"
 ROWS = {
     "greedy": Row("greedy answer"),
