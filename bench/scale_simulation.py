@@ -201,7 +201,7 @@ class Replica:
         self.scheduler.kv_cache.prefix_cache.collect_events(BlockEvents("GPU"))
 
     def blocks_told(self) -> BlocksTold | None:
-        """What happened to its blocks since the last call. None: nothing, or it tells nothing."""
+        """Returns what happened to its blocks since the last call. None: nothing, or it tells nothing."""
         events = self.scheduler.kv_cache.prefix_cache.events
         found = [] if events is None else events.take()
         self.num_told += bool(found)

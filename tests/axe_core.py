@@ -49,7 +49,7 @@ def script_or_skip() -> str:
 
 
 def violations(page: Any) -> list[str]:
-    """What a page of Playwright violates as it stands: the rule, the element, and what is wrong with it."""
+    """Returns what a page of Playwright violates as it stands: the rule, the element, and what is wrong with it."""
     page.evaluate(f"{script_or_skip()}; null")
     options = {"runOnly": {"type": "tag", "values": RULES}, "resultTypes": ["violations"]}
     found = page.evaluate("async (options) => (await axe.run(document, options)).violations", options)

@@ -92,8 +92,8 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """What is made of thousands of tests lives until the end: the garbage collector need not look through it, neither
-    while it grows nor in collections that tests ask for."""
+    """Objects that are made of thousands of tests live until the end: the garbage collector need not look through
+    them, neither while they grow nor in collections that tests ask for."""
     gc.disable()
     try:
         return (yield)

@@ -20,7 +20,7 @@ LONGEST_DOWNLOAD = 600  # seconds, for one package
 
 
 class MissingPackageError(Exception):
-    """What a test needs is not in the cache, and could not be brought."""
+    """Raised when a test needs what is not in the cache and could not be brought."""
 
 
 def keep(folder: Path, make: Callable[[Path, Path], None]) -> Path:

@@ -179,7 +179,7 @@ def show_markdown(console: Console) -> None:
 
 
 def show_transcript(console: Console) -> None:
-    """Of a recording, as a model of speech writes it down."""
+    """The text of a recording, as a model of speech writes it down."""
     show_conversation(console)
     events: list[dict[str, Any]] = [
         {"type": "transcript.text.segment", "start": 0.0, "end": 1.5, "text": "One two."},

@@ -20,7 +20,7 @@ MOST_BLOCKS = 1 << 18  # that are known of an engine: those told of first are fo
 
 @dataclass(slots=True)
 class Holder:
-    """What is known of an engine."""
+    """The blocks that an engine is known to hold, and the number of its next message."""
 
     blocks: dict[int, None] = field(default_factory=dict)  # a set, in the order in which they were told of
     next_number: int = 0  # of its messages
