@@ -2,7 +2,7 @@
 engine, and with prompts computed by another engine than answers, on the same cores.
 
     .venv/bin/python bench/prefill_decode.py
-    .venv/bin/python bench/prefill_decode.py --model FOLDER --device cuda --tokens 8192 --interval 0.5
+    python3 bench/prefill_decode.py --shape llama3-8b --device cuda --tokens 8000 --interval 0.5 --prompts 20
 
 Some streams run all the time. Long prompts come at fixed times and ask for a few tokens each. Rounds alternate between
 the ways. Figures are those of the streams, the time from one token to the next, and those of the prompts, the time to
@@ -17,6 +17,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peers.machine import describe_machine, wait_for_quiet_machine
@@ -24,6 +25,7 @@ from workloads import PromptSource
 
 from ratoon import AsyncLLM, RequestOutputKind, SamplingParams
 
+GPU_SHAPES = Path(__file__).parent / "gpu" / "models"
 AIM = 0.5  # of the 99th percentile of one engine
 QUIET_SECONDS = 600
 SMALL_PART = 256  # tokens of a step, of the second way with one engine
@@ -68,7 +70,10 @@ async def ask_long(llm: AsyncLLM, prompt: list[int], num_tokens: int, figures: F
 
 async def measure(args: argparse.Namespace, settings: dict[str, Any], source: PromptSource, figures: Figures) -> None:
     room = args.tokens + args.prompts * int(args.interval * 400) + 4096
-    async with AsyncLLM(args.model, device=args.device, max_model_len=min(room, args.max_model_len), **settings) as llm:
+    settings = settings | {"device": args.device, "max_model_len": min(room, args.max_model_len)}
+    if args.shape is not None:
+        settings |= {"load_format": "dummy", "skip_tokenizer": True}
+    async with AsyncLLM(args.model, **settings) as llm:
         await ask_long(llm, source.prompt(64), 4, Figures())
         await ask_long(llm, source.prompt(args.tokens), 2, Figures())  # kernels are chosen
         is_over = asyncio.Event()
@@ -91,6 +96,7 @@ async def measure(args: argparse.Namespace, settings: dict[str, Any], source: Pr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--shape", help="a shape in gpu/models: random weights that engines make, in place of --model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=1500, help="of a long prompt; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=6, help="long prompts of a round; default: %(default)s")
@@ -104,6 +110,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for a quiet machine")
     args = parser.parse_args()
+    if args.shape is not None:
+        args.model = str(GPU_SHAPES / args.shape)
     if not args.no_wait:
         wait_for_quiet_machine(QUIET_SECONDS)
     split = {"prefill_engines": args.prefill, "decode_engines": args.decode}
