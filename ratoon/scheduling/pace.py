@@ -10,7 +10,7 @@ apart from the rest of its step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from statistics import median_low
 
@@ -27,9 +27,12 @@ class StepPace:
         self._read: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that a token took in addition, because it is read
         self._planned: dict[int, tuple[float, int]] = {}  # steps in flight: when they were planned, and tokens to read
         self._last_done = 0.0
+        self._idle: deque[float] = deque(maxlen=NUM_RECENT)  # seconds from a result to a plan, with nothing in flight
 
     def planned(self, step: int, now: float, num_read: int = 0) -> None:
         """`num_read`: the tokens of prompts whose log-probabilities are read in it."""
+        if not self._planned:
+            self._idle.append(now - self._last_done)
         self._planned[step] = now, num_read
 
     def done(self, step: int, num_tokens: int, now: float) -> None:
@@ -75,6 +78,17 @@ class StepPace:
         observed, else None."""
         index = bisect_right(self._tokens, num_tokens)
         return None if index == 0 or self._tokens[index - 1] * 4 < num_tokens else self.seconds(num_tokens)
+
+    @property
+    def idle_seconds(self) -> float:
+        """What the host takes from a result to the next plan, while the device has nothing to do. The least of late,
+        since an engine may also have had no requests."""
+        return min(self._idle, default=0.0)
+
+    def has_observed(self, num_tokens: int) -> bool:
+        """Whether a step was observed that had so many tokens, or up to twice as many."""
+        index = bisect_left(self._tokens, num_tokens)
+        return index < len(self._tokens) and self._tokens[index] <= 2 * num_tokens
 
     def cost_of_read(self, num_tokens: int) -> float:
         """What a token that is read costs in a step of so many tokens, in tokens that are not: 1 or more."""

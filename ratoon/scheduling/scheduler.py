@@ -229,8 +229,14 @@ class Scheduler:
     @property
     def can_plan(self) -> bool:
         """False: the next plan must wait until no step is in flight, because a branch must be preempted, or because a
-        request runs alone until it gets a result."""
-        return not self.state.in_flight or not (self.state.wants_drain or self.state.quarantined)
+        request runs alone until it gets a result; or it should wait, because branches with drafts are in flight."""
+        state = self.state
+        if not state.in_flight:
+            return True
+        if state.wants_drain or state.quarantined:
+            return False
+        may_admit = state.waiting and len(state.running) < state.config.max_num_seqs
+        return bool(may_admit) or not state.speculation.gathers(state.running)
 
     @property
     def has_work_beside_step(self) -> bool:

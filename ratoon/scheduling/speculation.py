@@ -6,7 +6,8 @@ guesses are wrong is left out, and is back as soon as they are right; text that 
 With steps in flight a branch is planned before its last token is known, and goes on so while no source has a draft that
 is worth it. Where one has, the branch is left out of the next plan, until no token of it is pending: the device then
 waits for the host, or computes steps of other branches. How much longer a branch waits for such a step is observed, and
-is part of what a draft costs.
+is part of what a draft costs. Many branches with drafts would fall into groups that take turns, and every step would
+read all weights for one group. Where one step of all brings more, its plan waits for the steps in flight.
 
 A source on the device drafts behind a step, as many tokens as the plan says. That takes time even where nothing is
 checked, so it is asked for no more than what seems to be worth it, and from time to time for one token.
@@ -50,6 +51,9 @@ TRIES = 128  # one in so many drafts that seem to cost too much is made, because
 WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
 MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
 PLAIN_RESULTS = 8  # without drafts, behind which waits are those of an engine that does not draft
+FIRST_ROWS, FIRST_TOKENS = 4.0, 2.0  # of a branch with a draft: its rows in a step, and the tokens that it gets from it
+WEIGHT_OF_DRAFT = 1 / 16  # of the newest draft in these
+GATHERINGS = 32  # one in so many plans waits for steps in flight if how long such a step takes is not known
 LEAST_ROWS = 64  # that a step may read, sampled tokens and drafts together, where fewer sequences may run
 
 
@@ -123,6 +127,11 @@ class ResultWaits:
         self.plain = self.drafted = 1.0
         self._num_plain = PLAIN_RESULTS  # results since one with drafts
 
+    @property
+    def without_drafts(self) -> bool:
+        """Whether no result of late had drafts."""
+        return self._num_plain > PLAIN_RESULTS
+
     def take_result(self, has_drafts: bool) -> None:
         self._num_plain = 0 if has_drafts else self._num_plain + 1
 
@@ -130,7 +139,7 @@ class ResultWaits:
         """`time_of_drafts`: that their rows take, in steps; None: there were none."""
         if time_of_drafts is not None:
             self.drafted += (max(1.0, min(num_steps - time_of_drafts, MOST_WAIT)) - self.drafted) * WEIGHT_OF_WAIT
-        elif self._num_plain > PLAIN_RESULTS:
+        elif self.without_drafts:
             self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
 
 
@@ -159,6 +168,8 @@ class Speculation:
         self._lengths = [length for length in LENGTHS if length < self._most] + [self._most]
         self._times: list[float] = []  # of these, as found for the result that is being taken: in steps
         self._num_held_back = 0
+        self._rows_of_draft, self._tokens_of_draft = FIRST_ROWS, FIRST_TOKENS  # of a branch with a draft, of late
+        self._num_not_known = 0  # plans for which it was not known whether to wait
 
     # ---- branches ----
 
@@ -229,6 +240,8 @@ class Speculation:
         if name not in self.stats:
             self.stats[name] = DraftStats()
         self.stats[name].add(len(drafts), num_accepted)
+        self._rows_of_draft += (len(drafts) + 1 - self._rows_of_draft) * WEIGHT_OF_DRAFT
+        self._tokens_of_draft += (num_accepted + 1 - self._tokens_of_draft) * WEIGHT_OF_DRAFT
         return CheckedDrafts(name, len(drafts), num_accepted)
 
     def receive(self, drafts: Mapping[str, Sequence[int]], branches: Iterable[Branch]) -> None:
@@ -261,6 +274,47 @@ class Speculation:
                 room -= len(drafts)
             if self._device is not None:
                 branch.num_to_draft = self._length_on_device(drafting, cost, num_rows, room)
+
+    # ---- plans ----
+
+    def gathers(self, running: Iterable[Branch]) -> bool:
+        """Whether the next plan should wait for the steps in flight, so that branches with drafts in these are in it.
+
+        Otherwise the branches that can be planned now have a step of their own, and the next one has those whose
+        results are there by then: with drafts in the first of these steps, a branch is not in the second. Compared are
+        tokens a second.
+        """
+        if self._waits.without_drafts:
+            return False
+        num_plain = num_drafting = num_rows = num_away = 0
+        rows_away = tokens_away = 0.0
+        for branch in running:
+            gap = branch.num_tokens + branch.num_pending - branch.num_computed_tokens
+            if branch.num_drafts or (branch.waits_to_draft and branch.num_pending):
+                num_away += 1
+                rows_away += self._rows_of_draft
+                tokens_away += self._tokens_of_draft
+            elif gap > 1 or branch.num_rows > 1:
+                return False  # a prompt or a search goes on meanwhile
+            elif gap < 1:
+                rows_away += 1
+                tokens_away += 1
+            elif branch.draft_tokens:
+                num_drafting += 1
+                num_rows += 1 + len(branch.draft_tokens)
+            else:
+                num_plain += 1
+        num_rows += num_plain
+        if not num_away or not num_rows:
+            return False
+        together = round(num_rows + rows_away)
+        if not self._pace.has_observed(together):
+            self._num_not_known += 1
+            return self._num_not_known % GATHERINGS == 0
+        tokens = num_plain + num_drafting * self._tokens_of_draft + tokens_away
+        seconds = self._pace.seconds
+        apart = seconds(num_rows) + seconds(round(num_plain + rows_away))
+        return tokens * apart > (tokens + num_plain) * (seconds(together) + self._pace.idle_seconds)
 
     def _observe_waits(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """Observes one branch that had drafts in the step, and one that had none."""

@@ -312,6 +312,41 @@ def test_a_branch_whose_draft_failed_to_come_is_planned_ahead_again() -> None:
     assert not scheduler.schedule().is_void and not scheduler.schedule().is_void
 
 
+@pytest.mark.parametrize("idle_seconds", [0.0, 0.3])
+def test_branches_with_drafts_share_a_step_unless_the_host_is_slow(
+    idle_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepPace, "idle_seconds", idle_seconds)
+    scheduler = with_sources(Known(), max_steps_in_flight=2)
+    for num_rows in (1, 2, 4, 8, 16):
+        scheduler.state.pace.observe(num_rows, 0.1)
+    add(scheduler, "a", 3, max_tokens=48)
+    in_flight = [scheduler.schedule()]
+    add(scheduler, "b", 3, max_tokens=48)  # its prompt has a step of its own, so that the two take turns
+    in_flight.append(scheduler.schedule())
+    plans = []
+    for _ in range(12):
+        result_of(scheduler, in_flight.pop(0))
+        while len(in_flight) < 2 and scheduler.can_plan and not (plan := scheduler.schedule()).is_void:
+            in_flight.append(plan)
+            plans.append(sorted(plan.scheduled_spec_decode_tokens))
+    expected = [["a", "b"]] if idle_seconds == 0.0 else [["a"], ["b"]]
+    assert sorted(plans[4:8]) == sorted(expected * (4 // len(expected))), plans
+
+
+def test_a_plan_does_not_wait_for_drafts_while_a_prompt_may_start() -> None:
+    scheduler = with_sources(Known(), max_steps_in_flight=2)
+    for num_rows in (1, 2, 4, 8, 16):
+        scheduler.state.pace.observe(num_rows, 0.1)
+    add(scheduler, "a", 3, max_tokens=48)
+    one_step(scheduler)
+    one_step(scheduler)  # with drafts
+    scheduler.schedule()
+    assert scheduler.state.branches["a"].num_drafts > 0
+    add(scheduler, "b", 3, max_tokens=48)
+    assert scheduler.can_plan
+
+
 def test_a_preempted_branch_forgets_its_draft() -> None:
     scheduler = with_sources(Known(), max_steps_in_flight=2)
     add(scheduler, "a", 3)
