@@ -109,8 +109,9 @@ class TransferIndex(BlockIndex):
 
 class BlockMover(ABC):
     """The worker's half. `parts` are the bytes of a block, one buffer after another; they are valid during the call
-    alone. Calls come beside the steps, on two threads: one call to save at a time, and one to load. What was saved
-    before a load began can be loaded by it."""
+    alone. Calls come beside the steps, on three threads: one call to save at a time, one to send, and one to load. A
+    call to save may take its time: blocks whose memory is needed meanwhile are not saved. What was saved before a load
+    began can be loaded by it."""
 
     @abstractmethod
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:

@@ -1,6 +1,7 @@
 """A bounded queue of blocks between the steps and a slow storage: a thread writes them, and what waits can be read.
 
-What comes when the queue is full is not kept. A block that is written again is written once. How blocks are written,
+Where the queue is full, a new block waits for room, as long as one block after another is written; then it is not kept.
+A block that is written again is written once. How blocks are written,
 and what becomes of those that can't be, is known to the caller.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 * 2**20
+SECONDS_WITHOUT_ROOM = 5.0  # after which a storage has stalled
 
 
 class WriteBehind:
@@ -25,7 +27,7 @@ class WriteBehind:
         self._content: dict[bytes, bytearray] = {}  # of blocks that are not written yet
         self._num_bytes = 0
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._has_stalled = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -38,10 +40,11 @@ class WriteBehind:
         return len(self._waiting)
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
-        """Takes a copy of a block, if there is room for it."""
+        """Takes a copy of a block. Without room for it, waits as long as the storage takes others, then gives it up."""
         size = sum(part.nbytes for part in parts)
-        if self._num_bytes + size > MAX_QUEUED_BYTES:
-            return
+        with self._changed:
+            if self._num_bytes + size > MAX_QUEUED_BYTES and not self._wait_for_room(size):
+                return
         content = bytearray(b"".join(parts))
         with self._changed:
             if key not in self._content:
@@ -49,6 +52,17 @@ class WriteBehind:
                 self._num_bytes += size
                 self._content[key] = content
                 self._changed.notify()
+
+    def _wait_for_room(self, size: int) -> bool:
+        if self._has_stalled or self._is_closed:
+            return False
+        while self._num_bytes + size > MAX_QUEUED_BYTES:
+            num_left = len(self._content)
+            self._changed.wait(SECONDS_WITHOUT_ROOM)
+            if len(self._content) == num_left:
+                self._has_stalled = True  # until the next block is written
+                return False
+        return True
 
     def get(self, key: bytes) -> bytearray | None:
         """Returns the content of a block that is not written yet."""
@@ -69,6 +83,7 @@ class WriteBehind:
             with self._changed:
                 for key in keys:
                     self._num_bytes -= len(self._content.pop(key))
+                self._has_stalled = False
                 self._changed.notify_all()
 
     def flush(self) -> None:

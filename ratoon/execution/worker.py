@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from ratoon.execution.passes.graphs import Capture
 
 logger = logging.getLogger(__name__)
+
+SWITCH_SECONDS = 5e-5  # that a thread waits for the interpreter on CUDA, before it asks for it; Python has 5e-3
 
 # Bytes. Smaller ones are loaded before the kernels are compiled; both need the interpreter, so they come second.
 SMALL_WEIGHTS = 4 * 2**30
@@ -264,8 +267,11 @@ class Worker:
 
     def enter_thread(self) -> None:
         """Called once, on the thread that will execute all steps. On CUDA it gets a stream of its own: graphs can't be
-        captured on the default one."""
+        captured on the default one. The interpreter then changes threads after microseconds, in the whole process: a
+        step of a GPU takes a millisecond, and the thread that launches it or fills masks must not wait for one that
+        takes results."""
         if self._device.type == "cuda":
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
             use_device(self._device)
             torch.cuda.synchronize()  # the weights were loaded on another stream
             self._stream = torch.cuda.Stream()

@@ -39,7 +39,7 @@ LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs 
 # Rows that take as long as the rest of a step, at least: few steps of a size may have been observed, and all of them
 # disturbed
 LEAST_FREE_ROWS = 1
-MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted
+MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted but to observe it again
 LEAST_COST = 0.02
 ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
 # Tokens that a draft may have: with the token before them a power of two, as kernels and graphs take rows. Few numbers,
@@ -47,6 +47,7 @@ ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
 LENGTHS = (1, 3, 7, 15, 31, 63)
 FIRST_ON_DEVICE = 7  # tokens that the device drafts behind the first step of a branch
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
+LEAST_RATE_OF_TRIAL = 0.6  # of right guesses of a source, so that a trial brings about what it costs
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
 WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
 MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
@@ -168,6 +169,7 @@ class Speculation:
         self._lengths = [length for length in LENGTHS if length < self._most] + [self._most]
         self._times: list[float] = []  # of these, as found for the result that is being taken: in steps
         self._num_held_back = 0
+        self._num_dear = 0  # results behind which rows seemed to cost too much
         self._rows_of_draft, self._tokens_of_draft = FIRST_ROWS, FIRST_TOKENS  # of a branch with a draft, of late
         self._num_not_known = 0  # plans for which it was not known whether to wait
 
@@ -254,6 +256,7 @@ class Speculation:
         """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
         `num_rows`: of all running branches. `now`: when the result came."""
         cost = self._cost_of_row(num_rows)
+        is_trial = cost > MOST_COST and self._is_trial()
         self._times = []
         self._observe_waits(branches, num_rows, now)
         room = self._max_rows - num_rows
@@ -262,7 +265,8 @@ class Speculation:
             drafting = self._drafts[branch]
             for record in drafting.records:
                 record.compare(branch.token_ids)
-            found = self._draft(branch, drafting, num_rows, room, lengths) if cost <= MOST_COST else ((), None)
+            may_draft = cost <= MOST_COST or is_trial
+            found = self._draft(branch, drafting, num_rows, room, lengths, is_trial) if may_draft else ((), None)
             drafts, drafting.drafted_by = found
             # What is pending is known before the draft is checked
             branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
@@ -332,15 +336,25 @@ class Speculation:
                     self._waits.observe((now - before) / seconds, taken)
 
     def _draft(
-        self, branch: Branch, drafting: BranchDrafts, num_rows: int, room: int, lengths: dict[float, int]
+        self,
+        branch: Branch,
+        drafting: BranchDrafts,
+        num_rows: int,
+        room: int,
+        lengths: dict[float, int],
+        is_trial: bool,
     ) -> tuple[Sequence[int], SourceRecord | None]:
-        """Returns the draft of the first source that has one worth its rows."""
+        """Returns the draft of the first source that has one worth its rows; in a trial one token that is likely."""
         left = branch.max_total_tokens - branch.num_tokens - 1  # tokens before the last one
         for record in drafting.records:
             drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
                 continue
             rate = record.rate
+            if is_trial:
+                if rate >= LEAST_RATE_OF_TRIAL and min(room, left) > 0:
+                    return drafts[:1], record
+                continue
             worth = lengths.get(rate)
             if worth is None:
                 worth = lengths[rate] = self._length(rate, num_rows)
@@ -384,6 +398,12 @@ class Speculation:
             if per_step > most:
                 length, most = count, per_step
         return length
+
+    def _is_trial(self) -> bool:
+        """Whether the branches of a result draft one token each although rows seem to cost too much: the one step of
+        such a size that was observed may have been disturbed, as by the capture of its graph."""
+        self._num_dear += 1
+        return self.config.max_seqs is None and self._num_dear % TRIES == 0
 
     def _is_due(self, rate: float) -> bool:
         """Whether a draft that seems to cost too much is made all the same."""

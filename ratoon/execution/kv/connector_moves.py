@@ -1,17 +1,18 @@
 """Moves blocks between the host tier and a KV connector, on threads beside the steps. A block that fails is the only
 one that does.
 
-Fetches and saves have a thread each, so that the connector gets one call of each kind at a time, and no step waits for
-its storage. A load into the device whose block is still being fetched is held back until that has come; a slot that is
-being saved is not written before that is done. Of several ranks, each has a part of a block: there a step waits for the
-fetches that it begins, because what is there must be the same on all of them.
+Fetches, sends and saves have a thread each, so that the connector gets one call of each kind at a time, and no step
+waits for its storage. A load into the device whose block is still being fetched is held back until that has come. A
+slot that is to be written while its block is being saved is written behind that; if its turn has not come, the block is
+not saved: a connector may take blocks more slowly than texts end. Of several ranks, each has a part of a block: there a
+step waits for the fetches that it begins, because what is there must be the same on all of them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,6 +41,15 @@ class Arrived:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A block of a slot that is handed to the connector."""
+
+    key: bytes
+    future: Future[None]
+    is_sent: bool  # another engine waits for it
+
+
 Fetched = tuple[set[int], float]  # slots whose content is not there, and the seconds that it took
 
 
@@ -51,9 +61,10 @@ class ConnectorMoves:
         self._slots = slots
         self._fetcher = ThreadPoolExecutor(1, "kv-fetches")
         self._saver = ThreadPoolExecutor(1, "kv-saves")
+        self._sender = ThreadPoolExecutor(1, "kv-sends")  # no transfer waits for what is kept
         # Of each plan that has some, with the loads that wait for it
         self._fetching: list[tuple[Future[Fetched], list[BlockTransfer], int]] = []
-        self._saving: dict[int, Future[None]] = {}  # by slot
+        self._saving: dict[int, list[Saving]] = {}  # by slot
 
     @property
     def is_fetching(self) -> bool:
@@ -67,7 +78,9 @@ class ConnectorMoves:
         self.settle(fetch.slot for fetch in fetches)
         slots = {fetch.slot for fetch in fetches}
         waiting = [load for load in loads if load.slot in slots]
-        future = self._fetcher.submit(self._fetch, list(fetches), list(self._saving.values()))
+        keys = {fetch.key for fetch in fetches}
+        saves = [saving.future for savings in self._saving.values() for saving in savings if saving.key in keys]
+        future = self._fetcher.submit(self._fetch, list(fetches), saves)
         self._fetching.append((future, waiting, len(slots)))
         return [load for load in loads if load.slot not in slots]
 
@@ -107,33 +120,35 @@ class ConnectorMoves:
     # ---- save ----
 
     def save(self, saves: Sequence[ConnectorTransfer]) -> None:
-        """Begin to hand blocks of slots, which are stored, to the connector."""
-        for slot in [slot for slot, future in self._saving.items() if future.done()]:
+        """Begin to hand blocks of slots, which are stored, to the connector, in this order."""
+        for slot in [slot for slot, savings in self._saving.items() if all(one.future.done() for one in savings)]:
             del self._saving[slot]
-        future = self._saver.submit(self._save, list(saves))
-        self._saving.update((save.slot, future) for save in saves)
-
-    def _save(self, saves: list[ConnectorTransfer]) -> None:
         for save in saves:
-            parts = [part.toreadonly() for part in self._slots.host_parts(save.slot)]
-            # One after the other: a block that can't be kept is sent none the less
-            for is_wanted, hand_over in ((save.is_sent, self._mover.send), (save.is_kept, self._mover.save)):
-                try:
-                    if is_wanted:
-                        hand_over(save.key, parts)
-                except Exception:
-                    logger.warning("block %s can't be saved to the connector", save.key.hex(), exc_info=True)
+            savings = self._saving.setdefault(save.slot, [])
+            if save.is_sent:
+                savings.append(Saving(save.key, self._sender.submit(self._hand_over, self._mover.send, save), True))
+            if save.is_kept:
+                savings.append(Saving(save.key, self._saver.submit(self._hand_over, self._mover.save, save), False))
+
+    def _hand_over(self, give: Callable[[bytes, Sequence[memoryview]], None], save: ConnectorTransfer) -> None:
+        try:
+            give(save.key, [part.toreadonly() for part in self._slots.host_parts(save.slot)])
+        except Exception:
+            logger.warning("block %s can't be saved to the connector", save.key.hex(), exc_info=True)
 
     def settle(self, slots: Iterable[int]) -> None:
-        """These slots are about to be written: waits until the connector has what is to be saved of them."""
+        """These slots are about to be written. Their blocks that the connector has not begun to save are given up; for
+        one that it is saving, and for those that are sent, this waits."""
         if self._saving:
-            wait([self._saving[slot] for slot in slots if slot in self._saving])
+            savings = [saving for slot in slots for saving in self._saving.pop(slot, ())]
+            wait([saving.future for saving in savings if saving.is_sent or not saving.future.cancel()])
 
     def drain(self) -> None:
         """Waits until no slot is read or written."""
-        wait(list(self._saving.values()))
+        wait([saving.future for savings in self._saving.values() for saving in savings])
         wait([future for future, _, _ in self._fetching])
 
     def close(self) -> None:
+        self._sender.shutdown()
         self._saver.shutdown()
         self._fetcher.shutdown()

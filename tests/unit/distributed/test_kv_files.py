@@ -224,6 +224,7 @@ def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch)
 
 def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(write_behind, "MAX_QUEUED_BYTES", 3 * sum(SIZES))
+    monkeypatch.setattr(write_behind, "SECONDS_WITHOUT_ROOM", 0.05)
     goes_on, write = threading.Event(), os.writev
 
     def stalled(handle, parts):
@@ -237,6 +238,22 @@ def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
     goes_on.set()
     opened.mover.flush()
     assert len(files_in(tmp_path)) == 3
+    opened.close()
+
+
+def test_a_disk_that_is_slower_than_texts_end_gets_all_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_behind, "MAX_QUEUED_BYTES", 2 * sum(SIZES))
+    write = os.writev
+
+    def slow(handle, parts):
+        time.sleep(0.02)
+        return write(handle, parts)
+
+    monkeypatch.setattr(os, "writev", slow)
+    opened = Opened(tmp_path / "kv")
+    opened.save(*range(12))
+    opened.mover.flush()
+    assert len(files_in(tmp_path)) == 12
     opened.close()
 
 

@@ -28,12 +28,16 @@ class GatedMover(BlockMover):
 
     def __init__(self) -> None:
         self.blocks = {b"a": b"A", b"b": b"B"}
+        self.sent: list[bytes] = []
         self.may_load, self.may_save = threading.Event(), threading.Event()
         self.raises = False
 
     def save(self, key: bytes, parts: Sequence[memoryview]) -> None:
         assert self.may_save.wait(PATIENCE)
         self.blocks[key] = b"".join(parts)
+
+    def send(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        self.sent.append(b"".join(parts))
 
     def load(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         assert self.may_load.wait(PATIENCE)
@@ -89,6 +93,25 @@ def test_a_slot_is_not_written_before_it_is_saved_and_what_was_saved_can_be_fetc
     assert mover.blocks[b"x"] == b"X"
     wait_until("the block is fetched", lambda: moves.take_arrived().loads)
     assert slots.data[5:6] == b"X"
+
+
+def test_a_slot_that_is_needed_before_its_turn_is_not_saved(parts):
+    moves, mover, slots = parts
+    moves.save([ConnectorTransfer(slot, b"key %d" % slot) for slot in (4, 5, 6)])
+    wait_until("the first is being saved", lambda: moves._saving[4][0].future.running())
+    moves.settle([5])  # waits for nothing
+    slots.data[5:6] = b"?"
+    mover.may_save.set()
+    moves.drain()
+    assert [name for name in (b"key 4", b"key 5", b"key 6") if name in mover.blocks] == [b"key 4", b"key 6"]
+
+
+def test_what_is_sent_waits_for_nothing_that_is_kept(parts):
+    moves, mover, slots = parts
+    slots.data[4:6] = b"KS"
+    moves.save([ConnectorTransfer(4, b"k"), ConnectorTransfer(5, b"s", is_sent=True, is_kept=False)])
+    moves.settle([5])  # the other engine waits for it, so this does, too
+    assert mover.sent == [b"S"] and b"k" not in mover.blocks
 
 
 def test_after_a_failed_step_no_load_is_made_and_no_slot_is_written(parts):

@@ -15,7 +15,7 @@ from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.scheduler import Scheduler
-from ratoon.scheduling.speculation import ResultWaits, Speculation
+from ratoon.scheduling.speculation import TRIES, ResultWaits, Speculation
 from tests.unit.scheduling.steps import add, answer_of, scheduler_of, step
 
 TEXT = list(range(10, 60))  # what every branch generates
@@ -310,6 +310,22 @@ def test_a_branch_whose_draft_failed_to_come_is_planned_ahead_again() -> None:
     source.propose = lambda branch, max_tokens: ()  # type: ignore[method-assign]
     result_of(scheduler, second)
     assert not scheduler.schedule().is_void and not scheduler.schedule().is_void
+
+
+def test_rows_that_seemed_dear_once_are_tried_again() -> None:
+    scheduler = with_sources(Known(matched=24))
+    pace = scheduler.state.pace
+    for num_rows in (8, 12, 16):
+        pace.observe(num_rows, 0.1 * num_rows)  # as disturbed as a step is in which a graph is captured
+    for name in "abcdefgh":
+        add(scheduler, name, 3, max_tokens=40)
+    assert lengths(scheduler, 8) == [0] * 8
+    speculation = scheduler.state.speculation
+    speculation._num_dear = TRIES - 1
+    assert lengths(scheduler, 3) == [0, 1, 0], "one token, once"
+    pace.observe(12, 0.8)
+    pace.observe(16, 0.8)
+    assert lengths(scheduler, 2)[-1] > 0
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 0.3])
