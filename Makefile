@@ -7,7 +7,7 @@ RATOON := $(BIN)/ratoon
 RUN_STAMP := $(VENV)/.runs
 RUN_EXTRAS := serve
 STAMP := $(VENV)/.ready
-DEVELOPER_EXTRAS := serve,audio,otel,plot,ray,docs,dev
+DEVELOPER_EXTRAS := serve,audio,otel,plot,ray,nixl,docs,dev
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
