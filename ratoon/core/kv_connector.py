@@ -144,6 +144,18 @@ class BlockMover(ABC):
         return
 
 
+class EncoderLink(BlockMover):
+    """Outputs of encoders between engines on different hosts. One that encodes keeps what is saved, and others fetch it
+    from there; the latter save nothing, and load what they have fetched."""
+
+    address: str  # where other engines fetch what is saved here. Empty: nowhere
+
+    @abstractmethod
+    def fetch(self, wanted: Mapping[bytes, str]) -> Future[None]:
+        """Begins to fetch the items with these keys, but for those that are here, from the engines with these
+        addresses. What is returned is done when they have come, or will not come."""
+
+
 def fill(parts: Sequence[memoryview], content: memoryview | bytearray | bytes) -> bool:
     """Writes the bytes of a block to its parts. False: it has another size."""
     if len(content) != sum(part.nbytes for part in parts):

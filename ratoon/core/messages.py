@@ -70,7 +70,7 @@ class EngineReady(msgspec.Struct, array_like=True, gc=False):
     max_model_len: int
     block_size: int
     startup: list[tuple[str, int, float]] = []  # phases: name, depth, seconds
-    kv_address: str = ""  # where other engines get its blocks; empty: nowhere
+    kv_address: str = ""  # where other engines get its blocks or, if it only encodes, its outputs; empty: nowhere
     whole_images: bool = False  # rows of an image see each other in both directions, which hashes of blocks depend on
 
 

@@ -137,6 +137,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     is_branch: bool = False  # of that session: it supersedes only roots that it contains whole
     retention: str | None = None  # one of RETENTIONS: where its blocks are kept
     kv_transfer: KVTransfer | None = None  # the blocks of its prompt come from another engine, or go to one
+    # Of media that engines on other hosts have encoded: the address of such an engine, by the hash of the content
+    encoded_at: dict[str, str] = {}
 
     @property
     def generation_params(self) -> GenerationParams | None:

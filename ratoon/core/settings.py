@@ -131,7 +131,6 @@ def _verify_moves(own: FrontEndConfig, engine: EngineConfig) -> None:
     has_other = cache.kv_connector is not None and not cache.moves_blocks
     has_far_ranks = engine.num_ranks > 1 and engine.executor not in OF_HOST
     problems = {
-        "outputs of encoders go through a folder of this host (ray)": own.ray and own.encode_engines > 0,
         "engines that step together (data_parallel_lockstep) are alike": engine.data_parallel_lockstep,
         "the caller chooses engines (data_parallel_external_lb)": own.data_parallel_external_lb,
         f"the ranks of executor {engine.executor!r} are not processes of this host": has_far_ranks,

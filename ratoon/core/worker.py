@@ -75,6 +75,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     # Of the blocks of each rank, where an executor has several: `kv_config` is that of the first
     rank_fingerprints: list[KVFingerprint] = []
     draft_cost: float = 0.0  # of a token that a model or head on the device drafts, in steps of the model
+    encoder_address: str = ""  # where engines on other hosts fetch what the encoder of media makes; empty: nowhere
 
 
 class WorkerStats(msgspec.Struct, frozen=True):
@@ -149,6 +150,9 @@ WORKER_METHODS = {
     # Run the encoder over these inputs, by their keys, and keep what comes out where other engines find it. Returns
     # when it is there.
     "encode_media": WorkerMethod((dict[str, MediaInput],)),
+    # Fetch outputs of the encoder, by their keys, from engines on other hosts, by their addresses. Returns when they
+    # have come, or will not come.
+    "fetch_media": WorkerMethod((dict[str, str],), beside_steps=True),
     # The caller has handled a failed step and the skipped ones: plans submitted from now on are executed.
     "recover": WorkerMethod(beside_steps=True, seconds=120.0),
     # Do nothing. A process that works answers at once, whatever its steps wait for.

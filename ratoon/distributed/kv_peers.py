@@ -19,12 +19,15 @@ from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex, fil
 from ratoon.core.kv_transfer import ANY_PEER
 from ratoon.core.sizes import parse_size
 from ratoon.distributed.cluster import EXPECTED_SECRET, LEAST_SECRET, SECRET_VARIABLE
+from ratoon.distributed.encoder_links import EncoderExchange
 from ratoon.distributed.kv_exchange import TCP, PeerExchange
 from ratoon.distributed.kv_links import LinkedMover, RankLink, address_of
 
 DEFAULT_BYTES = 2**30  # of the outbox, and of the inbox
 OPTIONS = ("folder", "listen", "max_bytes", "peers", "secret_file")
 RANK_FOLDER = "rank_folder"  # of an engine with several ranks, which adds it to its options
+# Added by an engine whose outputs of encoders go between hosts: whether it encodes for others, or fetches from those
+ENCODES = "encodes"
 
 # Exchanges whose worker's half is open, and whose other half is not yet. Both are opened by one engine, one after the
 # other.
@@ -35,7 +38,7 @@ class PeersConnector(KVConnector):
     exchange_class: type[PeerExchange] = PeerExchange
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(set(options) - {*OPTIONS, RANK_FOLDER})
+        unknown = sorted(set(options) - {*OPTIONS, RANK_FOLDER, ENCODES})
         folder, listen = options.get("folder"), options.get("listen")
         peers = options.get("peers", [])
         if unknown:
@@ -62,6 +65,7 @@ class PeersConnector(KVConnector):
         self._secret = None if listen is None else _read_secret(options.get("secret_file"))
         self._name = repr(sorted(options.items()))
         self._rank_folder: str | None = options.get(RANK_FOLDER)
+        self._encodes: bool | None = options.get(ENCODES)
         self._num_ranks = 0  # whose index was opened, in the order of ranks
 
     def open_mover(self, fingerprint: KVFingerprint) -> BlockMover:
@@ -70,6 +74,12 @@ class PeersConnector(KVConnector):
         made = self._make_exchange(fingerprint, 0)
         _half_open.setdefault((self._name, fingerprint.digest), deque()).append(made)
         return PeersMover(made)
+
+    def open_encoder_store(self, fingerprint: KVFingerprint) -> EncoderExchange | None:
+        if self._encodes is None or self._secret is None:
+            return None
+        listen = self._address if self._encodes else None
+        return EncoderExchange(listen, self._secret, fingerprint.digest, self._max_bytes)
 
     def _make_exchange(self, fingerprint: KVFingerprint, rank: int) -> PeerExchange:
         num_bytes = sum(fingerprint.layout.tensor_bytes)

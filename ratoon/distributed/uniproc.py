@@ -145,6 +145,8 @@ class ThreadedExecutor:
 
     def encode_media(self, inputs: dict[str, MediaInput]) -> None: ...
 
+    def fetch_media(self, places: dict[str, str]) -> Future[None] | None: ...
+
     def recover(self) -> None:
         self._failed = False
 
@@ -370,6 +372,9 @@ class WorkerThread(ThreadedExecutor):
 
     def encode_media(self, inputs: dict[str, MediaInput]) -> None:
         self._worker.encode_media(inputs)
+
+    def fetch_media(self, places: dict[str, str]) -> Future[None] | None:
+        return self._worker.fetch_media(places)
 
     def recover(self) -> None:
         self._worker.recover()

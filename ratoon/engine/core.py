@@ -161,6 +161,9 @@ class EngineCore:
         if self.config.encodes_only:
             inputs = {key_of_media(one.content_hash, request.cache_salt): one.data for one in request.mm_features}
             futures.append(self.executor.collective_rpc("encode_media", inputs))
+        if request.encoded_at:
+            places = {key_of_media(name, request.cache_salt): place for name, place in request.encoded_at.items()}
+            futures.append(self.executor.collective_rpc("fetch_media", places))
         if all(future.done() for future in futures):
             for future in futures:
                 future.result()

@@ -99,7 +99,7 @@ class Worker:
         self._expert_load = ExpertLoad() if config.expert_metrics else None
         self._connector: KVConnector | None = None
         self._mover: BlockMover | None = None
-        self._encoder_store: BlockMover | None = None
+        self._encoder_store: EncoderStore | None = None
 
     # ---- phases ----
 
@@ -175,12 +175,7 @@ class Worker:
         if self._connector is not None:
             self._mover = self._connector.open_mover(kv_config.fingerprint)
             self.runner.kv.connect(self._mover, has_ranks=config.num_ranks > 1)
-        if config.cache.encoder_folder is not None:
-            cache = config.cache
-            files = {"folder": cache.encoder_folder, "max_bytes": cache.encoder_folder_bytes, "io": cache.kv_files_io}
-            self._connect_encoder(open_connector("files", files))
-        elif self._connector is not None:
-            self._connect_encoder(self._connector)
+        self._connect_encoder()
         del self._model, self._draft  # the runner's, which may put them to sleep
         formats = describe_weights(choices.ops, choices.num_weights, choices.dtype)
         return WorkerFacts(
@@ -193,6 +188,7 @@ class Worker:
             step_bytes=self._measurements.step_bytes,
             swap_costs=self._measure_swaps(kv_config, self._measurements.token_seconds),
             draft_cost=choices.draft_cost,
+            encoder_address="" if self._encoder_store is None else self._encoder_store.address,
         )
 
     def warm_up(self) -> None:
@@ -219,16 +215,30 @@ class Worker:
         logger.info("%s are kept for %s rows of embeddings in prompts", gib(num_bytes), f"{num_rows:,}")
         return num_bytes
 
-    def _connect_encoder(self, connector: KVConnector) -> None:
-        """What the encoder of media makes is kept by the connector, too. Encoders are on the first stage."""
+    def _connect_encoder(self) -> None:
+        """What the encoder of media makes is kept by connectors, too. Encoders are on the first stage."""
         config, shard = self._model_config, self._part.shard
         if config.media is None or not self._part.stage.is_first:
             return
         dtype = dtype_name(self._choices.dtype)
         kind = fingerprint_of_encoder(self._choices.tensors, dtype, config, shard.world_size, self._config)
-        self._encoder_store = connector.open_encoder_store(kind)
-        if self._encoder_store is not None:
-            self.runner.media.store = EncoderStore(self._encoder_store, may_save=shard.rank == 0)
+        opened = [connector.open_encoder_store(kind) for connector in self._connectors_of_encoder()]
+        if movers := [mover for mover in opened if mover is not None]:
+            self._encoder_store = EncoderStore(movers, may_save=shard.rank == 0)
+            self.runner.media.store = self._encoder_store
+
+    def _connectors_of_encoder(self) -> list[KVConnector]:
+        """Where engines of one client share outputs of encoders, that has connectors of its own: one between hosts, and
+        one for a folder. Otherwise it is the connector of blocks."""
+        cache = self._config.cache
+        made = []
+        if cache.encoder_listen is not None:
+            links = {"listen": cache.encoder_listen, "encodes": self._config.encodes_only}
+            made.append(open_connector("peers", links))
+        if cache.encoder_folder is not None:
+            files = {"folder": cache.encoder_folder, "max_bytes": cache.encoder_folder_bytes, "io": cache.kv_files_io}
+            made.append(open_connector("files", files))
+        return made or ([] if self._connector is None else [self._connector])
 
     def _load_model(self) -> LanguageModel:
         choices, timer = self._choices, self._timer
@@ -308,6 +318,10 @@ class Worker:
         """Run the encoder over these inputs, and keep what comes out where other engines find it."""
         with torch.inference_mode():
             self.runner.media.encode_for_others(self.runner.program.model, inputs)
+
+    def fetch_media(self, places: dict[str, str]) -> Future[None] | None:
+        """Begin to fetch outputs of the encoder from engines on other hosts. None: there is nothing to wait for."""
+        return None if self._encoder_store is None else self._encoder_store.fetch(places)
 
     def close(self) -> None:
         self.grammars.shutdown()

@@ -32,9 +32,12 @@ from ratoon.engine.processes import replica
 from ratoon.engine.processes.ray_engines import RayEngineProcess
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_requests_in, read_stream
+from tests.golden import test_encode_engines as images
+from tests.golden.engines import greedy
 from tests.golden.every_kind import PROMPTS, answers, ask_everything, encoder_prompts, open_engine, right_answers
 from tests.golden.every_kind_over_http import check_everything, two_front_ends
 from tests.golden.grammar_engines import FAMILY, grammar_folder
+from tests.golden.image_readers import image_reader
 from tests.golden.nodes import Relay
 from tests.golden.test_encoder_decoder_api import folder_of
 from tests.golden.tiny_models import random_token_ids
@@ -226,6 +229,44 @@ def test_prompts_are_computed_on_one_node_and_answered_on_another(cluster: Clust
             assert await answer(llm, "second") == (right, 2 * num_blocks)
             await lose(llm, 1)
             assert await answer(llm, "third") == (right, num_blocks)
+
+    asyncio.run(run())
+    wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
+
+
+def test_images_are_encoded_on_one_node_and_read_on_another(cluster: Cluster) -> None:
+    """Also after the engine that encodes was lost: meanwhile the others encode, and then its next run."""
+    reader = image_reader(images.FAMILY)
+    prompts = [reader.prompt(0), reader.prompt(1, "who is in ", "?")]
+    with images.served() as llm:
+        right = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, greedy(8), progress=False)]
+
+    async def answer(llm: AsyncLLM, number: int, salt: str | None = None) -> list[int]:
+        async for output in llm.generate(prompts[number], greedy(8), cache_salt=salt):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    async def num_encoded(llm: AsyncLLM) -> list[int]:
+        return [one.num_media_runs for one in await llm.stats()]
+
+    async def run() -> None:
+        settings = images.COMMON | images.SPLIT | {"ray": True, "encode_engines": 1}
+        async with AsyncLLM(str(reader.folder), **settings) as llm:
+            assert await asyncio.gather(answer(llm, 0), answer(llm, 1)) == right
+            assert await answer(llm, 1, "a tenant") == right[1]
+            assert await num_encoded(llm) == [0, 0, 3]
+            assert len(actors_by_node(cluster, "EngineActor")) == 3
+            pid = llm.health().engines[2].pid or 0
+            os.kill(pid, signal.SIGSTOP)  # it takes the request, and does nothing
+            asked = asyncio.create_task(answer(llm, 0, "another"))
+            await until("its image is being encoded", lambda: len(llm._client._encodings) == 1)
+            os.kill(pid, signal.SIGKILL)
+            assert await asked == right[0], "an engine that answers has encoded"
+            await until("it is back", lambda: [one.num_restarts for one in llm.health().engines] == [0, 0, 1])
+            await until("all work", lambda: count(llm, EngineState.OK) == 3)
+            assert await answer(llm, 0, "a third") == right[0]
+            of_prompts, of_answers, encoded = await num_encoded(llm)
+            assert (of_prompts + of_answers, encoded) == (1, 1)
 
     asyncio.run(run())
     wait_until("the room of the engines is free again", lambda: free_cpus() == 3)

@@ -126,7 +126,6 @@ def test_requests_go_on_when_the_engine_that_encodes_has_died() -> None:
             "encode_engines: kv_connector 'lmcache' moves no blocks",
         ),
         ({"encode_engines": 1, "tensor_parallel_size": 2}, "encode_engines: an engine that only encodes can't be 2"),
-        ({"encode_engines": 1, "ray": True}, "encode_engines: outputs of encoders go through a folder"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], problem: str) -> None:
@@ -167,6 +166,22 @@ def test_inputs_are_encoded_once_by_the_engine_with_least_to_do() -> None:
     assert encodings.begin(request_with("h", "z"), [3]) is not None, "it failed before"
     assert encodings.give_up(3) >= 1 and not encodings.is_waited_for("h")
     assert encodings.forget("f") == (2, "f^e") and encodings.forget("f") is None
+
+
+@pytest.mark.parametrize("outlive_engines", [True, False])
+def test_what_was_made_is_found_at_its_engine_until_that_is_gone(outlive_engines: bool) -> None:
+    encodings = Encodings(range(1, 3), outlive_engines)
+    asked = request_with("a", "x", "y", salt="s")
+    encodings.begin(asked, [2])
+    assert encodings.made_by(asked.mm_features, "s") == {}
+    encodings.note_end("a^e", is_made=True)
+    assert encodings.made_by(asked.mm_features, "s") == {"x": 2, "y": 2}
+    assert encodings.made_by(asked.mm_features, None) == {}
+    encodings.give_up(1)
+    assert encodings.made_by(asked.mm_features[1:], "s") == {"y": 2}
+    encodings.give_up(2)
+    again = encodings.begin(request_with("b", "x", salt="s"), [1, 2])
+    assert (again is None) == outlive_engines
 
 
 def test_the_number_of_engines() -> None:

@@ -23,7 +23,8 @@ def media_runner(llm: LLM) -> Any:
 
 def outputs_in(folder: Path, llm: LLM) -> list[Path]:
     """The files of encoder outputs."""
-    return sorted(Path(media_runner(llm).store._mover._folder).rglob("*.kv"))
+    (mover,) = media_runner(llm).store._movers
+    return sorted(Path(mover._folder).rglob("*.kv"))
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES[:2])
@@ -32,7 +33,7 @@ def test_a_picture_is_encoded_once_for_all_engines_of_a_folder(family: str, tmp_
     with seeing(family, **settings) as (llm, reader):
         ask(llm, reader.prompt(0))
         assert num_encoder_runs(llm) == NUM_INPUTS[family]
-        media_runner(llm).store._mover.flush()
+        media_runner(llm).store.flush()
         files = outputs_in(tmp_path, llm)
         assert len(files) == NUM_INPUTS[family]
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
@@ -48,7 +49,7 @@ def test_outputs_that_are_damaged_or_of_other_weights_are_made_again(tmp_path: P
     family, settings = "qwen2_5_vl", {"kv_files": str(tmp_path), "swap_memory": "1MiB"}
     with seeing(family, **settings) as (llm, reader):
         ask(llm, reader.prompt(0))
-        media_runner(llm).store._mover.flush()
+        media_runner(llm).store.flush()
         (file,) = outputs_in(tmp_path, llm)
     content = bytearray(file.read_bytes())
     content[-3] ^= 8
@@ -57,7 +58,7 @@ def test_outputs_that_are_damaged_or_of_other_weights_are_made_again(tmp_path: P
         prompt = reader.prompt(0, "who is in ", "?")
         assert tokens_of_one(ask(llm, prompt)) == expected(llm, reader, prompt)
         assert num_encoder_runs(llm) == 1
-        media_runner(llm).store._mover.flush()
+        media_runner(llm).store.flush()
         assert file.read_bytes() != content, "it is written again"
     with seeing(family, **settings, kv_cache_dtype="float16") as (llm, reader):  # blocks of another kind, same outputs
         ask(llm, reader.prompt(0))

@@ -2,7 +2,8 @@
 that is stopped, killed or started again costs time and nothing else.
 
 The server is the command `lmcache` of the package (`pip install ratoon[lmcache]`), or the one that RATOON_LMCACHE
-names: it may be installed apart, as it shares nothing with the engine but a socket and memory."""
+names: it may be installed apart, as it shares nothing with the engine but a socket and memory. `make test-connectors`
+installs one, and runs these tests with it."""
 
 from __future__ import annotations
 

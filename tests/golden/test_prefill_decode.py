@@ -146,7 +146,6 @@ def test_a_root_moves_to_an_engine_with_less_to_do(monkeypatch: pytest.MonkeyPat
         ({"kv_connector": "lmcache", "kv_files": "/tmp"}, "kv_files: and kv_connector 'lmcache' both keep"),
         ({**SPLIT, "enable_prefix_caching": False}, "prefill_engines: blocks are found by hashes"),
         ({**SPLIT, "preemption_mode": "recompute"}, "prefill_engines: blocks pass through host memory"),
-        ({**SPLIT, "ray": True, "encode_engines": 1}, "prefill_engines: outputs of encoders go through a folder"),
         ({"num_replicas": 2, "move_roots": True, "data_parallel_external_lb": True}, "move_roots: the caller"),
     ],
 )

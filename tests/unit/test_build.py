@@ -35,10 +35,10 @@ def test_the_demo_installs_what_it_runs_and_compiles_for_this_processor_alone() 
     assert "source /nonexistent/environment/bin/activate" in demo
 
 
-@pytest.mark.parametrize("target", ["test", "lint", "docs"])
+@pytest.mark.parametrize("target", ["test", "lint", "docs", "test-connectors"])
 def test_targets_of_developers_install_the_rest_with_every_kernel_set(target: str) -> None:
     commanded = commands(target)
-    assert "hatch_build.py all\n" in commanded and '"ratoon[serve,audio,otel,plot,ray,docs,dev]"' in commanded
+    assert "hatch_build.py all\n" in commanded and '"ratoon[serve,audio,otel,plot,ray,nixl,docs,dev]"' in commanded
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere torch has one build")

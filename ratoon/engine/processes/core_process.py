@@ -127,7 +127,7 @@ class EngineCoreProcess:
             core.executor.facts.max_model_len,
             kv_config.whole_blocks,
             phases,
-            core.kv_address,
+            core.kv_address or core.executor.facts.encoder_address,
             core.config.scheduler.whole_images,
         )
         forget_live_display()  # the engine has started

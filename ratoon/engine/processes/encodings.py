@@ -1,19 +1,20 @@
 """Images and videos of requests that engines of their own encode, before the requests go to the engines that answer.
 
 A request waits in its client while one of these engines makes the rows of its images and writes them to a folder that
-all engines of the client share. The engine that computes the prompt loads them from there. Whatever becomes of an
-encoding, its request goes on: an engine that finds no rows runs its own encoder.
+all engines of the client share. The engine that computes the prompt loads them from there. Engines on several hosts
+have no such folder: the one that has encoded keeps the rows, and the request tells where they are to be fetched from.
+Whatever becomes of an encoding, its request goes on: an engine that finds no rows runs its own encoder.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace as with_fields
 
-from ratoon.core.media import EMBEDS
+from ratoon.core.media import EMBEDS, MediaFeature
 from ratoon.core.params import SamplingParams
 from ratoon.core.request import EngineCoreRequest
 
@@ -33,10 +34,12 @@ class Encoding:
 
 
 class Encodings:
-    def __init__(self, engines: range) -> None:
+    def __init__(self, engines: range, outlive_engines: bool = True) -> None:
+        """`outlive_engines`: outputs are in a folder, and not in the memory of the engine that made them."""
         self.engines = engines  # those that only encode
+        self._outlive_engines = outlive_engines
         self._of_request: dict[str, Encoding] = {}
-        self._known: OrderedDict[tuple[str | None, str], None] = OrderedDict()  # outputs that were made
+        self._known: OrderedDict[tuple[str | None, str], int] = OrderedDict()  # outputs that were made, and by which
         self._num_rows: Counter[int] = Counter()  # that each engine is to make
 
     def __len__(self) -> int:
@@ -90,7 +93,7 @@ class Encodings:
             return
         self._end(found)
         if is_made:
-            self._known.update(dict.fromkeys(found.keys))
+            self._known.update(dict.fromkeys(found.keys, found.engine))
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
 
@@ -98,8 +101,15 @@ class Encodings:
         encoding.has_ended = True
         self._num_rows[encoding.engine] -= encoding.num_rows
 
+    def made_by(self, features: Sequence[MediaFeature], salt: str | None) -> dict[str, int]:
+        """The engines that have made the outputs of these inputs, by the hashes of these."""
+        found = {one.content_hash: self._known.get((salt, one.content_hash)) for one in features}
+        return {name: engine for name, engine in found.items() if engine is not None}
+
     def give_up(self, engine: int) -> int:
         """This engine is gone, or does not answer. Returns how many requests no longer wait for it."""
+        if not self._outlive_engines:
+            self._known = OrderedDict((key, maker) for key, maker in self._known.items() if maker != engine)
         lost = [one for one in self._of_request.values() if one.engine == engine and not one.has_ended]
         for one in lost:
             self._end(one)

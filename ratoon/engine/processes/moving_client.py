@@ -69,7 +69,7 @@ class MovingClient(DPLBAsyncMPClient):
         self._prefills: dict[str, Prefill] = {}  # by the id of the request that waits, or was sent on
         self._num_prefills: dict[str, int] = {}  # that a request has had
         self._numbers = itertools.count()
-        self._encodings = Encodings(range(own.num_answering_engines, own.num_engines))
+        self._encodings = Encodings(range(own.num_answering_engines, own.num_engines), outlive_engines=not own.ray)
         cache = config.cache
         self._serves_whole = False  # encoder and decoder: every engine does both
         config = config.with_(cache=replace(cache, swap_bytes=cache.swap_bytes or HOST_BYTES))
@@ -88,9 +88,11 @@ class MovingClient(DPLBAsyncMPClient):
             options = {"listen": AT_NODE, "peers": [ANY_PEER]}
         name = self._config.cache.kv_connector or "peers"
         cache = replace(self._config.cache, kv_connector=name, kv_connector_options=options)
+        if self._encodings.engines and self._is_on_ray:
+            cache = replace(cache, encoder_listen=AT_NODE)
         if self._encodings.engines and cache.kv_files is not None:  # they outlive the service, as blocks do
             cache = replace(cache, encoder_folder=cache.kv_files, encoder_folder_bytes=cache.kv_files_bytes)
-        elif self._encodings.engines:
+        elif self._encodings.engines and not self._is_on_ray:
             folder = self._directory.path / ENCODED
             folder.mkdir(mode=0o700, exist_ok=True)
             cache = replace(cache, encoder_folder=str(folder))
@@ -199,7 +201,12 @@ class MovingClient(DPLBAsyncMPClient):
 
     def _request_for(self, entry: Entry) -> EngineCoreRequest:
         request, prefill = super()._request_for(entry), self._prefills.get(entry.request.request_id)
-        return request if prefill is None else with_fields(request, kv_transfer=prefill.transfer)
+        transfer, num_sent = None, 0
+        if prefill is not None:
+            block_size = self.ready.block_size
+            transfer, num_sent = prefill.transfer, (len(request.prompt_token_ids) - 1) // block_size * block_size
+        encoded_at = self._places_of_encodings(request, num_sent)
+        return with_fields(request, kv_transfer=transfer, encoded_at=encoded_at) if transfer or encoded_at else request
 
     # ---- encodings ----
 
@@ -215,6 +222,17 @@ class MovingClient(DPLBAsyncMPClient):
         engine, encoding = found
         self.replicas[engine].send(EngineCoreRequestType.ADD, encoding)
         return True
+
+    def _places_of_encodings(self, request: EngineCoreRequest, num_sent: int = 0) -> dict[str, str]:
+        """The addresses of the engines that have encoded the images of a request, by the hashes of these; of images
+        within the first `num_sent` tokens, which come as blocks, none is needed. There are none where all engines are
+        on one host, and find what was encoded in a folder."""
+        if not self._is_on_ray:
+            return {}
+        features = [one for one in request.mm_features if one.offset + one.length > num_sent]
+        made = self._encodings.made_by(features, request.cache_salt)
+        ready = {name: self.replicas[engine].ready for name, engine in made.items()}
+        return {name: one.kv_address for name, one in ready.items() if one is not None}
 
     def _note_encoding(self, output: EngineCoreOutput) -> None:
         if output.finished:
@@ -239,6 +257,7 @@ class MovingClient(DPLBAsyncMPClient):
             retain_kv=None,
             resumed=None,
             trace_headers=None,
+            encoded_at=self._places_of_encodings(request),
         )
         if is_move and prefill.continuation_token_ids and not request.mm_features and request.rope is None:
             # Its engine has much to do, and need not compute what comes behind the root

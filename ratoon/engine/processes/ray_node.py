@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from subprocess import Popen
 
 import msgspec
 
+from ratoon.core.config import EngineConfig
 from ratoon.core.messages import LAST_WORD, EngineLaunch
 from ratoon.core.processes import start_process
 from ratoon.distributed.cluster import in_url
@@ -30,11 +32,7 @@ class EngineActor:
         unread, kept_open = os.pipe()
         try:
             message = msgspec.msgpack.decode(launch, type=EngineLaunch)
-            options = message.config.cache.kv_connector_options
-            if options.get("listen") == AT_NODE:
-                import ray
-
-                options["listen"] = f"tcp://{in_url(ray.util.get_node_ip_address())}:0"
+            message.config = _at_this_node(message.config)
             module = "ratoon.engine.processes.core_process"
             self._process = start_process(module, [str(kept_open)], [kept_open], message)
         finally:
@@ -54,3 +52,19 @@ class EngineActor:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(LAST_WORD)
             self._process.stdin.close()
+
+
+def _at_this_node(config: EngineConfig) -> EngineConfig:
+    """The settings of an engine that listens for others where they ask for it, at the address of its node."""
+    cache = config.cache
+    options, encoder_listen = cache.kv_connector_options, cache.encoder_listen
+    if AT_NODE not in (options.get("listen"), encoder_listen):
+        return config
+    import ray
+
+    here = f"tcp://{in_url(ray.util.get_node_ip_address())}:0"
+    if options.get("listen") == AT_NODE:
+        options = {**options, "listen": here}
+    if encoder_listen == AT_NODE:
+        encoder_listen = here
+    return config.with_(cache=replace(cache, kv_connector_options=options, encoder_listen=encoder_listen))

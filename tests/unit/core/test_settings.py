@@ -27,7 +27,7 @@ from ratoon.core.speculation import SpeculationConfig
 NOT_SET_BY_PEOPLE = {
     "model", "cache", "scheduler", "speculation", "adapters", "media", "whole_images", "whole_prompts",
     "max_steps_of_branch", "num_rounds", "free_rows", "encodes_only", "encoder_folder", "encoder_folder_bytes",
-    "rank_folder", "index_on_host", "num_on_host", "num_sharers", "tells_client",
+    "encoder_listen", "rank_folder", "index_on_host", "num_on_host", "num_sharers", "tells_client",
 }  # fmt: skip
 SAMPLES: dict[type, str] = {int: "7", float: "0.25", dict: '{"a": 1}', str: "cpu"}
 SPECIAL = {

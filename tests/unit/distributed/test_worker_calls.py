@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "allocate": [PoolSize(7, 2)],
     "prepare_grammar": [StructuredOutput(regex="a+"), "owner"],
     "encode_media": [{"a key": MediaInput("image", 2, WireTensor("uint8", (3,), b"abc"), (1, 2, 1))}],
+    "fetch_media": [{"a key": "tcp://127.0.0.1:5"}],
     "sleep": [2],
     "start_profile": [True],
     "stop_profile": ["/a/file"],
