@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from ratoon.core.kv_connector import copy_bytes, joined
+
 NAME = "ratoon-kv-outbox"
 CHECKSUM_BYTES = 16
 
@@ -80,7 +82,7 @@ class Outbox:
         place = self.view(slot)
         start = 0
         for part in parts:
-            place[start : start + part.nbytes] = part
+            copy_bytes(place[start : start + part.nbytes], part)
             start += part.nbytes
         kept = Kept(slot, checksum_of(key, place))
         with self._lock:
@@ -131,7 +133,7 @@ class MappedOutbox:
         start = slot * self._block_bytes
         if not 0 <= start <= self._num_bytes - self._block_bytes:
             return bytearray()
-        return bytearray(memoryview(self._memory)[start : start + self._block_bytes])
+        return joined([memoryview(self._memory)[start : start + self._block_bytes]])
 
     def close(self) -> None:
         with suppress(BufferError):

@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ratoon.core.kv_connector import joined
+
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 * 2**20
@@ -45,7 +47,7 @@ class WriteBehind:
         with self._changed:
             if self._num_bytes + size > MAX_QUEUED_BYTES and not self._wait_for_room(size):
                 return
-        content = bytearray(b"".join(parts))
+        content = joined(parts)
         with self._changed:
             if key not in self._content:
                 self._waiting.append(key)
