@@ -13,18 +13,12 @@ from typing import Any
 import pytest
 
 from tests.axe_core import script_or_skip, violations
-from tests.e2e.consoles import Console, browser, drop
+from tests.e2e.consoles import Console, drop
 from tests.e2e.servers import ADMIN_KEY, Server, serving
 from tests.waiting import wait_until
 
 QUESTION = "Tell me a story about a fox."
 KEY = "key-of-the-reader"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
