@@ -207,8 +207,8 @@ def _described(action: argparse.Action, help: str | None) -> argparse.Action:
 
 
 def _options_meant(name: str, known: Sequence[str]) -> str:
-    """A question about the options that begin so or are written nearly so, for the end of an error message. Empty:
-    there are none, or many."""
+    """Returns a question about the options that begin so or are written nearly so, for the end of an error message.
+    Empty: there are none, or many."""
     begin_so = sorted(option for option in known if option.startswith(name))
     if len(begin_so) == 1:
         return f"did you mean {begin_so[0]}?"

@@ -1,4 +1,4 @@
-"""Fixtures of several files of this folder."""
+"""Fixtures that several files of this folder use."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +10,7 @@ from tests.e2e.consoles import browser
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser of the tests of one file. It ends with them: Playwright keeps the thread's event loop for itself."""
+    """Starts a browser for the tests of one file. It ends with them, because Playwright keeps the thread's event loop
+    for itself."""
     with browser() as started:
         yield started

@@ -187,8 +187,8 @@ class AsyncMPClient:
     # ---- requests ----
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Never waits. A request that arrives while no engine is ready is sent when one is. Requests of one turn of the
-        event loop are sent together."""
+        """Adds a request, and never waits. A request that arrives while no engine is ready is sent when one is.
+        Requests of one turn of the event loop are sent together."""
         if self._dead is not None:
             raise self._dead
         self._verify(request)
@@ -294,7 +294,7 @@ class AsyncMPClient:
         """Requests have their first token, or further ones."""
 
     def _note_blocks(self, replica: Replica, told: BlocksTold) -> None:
-        """An engine tells what happened to its blocks."""
+        """Is called when an engine has told what happened to its blocks."""
 
     def _request_ended(self, request_id: str) -> None: ...
 

@@ -250,13 +250,13 @@ class Replica:
 
 
 def kind_of(request: EngineCoreRequest) -> EngineCoreRequestType:
-    """The kind of the message that has this request alone."""
+    """Returns the kind of a message with this request alone."""
     is_extraction = isinstance(request.params, Extraction)
     return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
 
 def _groups(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreRequest]]:
-    """The requests in order, in groups that are not too large for one message."""
+    """Yields the requests in order, in groups that are not too large for one message."""
     group: list[EngineCoreRequest] = []
     num_tokens = 0
     for request in requests:
