@@ -35,7 +35,7 @@ from ratoon.engine.processes.coordinator import DPCoordinator
 from ratoon.engine.processes.kv_index import KVIndex
 from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.ledger import Entry, Ledger
-from ratoon.engine.processes.replica import Replica
+from ratoon.engine.processes.replica import Replica, verify_message
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.observe.logging import get_logger
@@ -192,6 +192,7 @@ class AsyncMPClient:
         if self._dead is not None:
             raise self._dead
         self._verify(request)
+        verify_message(request)
         self._ledger.add(request)
         if not self._dispatch_is_due:
             self._dispatch_is_due = True
