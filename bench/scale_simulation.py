@@ -201,7 +201,8 @@ class Replica:
         self.scheduler.kv_cache.prefix_cache.collect_events(BlockEvents("GPU"))
 
     def blocks_told(self) -> BlocksTold | None:
-        """Returns what happened to its blocks since the last call. None: nothing, or it tells nothing."""
+        """Returns what has happened to the engine's blocks since the last call. None: nothing has, or it tells
+        nothing."""
         events = self.scheduler.kv_cache.prefix_cache.events
         found = [] if events is None else events.take()
         self.num_told += bool(found)

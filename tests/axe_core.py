@@ -34,7 +34,7 @@ def _make(folder: Path, scratch: Path) -> None:
 
 @cache
 def _script() -> str | MissingPackageError:
-    """Tried once: where no registry answers, every further test would wait for that again."""
+    """The script is looked for once: where no registry answers, every further test would wait for it again."""
     try:
         return (keep(FOLDER, _make) / FILE).read_text(encoding="utf-8")
     except MissingPackageError as error:

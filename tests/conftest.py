@@ -135,9 +135,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with the marker one_in(n), the first of every n stays, and the others become `full`, but
-    for those of `make check`. With an n that has no factor in common with the number of a parameter's values, each
-    value stays in some case."""
+    """Leaves most cases of a test that has the marker one_in(n) to the full run: the first of every n cases stays, and
+    the others become `full`, but for those of `make check`. With an n that has no factor in common with the number of a
+    parameter's values, each value stays in some case."""
     num_cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("one_in")

@@ -40,7 +40,7 @@ class NotingExecutor(UniProcExecutor):
 
 
 def begun_in(folder: Path) -> list[list[int]]:
-    """How many requests began in each step, for each process, and forgets it."""
+    """Returns for each process how many requests began in each step, and forgets these numbers."""
     files = list(folder.glob("*.begun"))
     found = [[int(number) for number in file.read_text().split()] for file in files]
     for file in files:

@@ -1,4 +1,4 @@
-"""What tests need from the package registries: found in a cache folder, or brought there, once for all workers.
+"""Packages that tests need from the registries. Each is found in a cache folder, or brought there once for all workers.
 
 Registries are those that npm and pip are set up for.
 """
@@ -20,12 +20,12 @@ LONGEST_DOWNLOAD = 600  # seconds, for one package
 
 
 class MissingPackageError(Exception):
-    """Raised when a test needs what is not in the cache and could not be brought."""
+    """Raised when a package that a test needs is not in the cache and could not be brought."""
 
 
 def keep(folder: Path, make: Callable[[Path, Path], None]) -> Path:
-    """The folder, which `make` fills if it is not there: it gets a folder, and another one for what it downloads. The
-    folder is there whole or not at all; of several who want it at once, one makes it."""
+    """Returns the folder. If it is not there, `make` fills it: it gets a folder, and another one for what it downloads.
+    The folder is there whole or not at all; of several processes that want it at once, one makes it."""
     if folder.is_dir():
         return folder
     cache = folder.parent

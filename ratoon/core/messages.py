@@ -119,9 +119,9 @@ class DPWaveReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BlocksTold(msgspec.Struct, array_like=True, gc=False):
-    """Tells what happened to the blocks that can be found in an engine, by their hashes: events have no tokens. They
-    come before the outputs of the step that they are of. The first message of a run, and one that was asked for (the
-    utility `tell_blocks`), begins with AllBlocksCleared and tells of all of them."""
+    """Tells what happened to the blocks that can be found in an engine, by their hashes: events have no tokens. A
+    message comes before the outputs of the step that changed these blocks. The first one of a run, and one that was
+    asked for (the utility `tell_blocks`), begins with AllBlocksCleared and tells of all of them."""
 
     number: int  # of the message; one that is missing was lost
     events: list[Event]

@@ -152,7 +152,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class AddedTogether(msgspec.Struct, array_like=True, gc=False):
-    """Requests that one call made: the first step that has one of them has all that fit."""
+    """The requests that one call made: the first step that has one of them has all that fit."""
 
     requests: list[EngineCoreRequest]
 

@@ -122,13 +122,14 @@ class EngineCore:
         self._publish()
 
     def tell_client(self, tell: Callable[[list[Event]], None]) -> None:
-        """The client is told the same from now on, and begins with what can be found now."""
+        """From now on the client is told which blocks can be found here, as subscribers are. It begins with those that
+        can be found now."""
         self._collect_events()
         self._tell_client = tell
         self.tell_blocks()
 
     def tell_blocks(self) -> None:
-        """Tells the client again which blocks can be found: it has missed something."""
+        """Tells the client anew which blocks can be found, because it has missed a message."""
         self._publish()
         events = self.scheduler.kv_cache.prefix_cache.events
         if self._tell_client is not None and events is not None:

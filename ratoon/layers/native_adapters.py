@@ -75,11 +75,11 @@ class NativeLowRank:
         return places
 
     def _take(self, index: int, num_bytes: int) -> int:
-        """Memory of an entry in large pages, beside what was loaded before. Most adapters are of one rank: then it is
-        that of the adapter before."""
+        """Returns memory for an entry in large pages, beside what was loaded before. Most adapters have the same rank:
+        an entry then keeps the memory of the adapter before."""
         kept = self._kept.pop(index, None)
         if kept is None or len(kept) != num_bytes:
-            kept = None  # its memory returns first
+            kept = None  # the memory goes back first
             with _memory_lock:
                 kept = _memory.take(num_bytes)
         self._kept[index] = kept

@@ -152,7 +152,7 @@ class ProductTimer:
         return RowCounts._make(self._first_rows(counts, kernel) for counts, kernel in kinds)
 
     def _first_rows(self, counts: RowCounts, kernel: Kernel) -> int:
-        """From how many rows on a product takes this kernel."""
+        """Returns from how many rows on a product takes this kernel."""
         return next((rows for rows in range(1, max(ROW_COUNTS) + 2) if self._kernel_of(counts, rows) == kernel), NEVER)
 
     def _kernel_of(self, counts: RowCounts, rows: int) -> Kernel:

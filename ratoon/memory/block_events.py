@@ -32,7 +32,7 @@ class BlockEvents:
     def __init__(self, medium: str) -> None:
         self._medium = medium
         self._told: dict[bytes, None] = {}  # a set in order: blocks come behind those that they continue
-        self._block_size = 0  # of those that were told of
+        self._block_size = 0  # of the blocks that were told of
         self._events: list[Event] = [AllBlocksCleared()]  # of an engine that was there before, under the same address
 
     def stored(

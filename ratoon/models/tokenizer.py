@@ -110,10 +110,10 @@ class Tokenizer:
             return self.backend.encode_batch([text], add_special_tokens=False)[0]
 
     def encodings(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the same for several texts, which the library tokenises on all cores."""
+        """Returns the tokens of several texts without special ones. The library tokenises them on all cores."""
         try:
             return self.backend.encode_batch(texts, add_special_tokens=False)
-        except BaseException as error:  # about one of them, which is told as about a single text
+        except BaseException as error:  # one of the texts is bad: its error is that of a single text
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             return [self.encoding(text) for text in texts]

@@ -16,17 +16,11 @@ from typing import Any
 import pytest
 
 from ratoon.console import FOLDER
-from tests.e2e.consoles import Console, browser, module_of
+from tests.e2e.consoles import Console, module_of
 from tests.e2e.servers import Server, serving
 from tests.waiting import wait_until
 
 MAX_SCRIPTS = 150_000  # bytes, compressed
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,12 @@ from typing import Any
 import pytest
 
 from tests.axe_core import script_or_skip, violations
-from tests.e2e.consoles import Console, browser, drop
+from tests.e2e.consoles import Console, drop
 from tests.e2e.servers import ADMIN_KEY, Server, serving
 from tests.waiting import wait_until
 
 QUESTION = "Tell me a story about a fox."
 KEY = "key-of-the-reader"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +89,7 @@ def show_inside(console: Console) -> None:
 
 
 def show_settings(console: Console) -> None:
-    """With a schema that the server refuses, and a tool."""
+    """Shows the settings of the conversation with a schema that the server refuses, and with a tool."""
     show_conversation(console)
     if console.page.locator(".settings").count() == 0:
         console.page.click(".tools >> text=Settings")
@@ -179,7 +173,7 @@ def show_markdown(console: Console) -> None:
 
 
 def show_transcript(console: Console) -> None:
-    """The text of a recording, as a model of speech writes it down."""
+    """Shows the text of a recording, as a model of speech writes it down."""
     show_conversation(console)
     events: list[dict[str, Any]] = [
         {"type": "transcript.text.segment", "start": 0.0, "end": 1.5, "text": "One two."},
@@ -236,7 +230,7 @@ def test_a_page_before_its_first_question_violates_nothing(chromium: Any, server
 
 @pytest.mark.parametrize("width", [320, 360, 650])
 def test_in_a_narrow_or_magnified_window_every_view_is_read_without_scrolling_to_the_side(shared: Console, width: int):
-    """320 pixels are what a window of 1280 has at 400 %."""
+    """A window of 1280 pixels has 320 of them at 400 %."""
     page = shared.page
     show_conversation(shared)
     page.set_viewport_size({"width": width, "height": 425})
@@ -269,7 +263,7 @@ def test_in_a_narrow_or_magnified_window_every_view_is_read_without_scrolling_to
 
 
 def tree_of(console: Console, selector: str = "body") -> str:
-    """The accessibility tree in the form of Playwright: a line for each element, with its role and its name."""
+    """Returns the accessibility tree in the form of Playwright: a line for each element, with its role and its name."""
     return str(console.page.locator(selector).aria_snapshot())
 
 
@@ -384,7 +378,7 @@ def test_a_token_is_told_without_signs_for_spaces(console: Console):
 
 
 def focused(console: Console) -> str:
-    """The role or tag, and the name of what has the focus."""
+    """Returns the role or tag, and the name, of the element that has the focus."""
     return str(
         console.page.evaluate(
             """() => { const one = document.activeElement;
@@ -463,7 +457,7 @@ def test_dialogs_and_the_menu_give_the_focus_back(console: Console):
 
 
 def test_letters_are_no_commands_once_they_are_switched_off(console: Console):
-    """Who speaks to the page, or has a key pressed by accident, would else begin conversations."""
+    """A reader who speaks to the page, or presses a key by accident, would otherwise begin conversations."""
     page = console.page
     page.keyboard.press("Escape")
     page.keyboard.press("?")

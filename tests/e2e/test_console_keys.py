@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.consoles import Console, browser
+from tests.e2e.consoles import Console
 from tests.e2e.servers import ADMIN_KEY, Server, serving
 from tests.unit.api.server.harness import write_tiny_model
 
 KEY = "key-of-the-reader"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 
 from tests import real_models
-from tests.e2e.consoles import Console, browser, drop, module_of
+from tests.e2e.consoles import Console, drop, module_of
 from tests.e2e.servers import ROOT, Server, serving
 from tests.e2e.test_images import NUM_TOKENS, OPTIONS, Reader, example, picture, png
 
 SPEECH = ROOT / "tests/data/audio/jfk.wav"
 WORDS = "ask what you can do for your country"
 CONTEXT = "A speech of John F. Kennedy."
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

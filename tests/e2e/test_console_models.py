@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 
 from tests.axe_core import violations
-from tests.e2e.consoles import Console, browser
+from tests.e2e.consoles import Console
 from tests.e2e.servers import Server, serving
 from tests.unit.api.server.harness import write_tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

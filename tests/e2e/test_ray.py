@@ -203,13 +203,14 @@ def test_replicas_on_nodes_tell_what_they_hold(cluster: Cluster) -> None:
 
 
 def test_prompts_are_computed_on_one_node_and_answered_on_another(cluster: Cluster) -> None:
-    """Also after either engine was lost: blocks go to and from its next run."""
+    """The same holds after either engine was lost: blocks go to its next run, and come from it."""
     prompt, num_blocks = random_token_ids(100, seed=1), 6
     settings: dict[str, Any] = {**SETTINGS, "ray": True, "prefill_engines": 1, "decode_engines": 1}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
     async def answer(llm: AsyncLLM, salt: str = "") -> tuple[list[int], int]:
-        """With another salt nothing of it is cached. The tokens, and how many blocks the last engine has got so far."""
+        """Returns the tokens of an answer, and how many blocks the last engine has received so far. With another salt
+        nothing of the prompt is cached."""
         async for output in llm.generate({"prompt_token_ids": prompt}, params, cache_salt=salt or None):
             last = output
         return list(last.outputs[0].token_ids), (await llm.stats())[-1].store.loaded
@@ -276,7 +277,7 @@ def test_images_are_encoded_on_one_node_and_read_on_another(cluster: Cluster) ->
 def test_connections_to_nodes_that_break_lose_no_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Both sockets of an engine. One that passes nothing for a while is waited for."""
+    """Both connections of an engine fail. An engine whose connections pass nothing for a while only is waited for."""
     relays: list[Relay] = []
     bind = RayEngineProcess._bind
 

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from ratoon import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from ratoon.core.errors import RequestError
 from tests.counting_executor import FOLDER, NOTING, begun_in
 from tests.faults.processes import SETTINGS, model_name
 from tests.forked_engines import forked_engines
 from tests.golden.tiny_models import random_token_ids
+from tests.waiting import PATIENCE
 
 PROMPTS = [random_token_ids(5, seed=seed) for seed in range(12)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -68,6 +70,34 @@ def test_requests_of_one_turn_of_the_event_loop_begin_in_one_step(folder: Path, 
     found = begun_in(folder)
     assert len(found) == num_engines and all(len(steps) == 1 for steps in found), found
     assert sum(map(sum, found)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_request_that_no_message_can_hold_is_refused_and_those_beside_it_are_answered(num_engines: int):
+    async def ask(llm: AsyncLLM, prompt: list[int], salt: str | None = None) -> list[int]:
+        async for output in llm.generate({"prompt_token_ids": prompt}, PARAMS, cache_salt=salt):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    async def run() -> None:
+        async with AsyncLLM(model_name(), data_parallel_size=num_engines, **SETTINGS) as llm:
+            alone = [await ask(llm, prompt) for prompt in PROMPTS[:3]]
+            asked = [*(ask(llm, prompt) for prompt in PROMPTS[:3]), ask(llm, PROMPTS[3], "half a pair: \ud800")]
+            *found, refused = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
+            assert found == alone
+            assert isinstance(refused, RequestError) and refused.field == "cache_salt"
+
+    with forked_engines():
+        asyncio.run(run())
+
+
+def test_a_request_of_a_call_that_no_message_can_hold_is_refused_alone():
+    bad = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, stop=["half a pair: \ud800"])
+    with forked_engines(), LLM(model_name(), process=True, **SETTINGS) as llm:
+        first, refused, last = llm.generate(PROMPTS[:3], [PARAMS, bad, PARAMS], progress=False)
+        assert refused.error is not None and refused.error.startswith("stop: can't be sent")
+        assert [len(one.outputs[0].token_ids) for one in (first, last)] == [3, 3]
+        assert not llm.engine.has_unfinished_requests()
 
 
 def test_requests_of_an_engine_that_died_begin_together_in_the_next(folder: Path):

@@ -31,7 +31,8 @@ WAYS = ("held", "broken", "cut")
 
 @pytest.mark.slow
 def test_streams_survive_a_network_between_hosts_that_is_cut_under_load(tmp_path: Path) -> None:
-    """It passes nothing for a while, breaks the connections, or loses all packets. Only the first leaves the run."""
+    """The network passes nothing for a while, breaks the connections, or loses all packets. Only the first leaves the
+    run."""
     dice = random.Random(3)
     (tmp_path / "secret").write_text(SECRET)
     port, num_cuts = free_port(), 0

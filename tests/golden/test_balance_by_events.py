@@ -1,5 +1,5 @@
-"""Two engines tell which blocks they hold, and a request goes to the one that holds most of its prompt: also where what
-was sent to them says something else."""
+"""Two engines tell which blocks they hold, and a request goes to the one that holds most of its prompt, even where
+another one was sent more of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def index_of(llm: LLM) -> KVIndex:
 
 
 def ask_short_ones(llm: LLM, engine: int) -> None:
-    """The engine has had more requests than the other: of two that seem equal, that one is chosen."""
+    """Sends an engine more requests than the other has had: of two engines that seem equal, the other one is then
+    chosen."""
     for seed in range(8):
         ask(llm, random_token_ids(3, seed=seed), engine)
 
@@ -70,7 +71,7 @@ def test_an_engine_that_has_evicted_a_prompt_is_not_chosen_for_it(by_events: boo
 
 @pytest.mark.parametrize("by_events", [True, False])
 def test_what_goes_on_from_another_choice_of_a_request_is_found(by_events: bool) -> None:
-    """The balancer itself remembers the first choice of each answer."""
+    """Without events, the balancer remembers only the first choice of each answer."""
     begin = random_token_ids(20, seed=9)
     with open_engines(balance_by_events=by_events) as llm:
         params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=80, ignore_eos=True)
@@ -82,7 +83,8 @@ def test_what_goes_on_from_another_choice_of_a_request_is_found(by_events: bool)
 
 
 def test_the_index_follows_the_events_that_are_published() -> None:
-    """Also after a message of an engine was lost, its cache was cleared, or its process has ended."""
+    """The index is right again after a message of an engine was lost, its cache was cleared, or its process has
+    ended."""
     address, replay = sorted(free_addresses(2))
     with open_engines(kv_events=address, kv_events_replay=replay, kv_events_topic="topic") as llm:
         router = Router(address, replay)  # of engine 0

@@ -104,7 +104,7 @@ ALLOWED_HEADERS = (
 
 VERSION_PREFIX = "/v1"
 MAX_SHOWN_PATH = 100
-# Ollama's, with the command that does what they do there
+# Paths of Ollama that this server has not, and the command that does the same
 PATHS_OF_COMMANDS = {"/api/pull": "ratoon pull", "/api/delete": "ratoon rm"}
 
 logger = get_logger(__name__)

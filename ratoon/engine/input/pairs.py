@@ -84,7 +84,7 @@ class PairEncoder:
     # ---- pairs that the tokenizer joins ----
 
     def _encodings(self, texts: Sequence[str]) -> Iterator[Any]:
-        """The tokens of each text, which are the caller's to cut. Some texts are tokenised at a time."""
+        """Yields the tokens of each text, which are the caller's to cut. Several texts are tokenised at a time."""
         for start in range(0, len(texts), TOGETHER):
             yield from self._tokenizer.encodings(texts[start : start + TOGETHER])
 

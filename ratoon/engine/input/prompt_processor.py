@@ -184,7 +184,7 @@ class PromptProcessor:
     def _with_types(self, token_ids: list[int], type_ids: Sequence[int]) -> list[int]:
         """The ids of typed tokens: those of the second type come behind the vocabulary, and so on."""
         num_types = max(1, self._model_config.num_token_types)
-        try:  # at C speed; only where one is bad it is searched for
+        try:  # at C speed; the bad one is looked for only where there is one
             msgspec.convert({"token_ids": type_ids}, self._fine_types)
         except msgspec.ValidationError:
             for index, kind in enumerate(type_ids):

@@ -35,7 +35,7 @@ from ratoon.engine.processes.coordinator import DPCoordinator
 from ratoon.engine.processes.kv_index import KVIndex
 from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.ledger import Entry, Ledger
-from ratoon.engine.processes.replica import Replica
+from ratoon.engine.processes.replica import Replica, verify_message
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.observe.logging import get_logger
@@ -187,11 +187,12 @@ class AsyncMPClient:
     # ---- requests ----
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Never waits. A request that arrives while no engine is ready is sent when one is. Requests of one turn of the
-        event loop are sent together."""
+        """Adds a request, and never waits. A request that arrives while no engine is ready is sent when one is.
+        Requests of one turn of the event loop are sent together."""
         if self._dead is not None:
             raise self._dead
         self._verify(request)
+        verify_message(request)
         self._ledger.add(request)
         if not self._dispatch_is_due:
             self._dispatch_is_due = True
@@ -294,7 +295,7 @@ class AsyncMPClient:
         """Requests have their first token, or further ones."""
 
     def _note_blocks(self, replica: Replica, told: BlocksTold) -> None:
-        """An engine tells what happened to its blocks."""
+        """Is called when an engine has told what happened to its blocks."""
 
     def _request_ended(self, request_id: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Which of several engines a request is sent to: the one with the least work for it.
+"""The choice of the engine that a request is sent to: it is the one with the least work for it.
 
 The work for a request is what its engine still has to do, and the part of its own prompt that is not in that engine's
 cache. The former is estimated here, without asking the engines. Pure: no clock, no sockets.
@@ -126,7 +126,7 @@ class LoadBalancer:
         """Takes note that this engine has these tokens in its cache now. For a request that has not `ended`, they begin
         with its prompt."""
         if self._forgets_started:
-            return  # it tells that itself
+            return  # the engine itself tells what it holds
         work = self._work.get(request.request_id)
         is_there = work is not None and work.engine == engine and work.marks
         last = work.marks[-1] if work is not None and is_there else _beginning(request)

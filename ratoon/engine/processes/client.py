@@ -34,7 +34,7 @@ class InprocClient:
         self.core.add_request(request)
 
     def together(self) -> AbstractContextManager[None]:
-        """The next step is the caller's own, so it has every request of before."""
+        """The caller begins the next step itself, so this step has every request that was handed over before."""
         return nullcontext()
 
     def abort_requests(self, request_ids: list[str]) -> None:

@@ -326,7 +326,7 @@ class EngineCoreProcess:
         self._send(EngineMessageType.OUTPUTS, outputs)
 
     def _tell_blocks(self, events: list[Event]) -> None:
-        """The client knows texts by hashes alone, so that it need not be sent all of them."""
+        """Sends the client what happened to blocks, without their tokens: it knows blocks by hashes alone."""
         without_tokens = [
             BlockStored(event.block_hashes, None, [], event.block_size) if isinstance(event, BlockStored) else event
             for event in events

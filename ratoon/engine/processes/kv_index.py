@@ -1,4 +1,4 @@
-"""Which engine holds which blocks of the KV cache, by what the engines tell of them. Pure: no clock, no sockets.
+"""An index of the blocks of the KV cache that engines hold, made from what they tell. Pure: no clock, no sockets.
 
 A block is known by the last 64 bits of its hash, as in the events that are published (core/kv_events.py), and to each
 belongs a mask with a bit for every engine in which it can be found. Messages of an engine are numbered. If one is
@@ -15,7 +15,7 @@ from ratoon.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, E
 from ratoon.core.messages import BlocksTold
 from ratoon.memory.hashing import ROOT_DIGEST, ExtraKeys, hash_block, pack_tokens
 
-MOST_BLOCKS = 1 << 18  # that are known of an engine: those told of first are forgotten; some 200 bytes each
+MOST_BLOCKS = 1 << 18  # of an engine, of some 200 bytes each; beyond, those that it told of first are forgotten
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Holder:
 
     blocks: dict[int, None] = field(default_factory=dict)  # a set, in the order in which they were told of
     next_number: int = 0  # of its messages
-    has_missed: bool = False  # it is to tell all of them again; until it does, nothing is known of it
+    has_missed: bool = False  # the engine is to tell of all blocks again; until it does, nothing is known of it
 
 
 class KVIndex:
@@ -63,8 +63,8 @@ class KVIndex:
         self._holders[engine] = Holder()
 
     def held(self, token_ids: Sequence[int], keys: ExtraKeys) -> Iterator[tuple[int, int]]:
-        """Yields how many tokens of the beginning of a text engines hold: an engine and a number of tokens, for each
-        that holds a block, the ones that hold the least first. No more of the text is hashed than one of them holds."""
+        """Yields which engines hold blocks of the beginning of a text: each engine with the number of tokens that it
+        holds, the ones that hold the least first. No more of the text is hashed than one of them holds."""
         size, digest, has_media = self._block_size, ROOT_DIGEST, bool(keys.media)
         engines, num_tokens = -1, 0  # those that hold all blocks so far: at first, every engine
         while engines and size and num_tokens + size <= len(token_ids):
@@ -99,7 +99,7 @@ class KVIndex:
 
     def _remove(self, engine: int, holder: Holder, block: int) -> None:
         if block not in holder.blocks:
-            return  # forgotten before
+            return  # the block was forgotten before
         del holder.blocks[block]
         rest = self._masks[block] & ~(1 << engine)
         if rest:

@@ -22,7 +22,7 @@ from ratoon.core.health import Health
 from ratoon.core.messages import EngineMessageType, ForgottenRoots, UtilityCall, UtilityResult
 from ratoon.core.request import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from ratoon.engine.processes.ledger import Ledger
-from ratoon.engine.processes.replica import Replica
+from ratoon.engine.processes.replica import Replica, verify_message
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.engine.processes.zmq_context import SocketContext
 from ratoon.observe.startup import StartupTimer
@@ -59,6 +59,7 @@ class SyncMPClient:
             raise
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        verify_message(request)
         with self._lock:
             self._ledger.add(request)
             self._dispatch()

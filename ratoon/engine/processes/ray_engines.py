@@ -54,7 +54,7 @@ class RayEngines:
     """Runs the engines of one client on a cluster."""
 
     def __init__(self, config: EngineConfig, num_engines: int, kv_secret: str | None = None) -> None:
-        """`kv_secret`: by which engines know each other that send each other blocks."""
+        """`kv_secret` is what engines that send each other blocks know each other by."""
         self._config = config
         self._num_engines = num_engines
         self._num_threads = config.num_threads

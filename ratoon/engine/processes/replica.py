@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from ratoon.core.config import EngineConfig
-from ratoon.core.errors import EngineError, RatoonError
+from ratoon.core.errors import EngineError, RatoonError, RequestError
 from ratoon.core.faults import error_of
 from ratoon.core.health import EngineHealth, EngineState
 from ratoon.core.messages import EngineMessageType, EngineReady, Fault, Heartbeat
 from ratoon.core.request import AddedTogether, EngineCoreRequest, EngineCoreRequestType, Extraction
+from ratoon.core.wire import encode
 from ratoon.engine.processes.launch import EngineProcess, EngineRun
 from ratoon.engine.processes.socket_directory import SocketDirectory
 from ratoon.observe.logging import get_logger
@@ -249,14 +251,35 @@ class Replica:
             self._process = None
 
 
+def verify_message(request: EngineCoreRequest) -> None:
+    """RequestError: a field has a value that no message can hold, such as half a surrogate pair. Sent with others, the
+    request would keep them from being sent. Token ids are whole numbers below the vocabulary's size."""
+    try:
+        encode(msgspec.structs.replace(request, prompt_token_ids=[]))
+    except (ValueError, OverflowError) as error:
+        expected = "text of whole characters, and whole numbers of 64 bits"
+        raise RequestError(_unfit_field(request), f"can't be sent to the engine: {error}", expected) from None
+
+
+def _unfit_field(message: msgspec.Struct) -> str:
+    """Returns the first field that no message can hold, by its own name where it is one of a field's fields."""
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        try:
+            encode(value)
+        except (ValueError, OverflowError):
+            return (_unfit_field(value) if isinstance(value, msgspec.Struct) else "") or name
+    return ""
+
+
 def kind_of(request: EngineCoreRequest) -> EngineCoreRequestType:
-    """The kind of the message that has this request alone."""
+    """Returns the kind of a message with this request alone."""
     is_extraction = isinstance(request.params, Extraction)
     return EngineCoreRequestType.HIDDEN_STATES_EXTRACT if is_extraction else EngineCoreRequestType.ADD
 
 
 def _groups(requests: Sequence[EngineCoreRequest]) -> Iterator[list[EngineCoreRequest]]:
-    """The requests in order, in groups that are not too large for one message."""
+    """Yields the requests in order, in groups that are not too large for one message."""
     group: list[EngineCoreRequest] = []
     num_tokens = 0
     for request in requests:

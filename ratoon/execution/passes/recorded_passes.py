@@ -232,8 +232,8 @@ class StreamCopies(StreamObserver):
 
 
 def _can_be_recorded(end: End, columns: RowColumns, num_rows: int) -> bool:
-    """Whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns. The logits of a
-    pass that ends with tokens lie in memory that all passes share."""
+    """Returns whether the end itself may be a part of a pass: it calls kernels alone, and reads no columns. The logits
+    of a pass that ends with tokens lie in memory that all passes share."""
     if isinstance(end, Logits):
         return num_rows <= MAX_LOGITS_ROWS
     return isinstance(end, Tokens) and columns is HOST_COLUMNS

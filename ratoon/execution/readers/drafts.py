@@ -219,7 +219,7 @@ class CheckedTokensReader:
 @dataclass(slots=True)
 class HostCheckedTokensReader:
     """Reads tokens that the program has chosen for all rows of branches, with drafts or without, where rows are on the
-    host. None of them asks for more than its likeliest tokens."""
+    host. Each branch asks for its likeliest tokens alone."""
 
     wanted: EndRows
     ids: list[str]

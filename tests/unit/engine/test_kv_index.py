@@ -1,4 +1,5 @@
-"""What engines hold, by what they tell of their blocks: what is lost on the way is noticed, and memory is bounded."""
+"""The index of the blocks that engines tell of: a message that is lost is noticed, and the index's memory is
+bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def hashes_of(tokens: list[int], keys: ExtraKeys = NO_EXTRA_KEYS) -> list[bytes]
 
 
 class Engine:
-    """Tells what it holds, as an engine's process does."""
+    """A stand-in for an engine, which tells the index of its blocks as an engine's process does."""
 
     def __init__(self, index: KVIndex, number: int) -> None:
         self.index, self.number = index, number
@@ -144,7 +145,7 @@ def test_memory_is_bounded_for_each_engine() -> None:
             engine.store([*range(1000 * text, 1000 * text + 5 * SIZE)])
         engine.tell()
         assert index.num_blocks_of(number) == 50
-        engine.evict([*range(5 * SIZE)], first=0)  # of which it was forgotten
+        engine.evict([*range(5 * SIZE)], first=0)  # the index has forgotten these blocks
         assert engine.tell()
     assert index.num_blocks == 50, "the engines hold the same ones"
 

@@ -1,4 +1,4 @@
-"""Pairs of texts as prompts: what the tokenizer is asked for them."""
+"""Pairs of texts become prompts, and the tokenizer is called for several texts at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_WORDS = 50
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the calls for several texts."""
+    """A tokenizer that counts the calls for several texts."""
 
     def __init__(self, unknown: str | None = "w0") -> None:
         vocabulary = {f"w{index}": index for index in range(NUM_WORDS)}

@@ -1,4 +1,4 @@
-"""How requests are divided into messages to an engine, and what its process makes of them."""
+"""Requests are divided into messages to an engine, and an error of one leaves the others alone."""
 
 from __future__ import annotations
 

@@ -237,7 +237,8 @@ def test_a_small_number_beside_a_large_one_of_a_row_is_kept() -> None:
 @pytest.mark.skipif(library() is None, reason="kernels are not built")
 @pytest.mark.parametrize("has_few_bits", [True, False])
 def test_an_adapter_gets_the_memory_of_the_one_that_had_its_slot(has_few_bits: bool) -> None:
-    """If it has the same rank. With another one it has its own, and nothing of the first is left."""
+    """Only an adapter of the same rank gets it. One of another rank has memory of its own, and nothing of the first is
+    left."""
     products = NativeLowRank(40, (24,), 1, has_few_bits)
     x, slots = torch.randn(2, 40), torch.zeros(2, dtype=torch.int32)
     places = []
