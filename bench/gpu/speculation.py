@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from peers.process import EngineFailedError, EngineProcess
 from workloads import PromptSource
 
 from ratoon import LLM, SamplingParams
-from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.drafters.own_text import NgramDrafter
 from ratoon.scheduling.speculation import Speculation
@@ -80,7 +80,8 @@ class OurWays:
             runner_of(self.llm.engine.client.core.executor).model.lm_head.multiply.weight.zero_()
         self._source = PromptSource(SEED, json.loads((shape / "config.json").read_text())["vocab_size"])
         always: dict[str, Any] = {"min_acceptance": 0.0, "max_seqs": 1 << 20} if args.always else {}
-        self._config = SpeculationConfig(speculate="ngram", num_tokens=args.draft, **always)
+        own = self.llm.engine.client.core.scheduler.state.speculation.config  # it knows what device it is for
+        self._config = replace(own, **always)
 
     def ways(self) -> dict[str, tuple[Any, bool]]:
         """Returns by label the source of drafts, and whether the text repeats."""

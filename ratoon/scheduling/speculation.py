@@ -47,6 +47,7 @@ ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
 LENGTHS = (1, 3, 7, 15, 31, 63)
 FIRST_ON_DEVICE = 7  # tokens that the device drafts behind the first step of a branch
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
+RESULTS_OF_TRIAL = 4  # until no token of a branch is pending any more, with as many steps in flight as there can be
 LEAST_RATE_OF_TRIAL = 0.6  # of right guesses of a source, so that a trial brings about what it costs
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
 WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
@@ -107,13 +108,14 @@ class SourceRecord:
 class BranchDrafts:
     """The sources of a branch, by priority, and which of them made the draft that is being checked."""
 
-    __slots__ = ("drafted_by", "last_result", "num_checked", "records")
+    __slots__ = ("drafted_by", "last_result", "num_checked", "num_tries", "records")
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.records = [SourceRecord(drafter) for drafter in drafters]
         self.drafted_by: SourceRecord | None = None
         self.last_result: float | None = None  # when it came
         self.num_checked = 0  # drafts that the newest result is about
+        self.num_tries = 0  # results behind which it drafts a token even if that seems not to be worth it
 
 
 class ResultWaits:
@@ -265,9 +267,13 @@ class Speculation:
             drafting = self._drafts[branch]
             for record in drafting.records:
                 record.compare(branch.token_ids)
-            may_draft = cost <= MOST_COST or is_trial
-            found = self._draft(branch, drafting, num_rows, room, lengths, is_trial) if may_draft else ((), None)
+            if is_trial:
+                drafting.num_tries = RESULTS_OF_TRIAL
+            found: tuple[Sequence[int], SourceRecord | None] = ((), None)
+            if cost <= MOST_COST or drafting.num_tries:
+                found = self._draft(branch, drafting, num_rows, room, lengths)
             drafts, drafting.drafted_by = found
+            drafting.num_tries = max(0, drafting.num_tries - 1) if branch.num_pending else 0
             # What is pending is known before the draft is checked
             branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
             if branch.waits_to_draft:
@@ -342,26 +348,26 @@ class Speculation:
         num_rows: int,
         room: int,
         lengths: dict[float, int],
-        is_trial: bool,
     ) -> tuple[Sequence[int], SourceRecord | None]:
-        """Returns the draft of the first source that has one worth its rows; in a trial one token that is likely."""
+        """Returns the draft of the first source that has one worth its rows, behind the tokens that are pending; in a
+        trial one token that is likely."""
         left = branch.max_total_tokens - branch.num_tokens - 1  # tokens before the last one
         for record in drafting.records:
             drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
                 continue
             rate = record.rate
-            if is_trial:
-                if rate >= LEAST_RATE_OF_TRIAL and min(room, left) > 0:
-                    return drafts[:1], record
-                continue
             worth = lengths.get(rate)
             if worth is None:
                 worth = lengths[rate] = self._length(rate, num_rows)
             length = self._whole(min(worth, room, len(drafts), left))
             record.guess, record.guess_at = drafts[0], branch.num_tokens
-            if length > 0 or (worth == 0 and self._is_due(rate)):
-                return drafts[: max(length, 1)], record
+            if length > 0:
+                return drafts[: length + branch.num_pending], record
+            if worth == 0 and not drafting.num_tries and self._is_due(rate):
+                drafting.num_tries = RESULTS_OF_TRIAL
+            if drafting.num_tries and rate >= LEAST_RATE_OF_TRIAL and min(room, left) > branch.num_pending:
+                return drafts[: branch.num_pending + 1], record
         return (), None
 
     def _whole(self, count: int) -> int:
