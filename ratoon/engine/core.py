@@ -462,14 +462,18 @@ class EngineCore:
             return
         if self.scheduler.has_unfinished_requests() or self.preparing:
             raise RequestError("sleep", "requests are under way", "wait for their end, or abort them")
-        while self._in_flight:
-            self._pending += self._finish_oldest()
-        self._tell_of_ended()
+        self._settle_ended()
         if not self.scheduler.reset_prefix_cache():
             raise RequestError("sleep", "blocks of the KV cache are held", "wait for what holds them")
         self._publish()
         self.executor.collective_rpc("sleep", level).result()
         self._sleep_level = level
+
+    def _settle_ended(self) -> None:
+        """Leaves nothing in flight after the last request, and tells of its end."""
+        while self._in_flight:
+            self._pending += self._finish_oldest()
+        self._tell_of_ended()
 
     def _tell_of_ended(self) -> None:
         """Runs the step after the last request: the runner drops its rows, and its blocks go where they are kept."""
@@ -484,9 +488,9 @@ class EngineCore:
             self._sleep_level = 0
 
     def shutdown(self) -> None:
-        if self._index is not None and not self._in_flight and self._may_plan:
+        if self._index is not None and not self.scheduler.has_unfinished_requests() and self._may_plan:
             with suppress(Exception):  # of a device that is gone: what it held is lost
-                self._tell_of_ended()
+                self._settle_ended()
         self.executor.close()
         if self._index is not None:
             self._index.close()

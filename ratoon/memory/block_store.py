@@ -19,11 +19,10 @@ from ratoon.core.plan import BlockTransfer, ConnectorTransfer
 from ratoon.core.stats import StoreStats
 from ratoon.memory.block_copies import BlockCopies
 from ratoon.memory.block_pool import FIRST, Block, BlockPool
+from ratoon.memory.fetch_times import FetchTimes
 
 Lookup = Callable[[bytes], Block | None]
 OUTSIDE = -1  # the number of a block that is in a connector alone
-WEIGHT_OF_FETCH = 1 / 4  # of the newest observation in how long a fetch takes
-FORGOTTEN = 0.98  # of that time, where a load was not made because of it: the estimate may be outdated
 
 
 class HostTier(BlockPool):
@@ -60,7 +59,7 @@ class BlockStore:
         self.fingerprint = fingerprint
         # Called with the number of slots that must be free, if fewer are: others may give theirs up
         self.make_room: Callable[[int], None] | None = None
-        self.fetch_seconds = 0.0  # that the connector takes for a block, as observed
+        self.fetch_times = FetchTimes()  # of the connector
         self._stats = StoreStats()
         self._pool = pool
         self._copies = copies
@@ -285,11 +284,11 @@ class BlockStore:
         if not num_slots or costs is None:
             return True
         num_outside = sum(block.block_id == OUTSIDE for block in found)
-        seconds = num_slots * costs.block + num_outside * self.fetch_seconds
+        seconds = num_slots * costs.block + self.fetch_times.estimate(num_outside)
         if seconds <= num_tokens * costs.token:
             return True
         if num_outside:
-            self.fetch_seconds *= FORGOTTEN
+            self.fetch_times.forget_a_little()
         return False
 
     def load(self, slots: Sequence[Block], in_memory: bool = False) -> list[Block]:
@@ -367,9 +366,7 @@ class BlockStore:
     def take_report(self, report: TransferReport) -> set[int]:
         """Blocks arrived, or not. Returns those of the device whose content is not there."""
         if report.num_fetched:
-            seconds = report.fetch_seconds / report.num_fetched
-            weight = WEIGHT_OF_FETCH if self.fetch_seconds else 1.0
-            self.fetch_seconds += (seconds - self.fetch_seconds) * weight
+            self.fetch_times.note(report.num_fetched, report.fetch_seconds)
         self._stats.stored += len(report.stored)
         self.lose_slots(report.failed_stores)
         return self._end_loads(report.loaded) | self._end_loads(report.failed_loads, failed=True)

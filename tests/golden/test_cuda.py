@@ -15,7 +15,7 @@ from ratoon.distributed.uniproc import UniProcExecutor
 from ratoon.engine.core import EngineCore
 from ratoon.execution import worker
 from ratoon.observe.startup import StartupTimer
-from tests.golden import encoder_engines, tiny_models
+from tests.golden import encoder_engines, tiny_latent_models, tiny_mixtures, tiny_models
 from tests.golden.draft_heads import random_head
 from tests.golden.engines import engine_of_folder, model_folder, scheduler_of, tiny_model
 from tests.golden.every_kind import PROMPTS, answers
@@ -23,6 +23,7 @@ from tests.golden.grammar_engines import forced_texts, grammar_engine, grammar_f
 from tests.golden.image_readers import IMAGE_FAMILIES, PLACEHOLDERS, image_reader, num_encoder_runs, picture
 from tests.golden.nodes import beat_fast, free_port, running_node
 from tests.golden.peft_oracle import PeftAdapter, logits_of
+from tests.golden.test_model_logits import FAMILIES as DECODERS
 from tests.golden.tiny_models import random_token_ids
 from tests.golden.tiny_states import tiny_granite_hybrid, tiny_mamba2
 
@@ -35,6 +36,17 @@ FAMILIES = [
     tiny_models.tiny_qwen3,
     tiny_models.tiny_gpt2,
 ]
+# Those of the CPU's golden tests; what these compare with transformers is compared with the CPU here.
+FURTHER_FAMILIES = {name: make for name, make in DECODERS.items() if make not in FAMILIES} | {
+    "mixtral": tiny_mixtures.tiny_mixtral,
+    "qwen2 moe": tiny_mixtures.tiny_qwen2_moe,
+    "qwen3 moe": tiny_mixtures.tiny_qwen3_moe,
+    "olmoe": tiny_mixtures.tiny_olmoe,
+    "glm4 moe": tiny_mixtures.tiny_glm4_moe,
+    "gpt-oss": tiny_mixtures.tiny_gpt_oss,
+    "deepseek v2": tiny_latent_models.tiny_deepseek_v2,
+    "deepseek v3": tiny_latent_models.tiny_deepseek_v3,
+}
 WITH_STATES = [tiny_mamba2, tiny_granite_hybrid]
 LENGTHS = [1, 5, 16, 33, 40, 61]
 WIDE = "qwen3 untied with heads that the native kernels take"  # layers of whole tiles of outputs
@@ -73,6 +85,15 @@ def greedy_tokens(core):
 def test_a_batch_on_cuda_gives_the_tokens_of_the_cpu(make):
     tiny = make()
     assert greedy(tiny, "cuda") == greedy(tiny, "cpu")
+
+
+@pytest.mark.parametrize("family", FURTHER_FAMILIES)
+def test_every_family_gives_the_tokens_and_hidden_states_of_the_cpu(family):
+    tiny = FURTHER_FAMILIES[family]()
+    assert greedy(tiny, "cuda") == greedy(tiny, "cpu")
+    on_cuda, on_cpu = states(tiny, "cuda"), states(tiny, "cpu")
+    for name in on_cpu:
+        torch.testing.assert_close(on_cuda[name], on_cpu[name], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("make", WITH_STATES, ids=lambda make: make.__name__)
