@@ -95,19 +95,24 @@ class OurWays:
         }
 
     def measure(self, batch: int) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {label: [] for label in self.ways()}
+        ways = {label: (self._speculation(drafter), repeats) for label, (drafter, repeats) in self.ways().items()}
+        times: dict[str, list[float]] = {label: [] for label in ways}
         for index in range(self._args.rounds + 1):
-            for label, (drafter, repeats) in self.ways().items():
-                seconds = self._time(drafter, batch, repeats)
+            for label, (speculation, repeats) in ways.items():
+                seconds = self._time(speculation, batch, repeats)
                 if index:  # the first round compiles and captures
                     times[label].append(seconds)
         return times
 
-    def _time(self, drafter: Any, batch: int, repeats: bool) -> float:
-        """Returns the seconds of a token after the first."""
+    def _speculation(self, drafter: Any) -> Speculation:
+        """It has learned from the rounds before, as in an engine that goes on with such requests."""
         state = self.llm.engine.client.core.scheduler.state
         drafters = [] if drafter is None else [drafter]
-        state.speculation = Speculation(self._config, drafters, state.pace, state.config.max_num_seqs)
+        return Speculation(self._config, drafters, state.pace, state.config.max_num_seqs)
+
+    def _time(self, speculation: Speculation, batch: int, repeats: bool) -> float:
+        """Returns the seconds of a token after the first."""
+        self.llm.engine.client.core.scheduler.state.speculation = speculation
         prompts = [self._source.prompt(self._args.prompt) for _ in range(batch)]
         seconds = [self._generate(prompts, count, repeats) for count in (1, self._args.tokens)]
         return (seconds[1] - seconds[0]) / (self._args.tokens - 1)

@@ -156,35 +156,6 @@ class EncoderLink(BlockMover):
         addresses. What is returned is done when they have come, or will not come."""
 
 
-def copy_bytes(target: memoryview | bytearray, source: memoryview | bytearray | bytes) -> None:
-    """Copies a buffer to another one of its size. Other threads go on meanwhile, which an assignment of slices would
-    not allow: a block can have megabytes, and the steps of a GPU must not wait for it."""
-    import numpy as np
-
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def joined(parts: Sequence[memoryview]) -> bytearray:
-    """Returns a copy of the bytes of a block."""
-    content = bytearray(sum(part.nbytes for part in parts))
-    start, view = 0, memoryview(content)
-    for part in parts:
-        copy_bytes(view[start : start + part.nbytes], part)
-        start += part.nbytes
-    return content
-
-
-def fill(parts: Sequence[memoryview], content: memoryview | bytearray | bytes) -> bool:
-    """Writes the bytes of a block to its parts. False: it has another size."""
-    if len(content) != sum(part.nbytes for part in parts):
-        return False
-    start, view = 0, memoryview(content)
-    for part in parts:
-        copy_bytes(part, view[start : start + part.nbytes])
-        start += part.nbytes
-    return True
-
-
 class IndexOfRanks(BlockIndex):
     """The indexes of all ranks of a model, each of which has its part of a block: a block can be loaded if all parts
     of it can be."""

@@ -83,6 +83,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     refused: dict[str, str] = {}
     transfers: TransferReport | None = None  # None: there are no news of blocks that are loaded or stored
     adapters: AdapterReport | None = None  # None: there are no news of adapters
+    # Whether the step took longer than later ones of its size will: what these replay was compiled or captured in it
+    has_prepared: bool = False
     # Guesses at the tokens behind those of this step, by branch, from a model or heads on the device
     draft_token_ids: dict[str, list[int]] = {}
 

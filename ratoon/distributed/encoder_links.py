@@ -28,7 +28,8 @@ import zmq
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.futures import all_done
-from ratoon.core.kv_connector import EncoderLink, fill
+from ratoon.core.kv_connector import EncoderLink
+from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.cluster import EncryptedContext, Mailbox, keys_of_secret
 from ratoon.distributed.kv_boxes import checksum_of
 

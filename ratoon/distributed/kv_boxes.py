@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ratoon.core.kv_connector import copy_bytes, joined
+from ratoon.distributed.block_bytes import copy_bytes, joined
 
 NAME = "ratoon-kv-outbox"
 CHECKSUM_BYTES = 16

@@ -28,9 +28,10 @@ import xxhash
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, fill
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
 from ratoon.core.private_folders import make_missing_folders, make_private_folder
 from ratoon.core.sizes import parse_size
+from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.kv_file_io import SYSTEM, FileIO, open_file_io, verify_file_io
 from ratoon.distributed.write_behind import WriteBehind
 

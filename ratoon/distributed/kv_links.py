@@ -20,7 +20,8 @@ from contextlib import suppress
 import zmq
 
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockMover, fill
+from ratoon.core.kv_connector import BlockMover
+from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.cluster import Mailbox
 from ratoon.distributed.kv_exchange import IPC, PeerExchange
 

@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex, fill, verified_addresses
+from ratoon.core.kv_connector import BlockMover, KVConnector, TransferIndex, verified_addresses
 from ratoon.core.kv_transfer import ANY_PEER
 from ratoon.core.sizes import parse_size
+from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.cluster import EXPECTED_SECRET, LEAST_SECRET, SECRET_VARIABLE
 from ratoon.distributed.encoder_links import EncoderExchange
 from ratoon.distributed.kv_exchange import TCP, PeerExchange

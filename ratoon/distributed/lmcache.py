@@ -31,7 +31,8 @@ import xxhash
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
-from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector, fill
+from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
+from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ratoon.core.kv_connector import joined
+from ratoon.distributed.block_bytes import joined
 
 logger = logging.getLogger(__name__)
 

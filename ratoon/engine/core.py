@@ -327,7 +327,7 @@ class EngineCore:
         self._in_flight.popleft()
         now = self._clock()
         self._depth.note_result(now, is_last=not self._in_flight)
-        self.scheduler.step_done(plan, now)
+        self.scheduler.step_done(plan, now, result.has_prepared)
         self._take_aborts()
         if not self.map.is_watched:
             return self._take_pending() + self.scheduler.update_from_output(plan, result)

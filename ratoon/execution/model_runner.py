@@ -270,6 +270,7 @@ class ModelRunner:
         for driver in self._drivers:
             results = driver.run(step)
             if results is not None:
+                self._output.has_prepared = driver.has_prepared
                 return ExecutedPass(readers if self._has_results else (), results)
         raise AssertionError("the last driver runs any step")
 

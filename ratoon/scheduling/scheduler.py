@@ -247,12 +247,12 @@ class Scheduler:
         self.kv_cache.register_blocks()
         self.state.speculation.work_beside_step()
 
-    def step_done(self, plan: SchedulerOutput, now: float | None = None) -> None:
+    def step_done(self, plan: SchedulerOutput, now: float | None = None, has_prepared: bool = False) -> None:
         """A plan was executed at time `now` (default: the last known time): its keys and values are written.
         `update_from_output` passes what it sampled; requests may be aborted in between."""
         if now is not None:
             self.state.now = now
-        self.state.step_done(plan)
+        self.state.step_done(plan, has_prepared)
 
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float | None = None

@@ -153,11 +153,11 @@ class SchedulerState:
         if blocks and self.in_flight:
             self.left_in_flight.append((self.in_flight[-1].step, blocks))
 
-    def step_done(self, plan: SchedulerOutput) -> None:
-        """A step was executed."""
+    def step_done(self, plan: SchedulerOutput, has_prepared: bool = False) -> None:
+        """A step was executed. `has_prepared`: it took longer than later ones of its size will."""
         step = plan.step
         if not plan.encoder_steps and not plan.scheduled_encoder_inputs:  # their cost is not in the number of tokens
-            self.pace.done(step, plan.total_num_scheduled_tokens, self.now)
+            self.pace.done(step, 0 if has_prepared else plan.total_num_scheduled_tokens, self.now)
         self.in_flight = [plan for plan in self.in_flight if plan.step > step]
         if self.left_in_flight:
             self.left_in_flight = [left for left in self.left_in_flight if left[0] > step]

@@ -26,6 +26,8 @@ NO_ROWS = np.zeros(0, np.int64)
 class Calls:
     """`recorded`: replays the program where it can."""
 
+    has_prepared = False
+
     def __init__(
         self,
         program: StepProgram,

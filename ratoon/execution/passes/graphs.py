@@ -225,6 +225,7 @@ class StepGraphs:
         it, only steps that have run are captured in moments without work. `choose`: the tokens of an end, from the
         logits of a step that has run, under masks."""
         self.stats = GraphStats()
+        self.has_prepared = False  # by the latest step: its kernels may have been compiled, or its graph was captured
         self._sizes = sizes
         self._max_prefill_tokens = max_prefill_tokens
         self._run = run
@@ -252,8 +253,10 @@ class StepGraphs:
 
     def run(self, key: ProgramKey) -> Any:
         graph = self._graphs.get(key)
+        self.has_prepared = graph is None
         if graph is None and key in self._seen:
             graph = self._try_capture(key)
+            self.has_prepared = graph is not None  # else it runs as it is from now on
         if graph is not None:
             return graph.replay()
         results = self._run(key)
@@ -388,6 +391,10 @@ class Graphs:
             inputs.send_padding,
             self._choose_padded,
         )
+
+    @property
+    def has_prepared(self) -> bool:
+        return self.steps.has_prepared
 
     def run(self, step: ProgramStep) -> list[Any] | None:
         key = self._key_of(step)

@@ -186,6 +186,11 @@ class StepProgram:
 class Driver(Protocol):
     """A way to run the program."""
 
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the latest step took longer than the next ones like it will."""
+        ...
+
     def run(self, step: ProgramStep) -> list[Any] | None:
         """What each end of the step computes; for MaskedTokens a function that chooses the tokens, to be called once
         the masks are on their way. None: it can't run this step, and has done nothing."""

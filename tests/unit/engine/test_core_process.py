@@ -21,7 +21,7 @@ class QuietProcess(EngineCoreProcess):
         self.num_frozen_in_loop = 0
 
     def _start(self, timer: Any) -> Any:
-        facts = SimpleNamespace(kv_config=SimpleNamespace(whole_blocks=16), max_model_len=64)
+        facts = SimpleNamespace(kv_config=SimpleNamespace(whole_blocks=16), max_model_len=64, encoder_address="")
         config = engine_config("m")
         executor = SimpleNamespace(facts=facts)
         return SimpleNamespace(config=config, executor=executor, shutdown=lambda: None, kv_address="")

@@ -204,6 +204,22 @@ def test_a_pause_does_not_keep_an_engine_from_falling_asleep() -> None:
         core.resume()
 
 
+def test_an_engine_that_ends_tells_of_ended_requests_although_a_step_is_in_flight() -> None:
+    """Or their last blocks would not get to the files that outlive it."""
+    with make_core(max_steps_in_flight=2) as (core, executor):
+        executor.close = lambda: None  # type: ignore[attr-defined]
+        core._index = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        core.add_request(request("a", max_tokens=1))
+        core.add_request(request("b", max_tokens=2, first=500))
+        outputs = core.step().outputs
+        while not any(output.finish_reason for output in outputs if output.request_id == "b"):
+            outputs = core.step().outputs
+        core._fill_queue()
+        assert core._in_flight
+        core.shutdown()
+        assert not core._in_flight and executor.rows == {}
+
+
 def test_a_call_on_an_engine_in_this_process_waits_until_another_thread_resumes_it() -> None:
     with make_core() as (core, executor):
         client = object.__new__(InprocClient)  # without a model

@@ -136,6 +136,25 @@ def test_a_graph_is_captured_when_its_key_occurs_again() -> None:
     assert made.stats.num_graphs == 0
 
 
+def test_a_step_says_whether_later_ones_like_it_take_less_time() -> None:
+    made, _ = make_graphs(RunAgain)
+    found = []
+    for _ in range(4):
+        made.run(KEY)
+        found.append(made.has_prepared)
+    assert found == [True, True, False, False], "compiled, captured, replayed"
+
+    def fail(function: Callable[[], object]) -> RunAgain:
+        raise RuntimeError("no graph")
+
+    made, _ = make_graphs(fail)
+    found = []
+    for _ in range(3):
+        made.run(KEY)
+        found.append(made.has_prepared)
+    assert found == [True, False, False], "without a graph it runs as it is"
+
+
 def test_steps_that_ran_once_are_captured_in_advance_the_latest_first() -> None:
     made, ran = make_graphs(RunAgain)
     assert not made.can_capture_next and not made.capture_next()
@@ -402,7 +421,7 @@ def test_only_the_rows_that_are_read_are_sampled_in_a_padded_step() -> None:
         new=[long], known={"b": 9, "a": len(OTHER)}, counts={"long": 20, "b": 1, "a": 1}, sampled=["a", "b"]
     )
     assert mixed.req_ids == ["a", "b"]
-    assert driver.step(known={"long": 20}, counts={"long": 10}, sampled=[]) == ModelRunnerOutput()
+    assert driver.step(known={"long": 20}, counts={"long": 10}, sampled=[]) == ModelRunnerOutput(has_prepared=True)
     last = driver.step(
         known={"a": len(OTHER) + 1, "long": 30, "b": 10}, counts={"a": 1, "long": 7, "b": 1}, sampled=["long", "b", "a"]
     )

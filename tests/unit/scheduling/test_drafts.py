@@ -130,6 +130,17 @@ def test_it_waits_for_the_result_while_drafts_are_checked() -> None:
     assert scheduler.schedule().num_scheduled_tokens["a"] == 1
 
 
+def test_a_step_that_captured_a_graph_is_no_evidence_of_what_rows_for_drafts_cost() -> None:
+    scheduler, branch = one_that_runs()
+    pace = scheduler.state.pace
+    for now, has_prepared in ((10.0, True), (20.0, False)):
+        scheduler.state.now = now
+        plan = plan_with(scheduler, branch, [5, 6, 8])
+        scheduler.step_done(plan, now + 1.0, has_prepared)
+        answer(scheduler, plan, [5])
+        assert pace.has_observed(4) is not has_prepared
+
+
 def test_one_that_ends_before_the_result_leaves_no_block_of_unknown_tokens() -> None:
     scheduler, branch = one_that_runs(prompt=BLOCK_SIZE - 1)
     plan = plan_with(scheduler, branch, list(range(5, 5 + 2 * BLOCK_SIZE)))
