@@ -104,10 +104,20 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Kernels that tests launch run under a quicker interpreter, where files that were collected need Triton."""
+    let_loggers_of_torch_propagate()
     if "triton" in sys.modules:
         from tests.triton_interpreter import repair_interpreter
 
         repair_interpreter()
+
+
+def let_loggers_of_torch_propagate() -> None:
+    """pytest puts handlers on each logger that does not propagate, six times a test, and torch has forty of these.
+    What they log goes to the logger of torch, which has the same handler."""
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger) and not logger.propagate:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,6 +16,7 @@
 #define MAX_MAPPED 256
 
 int failures;
+const char *expected_sources = "unknown";
 static uint64_t state;
 static int64_t padding;  // bytes between the end of memory and the page that can't be touched
 
@@ -93,7 +94,7 @@ double sum_error(int64_t terms) {
     return (double)(chain + (terms + 63) / 64 + 1) * UNIT;
 }
 
-// Arguments: the seed, and how many bytes behind the end of memory may be read.
+// Arguments: the seed, how many bytes behind the end of memory may be read, and the digest that the kernels were built with.
 int main(int argc, char **argv) {
     static const struct {
         const char *name;
@@ -112,6 +113,7 @@ int main(int argc, char **argv) {
     }
     uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     padding = argc > 2 ? atol(argv[2]) : 0;
+    if (argc > 3) expected_sources = argv[3];
     int total = 0;
     for (size_t i = 0; i < sizeof(sections) / sizeof(*sections); i++) {
         state = seed * 0x9e3779b97f4a7c15ull + i;  // so that a section's numbers do not depend on the sections before

@@ -10,6 +10,7 @@
 #define POISON 0x7fa5a5a5u    // a NaN that no kernel makes
 
 extern int failures;
+extern const char *expected_sources;  // what ratoon_sources() gives
 
 uint32_t random_bits(void);
 int64_t random_between(int64_t least, int64_t largest);

@@ -172,7 +172,8 @@ def build_routes(context: RouteContext, first: Sequence[APIRouter] = ()) -> Fast
     app.state.context = context
     hidden = {route.path for router in first for route in router.routes if isinstance(route, APIRoute)}
     for router in (*first, *(_without(router, hidden) for router in routers_of(context.settings))):
-        app.include_router(router)
+        # The routes as they are: `include_router` would derive all of them anew for each application.
+        app.router.routes.extend(router.routes)
     for kind in (ApiError, RequestError, EngineError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_error)
     needs_key = bool(context.settings.api_keys)

@@ -95,6 +95,7 @@ def test_the_kernels_of_the_first_steps_are_found_without_a_gpu_and_without_memo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_kernels_for_any_batch_are_found_too() -> None:
     program = PROGRAM.replace(
         "CudaOps(quantization=quantization)", "CudaOps(ProductChoices(has_wgmma=True), batch_invariant=True)"

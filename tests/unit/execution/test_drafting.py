@@ -73,6 +73,7 @@ def drafts_of(output: ModelRunnerOutput) -> list[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tiny", [LLAMA, TWO_GROUPS], ids=["one group", "two groups"])
+@pytest.mark.one_in(3)
 def test_the_drafts_are_the_tokens_that_the_smaller_model_goes_on_with(tiny: TinyModel, backend: str) -> None:
     driver = drafting_driver(SMALLER, tiny, backend)
     text = list(PROMPT)
@@ -85,6 +86,7 @@ def test_the_drafts_are_the_tokens_that_the_smaller_model_goes_on_with(tiny: Tin
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.one_in(5)
 def test_the_drafts_are_those_of_a_plain_computation_of_the_head(head: RandomHead, backend: str) -> None:
     driver = drafting_driver(head, LLAMA, backend)
     text = list(PROMPT)

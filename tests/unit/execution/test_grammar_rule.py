@@ -169,6 +169,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("seed", range(18))
+@pytest.mark.one_in(3)
 def test_the_rule_depends_on_its_tokens_and_on_no_fork_of_it(seed: int) -> None:
     """As the test of all other rules (test_rules.py), over tokens that the grammar allows, and some others."""
     chance = random.Random(seed)

@@ -59,7 +59,7 @@ def imports_of(path: Path) -> list[str]:
 def test_one_file_knows_the_inside_of_triton() -> None:
     inside = re.compile(r"triton\.(_C|runtime|compiler|backends|knobs|AsyncCompileMode|.*\._)")
     for path in PACKAGE.rglob("*.py"):
-        if str(path.relative_to(PACKAGE)) != TRITON:
+        if str(path.relative_to(PACKAGE)) != TRITON and "triton" in path.read_text():
             found = [name for name in imports_of(path) if inside.match(name)]
             assert not found, f"{path} imports {found}; {TRITON} is the place for it"
             assert not re.search(r"\btriton\.(knobs|_C|runtime|compiler\.|AsyncCompileMode)", path.read_text()), path

@@ -103,6 +103,7 @@ def assert_close(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = Non
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("length", "out"), [(32, 1), (96, 50), (576, 33), (1536, 16)])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.one_in(3)
 def test_a_product_equals_that_of_the_rounded_activations(
     form: tuple[int, int, bool], length: int, out: int, with_bias: bool
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_folder_whose_config_can_not_be_read_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_every_field_of_a_config_may_have_any_value_and_is_accepted_or_named(family, tmp_path):
     good = FAMILIES[family]
     (folder := tmp_path / "model").mkdir()

@@ -59,6 +59,7 @@ def check_refused(template: str, field: str | None = None) -> str:
 
 @pytest.mark.slow
 @attacks(ENDLESS)
+@pytest.mark.one_in(3)
 def test_a_template_that_takes_forever_is_stopped(template: str, impatient: None) -> None:
     check_refused(template, "chat_template")
     assert render(GOOD) == "Hi!"
@@ -67,6 +68,7 @@ def test_a_template_that_takes_forever_is_stopped(template: str, impatient: None
 @pytest.mark.slow
 @on_linux
 @attacks(HUGE)
+@pytest.mark.one_in(4)
 def test_a_template_that_makes_much_out_of_little_is_stopped(template: str, impatient: None) -> None:
     check_refused(template)
 
@@ -79,6 +81,7 @@ def test_a_template_reaches_nothing_outside(template: str) -> None:
 
 
 @attacks(UNREADABLE)
+@pytest.mark.one_in(4)
 def test_a_template_that_cannot_be_compiled_is_refused_in_time(template: str, impatient: None) -> None:
     check_refused(template, "chat_template")
 

@@ -104,6 +104,7 @@ def test_without_the_library_an_error_says_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.slow  # the child imports torch
+@pytest.mark.full
 def test_a_process_without_torch_asks_a_child_and_gets_the_same_config() -> None:
     """The process of the HTTP server has no torch."""
     program = (

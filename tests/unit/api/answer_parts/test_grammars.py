@@ -69,6 +69,7 @@ def several(parser: str, *calls: str) -> str:
 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)
 @pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.one_in(3)
 def test_forced_calls_have_the_form_that_the_parser_reads(parser, are_special):
     special = TOOL_FORMATS[parser].marks if are_special else ()
     plan = make_plan([ADD, NOW], parser=parser, special=special)

@@ -70,7 +70,7 @@ def test_no_text_is_read_again_more_than_a_few_times(name: str, monkeypatch: pyt
         rewind(source)
 
     monkeypatch.setattr(Source, "rewind", count)
-    length = 1500
+    length = 1000
     monkeypatch.setattr("ratoon.api.answer_parts.reading.MOST_READ_AGAIN", 500)
     for form, before, unit in CASES:
         if form == name:
@@ -99,7 +99,7 @@ LONG = [
 
 @pytest.mark.slow  # texts that are long enough to measure
 @pytest.mark.parametrize(("name", "before", "unit"), LONG)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_twice_the_text_takes_about_twice_the_time(name: str, before: str, unit: str) -> None:
     """A ratio of 4 is that of reading all of the text again for every part of it."""
     length = 40_000 + MOST_READ_AGAIN

@@ -64,6 +64,7 @@ async def vectors(client: Client, **fields: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("declared", "own"), [(None, "mean"), ("mean", "mean"), ("first", "first"), ("last", "last")])
+@pytest.mark.one_in(3)
 @on_event_loop
 async def test_vectors_are_made_as_the_folder_says_unless_the_caller_says_otherwise(tmp_path, declared, own):
     async with serving(write_tiny_bert(tmp_path / MODEL, declared)) as client:

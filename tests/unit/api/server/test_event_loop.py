@@ -208,7 +208,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncItera
 
 @pytest.mark.slow  # bodies of megabytes, one for each way to be hostile
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @again_if_long
 @on_event_loop
 async def test_no_body_keeps_the_event_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +366,7 @@ LARGE_ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.slow  # thousands of tokens, or vectors
 @pytest.mark.parametrize("kind", LARGE_ANSWERS)
 @again_if_long
@@ -391,6 +391,7 @@ async def test_no_large_answer_keeps_the_event_loop(kind: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     "kind", ["a completion that is streamed", "a chat that is streamed", "a response that is streamed"]
 )
+@pytest.mark.one_in(2)
 @again_if_long
 @on_event_loop
 async def test_a_reader_that_is_far_behind_keeps_no_event_loop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +428,7 @@ async def test_the_store_keeps_no_event_loop(monkeypatch: pytest.MonkeyPatch) ->
     async with watched(monkeypatch, say("y")) as (client, watch):
         items = [{"role": "user", "content": "x" * 20} for _ in range(1200)]
         made = None
-        for _ in range(6):
+        for _ in range(3):
             turn = None if made is None else made["id"]
             answer = await client.post(RESPONSES, respond(input=items, previous_response_id=turn, truncation="auto"))
             assert answer.status == 200, answer.body
