@@ -16,7 +16,8 @@ files have the rest. Each way is run by the same requests in a new engine:
     tiers, sessions        both
     vllm                   the prefix cache of vLLM, with as many blocks (with --vllm-path)
 
-All ways of Ratoon must give the same tokens. Each way has a process of its own, as vLLM has packages of its own.
+All ways of Ratoon must give the same tokens, but for random weights on a GPU: there the most likely tokens are nearly
+as likely as each other, and which is chosen depends on the batch. Each way has a process of its own, as vLLM has packages of its own.
 """
 
 from __future__ import annotations
@@ -252,7 +253,8 @@ def main() -> None:
     for way in args.ways:
         outcome = run_way(args, way)
         first = outcome if first is None else first
-        assert VLLM in (way, args.ways[0]) or outcome.answers == first.answers, "the answers differ"
+        must_agree = VLLM not in (way, args.ways[0]) and args.shape is None
+        assert not must_agree or outcome.answers == first.answers, "the answers differ"
         median, late = statistics.median(outcome.first_tokens), statistics.quantiles(outcome.first_tokens, n=10)[-1]
         ratio = first.seconds / outcome.seconds
         times = f"{median * 1e3:.0f} ms | {late * 1e3:.0f} ms | {outcome.seconds:.1f} s | {ratio:.2f}×"

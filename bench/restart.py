@@ -5,12 +5,14 @@
 
 Each round starts an engine over an empty folder, asks for one token of a prompt (computed), ends the engine, starts
 another one over the same folder, and asks for the same (found). Both get one short request first, so that neither
-counts what only a first request takes. The answers must be the same token.
+counts what only a first request takes. The answers must be the same token; with random weights on a GPU, where the
+most likely tokens are nearly as likely as each other, a difference is told.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--swap-memory", default="2GiB")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further ones of the engine")
     args = parser.parse_args()
     source = PromptSource(0)
     settings: dict[str, Any] = {
@@ -54,15 +57,17 @@ def main() -> None:
     if args.shape is not None:
         args.model = str(GPU_SHAPES / args.shape)
         settings |= {"load_format": "dummy", "skip_tokenizer": True}
+    settings |= args.settings
     ratios = []
     for turn in range(args.rounds):
         prompt = source.prompt(args.tokens)
         with tempfile.TemporaryDirectory() as folder:
             computed, token, _ = first_token(args.model, folder, prompt, settings)
             found, same, num_cached = first_token(args.model, folder, prompt, settings)
-        assert token == same, "the answers differ"
+        assert token == same or args.shape is not None, "the answers differ"
         ratios.append(found / computed)
         times = f"computed {computed * 1e3:.0f} ms, {num_cached} tokens found {found * 1e3:.0f} ms"
+        times += "" if token == same else ", another token"
         print(f"round {turn + 1}: {times}: {ratios[-1]:.3f}")
     middle = statistics.median(ratios)
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}"

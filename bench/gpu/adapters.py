@@ -6,7 +6,7 @@ Ratoon and by vLLM in one run.
 The model has random weights of a shape in models/, and so have the adapters, for all linear layers. Every step has all
 adapters: each request has one of them in turn; other rows have one adapter for all requests, or for one among plain
 ones. The engine of the row "off" has no memory for adapters. A figure is (whole - the first token) / the other tokens.
-Each engine is a process of its own, one after the other.
+Each engine is a process of its own, one after the other; with --engines, some of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ratoon:
             settings |= {"max_loras": len(adapters), "max_lora_rank": args.rank}
         self._llm = LLM(
             model, load_format="dummy", device=args.device, max_model_len=2048, skip_tokenizer=True,
-            enable_prefix_caching=False, disable_log_stats=True,
+            enable_prefix_caching=False, disable_log_stats=True, **args.settings,
             adapters={str(index): path for index, path in enumerate(adapters)}, **settings,
         )  # fmt: skip
 
@@ -135,6 +135,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     for name, default in {"requests": 32, "adapters": 8, "rank": 16, "input": 128, "tokens": 128, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--engines", help="default: ratoon, and vllm with --vllm-python")
+    parser.add_argument("--no-off", action="store_true", help="without the row \"off\", which has engines of its own")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further settings of Ratoon")
     parser.add_argument("--worker", choices=("ratoon", "vllm"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--off", action="store_true", help=argparse.SUPPRESS)
@@ -151,8 +154,10 @@ def main() -> None:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         make_adapters(folder / "adapters", tensor_shapes(config), args.adapters, args.rank, "bfloat16")
         pythons = {"ratoon": sys.executable} | ({"vllm": args.vllm_python} if args.vllm_python else {})
-        for engine, python in pythons.items():
-            for more in (["--off"], []):
+        engines = list(pythons) if args.engines is None else args.engines.split(",")
+        for engine in engines:
+            python = pythons[engine]
+            for more in [[]] if args.no_off else [["--off"], []]:
                 command = [python, __file__, *sys.argv[1:], "--worker", engine, "--folder", scratch, *more]
                 subprocess.run(command, check=True)
 

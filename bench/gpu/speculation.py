@@ -140,6 +140,8 @@ def measure_vllm(args: argparse.Namespace, shape: Path) -> dict[int, dict[str, l
     lookup = {"method": "ngram", "num_speculative_tokens": args.draft, "prompt_lookup_min": 3, "prompt_lookup_max": 16}
     found: dict[int, dict[str, list[float]]] = {}
     for label, more in ((OFF, {}), ("ngram", {"speculative_config": lookup})):
+        if label not in args.vllm_ways:
+            continue
         engine = EngineProcess(
             "vllm",
             sys.executable,
@@ -200,6 +202,7 @@ def parse_arguments() -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--acceptances", default="0,0.6,0.9", help="shares of drafted tokens that are right")
+    parser.add_argument("--vllm-ways", default="off,ngram", help="of vLLM, each an engine (default %(default)s)")
     parser.add_argument("--draft", type=int, default=8, help="most tokens of a draft (default %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=256, help="that a request generates (default %(default)s)")
@@ -207,6 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--always", action="store_true", help="drafts of full length, whatever they are worth")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --settings, to try it")
     args = settle_options(parser)
+    args.vllm_ways = args.vllm_ways.split(",")
     args.batches = [int(text) for text in args.batches.split(",")]
     args.acceptances = [float(text) for text in args.acceptances.split(",")]
     return args
