@@ -29,19 +29,19 @@ def server(chromium: Any) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture
-def console(chromium: Any, server: Server) -> Iterator[Console]:
-    opened = Console(chromium, server.url)
-    yield opened.open()
-    opened.close()
-
-
 @pytest.fixture(scope="module")
 def scripts(chromium: Any, server: Server) -> Iterator[Console]:
     """A page for tests that call functions of its scripts, and leave the page itself as it is."""
     opened = Console(chromium, server.url)
     yield opened.open()
     opened.close()
+
+
+@pytest.fixture
+def console(scripts: Console) -> Iterator[Console]:
+    """The page as it is for a new visitor. A browser takes seconds to make another one."""
+    yield scripts.open_again()
+    scripts.check()
 
 
 def test_scripts_are_small_and_the_libraries_versions_are_written_down():

@@ -40,13 +40,21 @@ def shared(chromium: Any, server: Server) -> Iterator[Console]:
     console.close()
 
 
+@pytest.fixture(scope="module")
+def visited(chromium: Any, server: Server) -> Iterator[Console]:
+    opened = Console(chromium, server.url)
+    yield opened.open()
+    opened.close()
+
+
 @pytest.fixture
-def console(chromium: Any, server: Server) -> Iterator[Console]:
-    opened = Console(chromium, server.url).open()
+def console(visited: Console) -> Iterator[Console]:
+    """The page as it is for a new visitor. A browser takes seconds to make another one."""
+    opened = visited.open_again()
     enter_key(opened)
     opened.set(temperature=0, max_tokens=8)
     yield opened
-    opened.close()
+    opened.check()
 
 
 def enter_key(console: Console) -> None:
