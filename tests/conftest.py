@@ -16,7 +16,7 @@ import pytest
 
 from tests import seeds
 from tests.cpu_times import CpuTimes
-from tests.depths import DEPTHS, engines_of_depth
+from tests.depths import DEPTH_FIXTURE, DEPTHS, engines_of_depth
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 CORES_OF_A_WORKER = 2
@@ -130,6 +130,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """`make check` is a marker: unit tests have it unless they are slow, a few others have it by name. `make test` is
     all that is not `full`, `make test-rest` all that is. `make test-fresh` is all that is `drawn`."""
     leave_cases_to_the_full_run(items)
+    leave_depths_to_the_full_run(items)
     for item in items:
         if item.path.is_relative_to(UNIT_TESTS) and not any(map(item.get_closest_marker, ("slow", "full"))):
             item.add_marker("check")
@@ -157,6 +158,21 @@ def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
         if num_cases[test] % marker.args[0] and item.get_closest_marker("check") is None:
             item.add_marker("full")
         num_cases[test] += 1
+
+
+def leave_depths_to_the_full_run(items: list[pytest.Item]) -> None:
+    """Leaves each case of a test at both depths (depths.py) to the full run at one of them. The depths take turns: some
+    tests stay at one and some at the other, and so do the values of a test's parameters."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or DEPTH_FIXTURE not in callspec.params:
+            continue
+        if any(map(item.get_closest_marker, ("one_in", "check", "full"))):
+            continue
+        others = sum(index for name, index in callspec.indices.items() if name != DEPTH_FIXTURE)
+        turn = crc32(item.nodeid.partition("[")[0].encode()) + others
+        if callspec.params[DEPTH_FIXTURE] != DEPTHS[turn % len(DEPTHS)]:
+            item.add_marker("full")
 
 
 def keep_only(items: list[pytest.Item], config: pytest.Config, runs: Callable[[pytest.Item], bool]) -> None:

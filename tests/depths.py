@@ -1,8 +1,9 @@
 """Tests that run twice: with one step in flight, and with two.
 
 A test that is marked `both_depths` builds its engines with the depth of its run, unless it sets `max_steps_in_flight`
-itself. What such a test keeps for others (`functools.cache`) was computed at the depth that came first, so that answers
-of both are compared with the same numbers, to the bit.
+itself. `make test-all` has both; `make test` has one of them, in turn, unless the test is `one_in(n)` or a `check`.
+What such a test keeps for others (`functools.cache`) was computed at the depth that came first, so that answers of both
+are compared with the same numbers, to the bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 DEPTHS = (1, 2)
-both_depths = pytest.mark.usefixtures("steps_in_flight")
+DEPTH_FIXTURE = "steps_in_flight"
+both_depths = pytest.mark.usefixtures(DEPTH_FIXTURE)
 
 _settings: dict[str, int] = {}
 

@@ -1,13 +1,14 @@
-"""Engine and worker processes that are forked from a process in which torch is loaded already: a start takes 50 ms
-instead of 2 s.
+"""Engine, worker and server processes that are forked from a process in which all modules are loaded already: a start
+takes 50 ms instead of 2 s.
 
-`forked_engines` replaces `Popen` where these processes are started; what runs in them is the same. Tests of the start
-itself (tests/e2e) do without it.
+`forked_engines` replaces `Popen` where engines and workers are started; what runs in them is the same. Tests of the
+start itself (tests/e2e) do without it. `ForkedCommand` is `ratoon serve MODEL …` in such a process, whose engines and
+front ends are forked in the same way.
 
     python -m tests.forked_engines ADDRESS FD serve MODEL …
 
-is `ratoon serve MODEL …` in a process of its own, whose engines and front ends are forked from the process that listens
-at the address. That process ends when all copies of the descriptor are closed.
+is that command in a process that was started as users start it, without torch. Its engines and front ends are forked
+from the process that listens at the address, which ends when all copies of the descriptor are closed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -34,7 +36,9 @@ PRELOADED = [
     "ratoon.distributed.worker_process",
     "ratoon.execution.worker",
     "ratoon.models.source",
+    "ratoon.cli",
     "ratoon.api.server.front_end_process",
+    "ratoon.engine.processes.moving_client",
     "pytest",
 ]
 
@@ -55,8 +59,31 @@ def _same(handed: Any) -> Any:
     return handed
 
 
-class ForkedProcess:
+class Forked:
     """The part of Popen that the parent of such a process uses."""
+
+    def __init__(self, target: Any, *arguments: Any) -> None:
+        self._process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class ForkedProcess(Forked):
+    """An engine, a worker or a front end."""
 
     def __init__(
         self, command: Sequence[str], *, stdin: int, stdout: int, pass_fds: Sequence[int], env: dict[str, str]
@@ -69,45 +96,80 @@ class ForkedProcess:
         shown = errors if stdout == subprocess.DEVNULL else stdout
         try:
             files = [Handed(descriptor) for descriptor in (lifeline, shown, errors, *pass_fds)]
-            self._process = multiprocessing.get_context("forkserver").Process(
-                target=_run_module, args=(module, env, files), daemon=True
-            )
-            self._process.start()
+            super().__init__(_run_module, module, env, files)
         except BaseException:
             os.close(lifeline_of_parent)
             raise
         finally:
             os.close(lifeline)
-        self.pid = self._process.pid
         self.stdin = os.fdopen(lifeline_of_parent, "wb")
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            raise subprocess.TimeoutExpired("engine", timeout or 0.0)
-        return code
+class ForkedCommand(Forked):
+    """`ratoon` with these arguments. Its standard output is read while it runs, and its errors at its end."""
 
-    def kill(self) -> None:
-        self._process.kill()
+    def __init__(self, *arguments: str, env: dict[str, str], text: str = "", has_forks: bool = True) -> None:
+        _start_server()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        shown, shown_of_child = os.pipe()
+        with tempfile.TemporaryFile("w+") as given, open(shown_of_child, "wb") as writing:
+            given.write(text)
+            given.seek(0)
+            files = [Handed(file.fileno()) for file in (given, writing, self._errors)]
+            super().__init__(_run_command, arguments, env, files, has_forks)
+        self.stdout = open(shown)  # noqa: SIM115
+        self._said: tuple[str, str] | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        if self._said is None:
+            with self.stdout, self._errors:
+                output = self.stdout.read()
+                self.wait(timeout)
+                self._errors.seek(0)
+                self._said = output, self._errors.read()
+        return self._said
+
+
+def run_forked(*arguments: str, env: dict[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command as `subprocess.run` does."""
+    command = ForkedCommand(*arguments, env=env, text=text)
+    output, errors = command.communicate()
+    return subprocess.CompletedProcess(["ratoon", *arguments], command.wait(), output, errors)
 
 
 def _run_module(module: str, environment: dict[str, str], files: list[Any]) -> None:
     """In the child: standard files, environment and arguments as Popen would have set them."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     _fork_from_the_same_process()
-    lifeline, shown, errors, *others = (file.detach() for file in files)
-    for target, file in enumerate((lifeline, shown, errors)):
+    others = _settle(environment, files)
+    sys.argv = [module, *(str(descriptor) for descriptor in others)]
+    sys.exit(importlib.import_module(module).main())
+
+
+def _run_command(arguments: Sequence[str], environment: dict[str, str], files: list[Any], has_forks: bool) -> None:
+    if has_forks:
+        _fork_from_the_same_process()
+    _settle(environment, files)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.argv = ["ratoon", *arguments]
+    sys.exit(importlib.import_module("ratoon.cli").main())
+
+
+def _settle(environment: dict[str, str], files: list[Any]) -> list[int]:
+    """Returns the descriptors behind those of the standard files."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    descriptors = [file.detach() for file in files]
+    for target, file in enumerate(descriptors[:3]):
         os.dup2(file, target)
         os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [module, *(str(descriptor) for descriptor in others)]
-    sys.exit(importlib.import_module(module).main())
+    return descriptors[3:]
 
 
 def _fork_from_the_same_process() -> None:

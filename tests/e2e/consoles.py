@@ -47,10 +47,13 @@ class Console:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 850}, **options)
         self.context.set_default_timeout(PATIENCE * 1000)
-        self.page = self.context.new_page()
         self.url = url
         self.requests: list[str] = []
         self.faults: list[str] = []
+        self._open_tab()
+
+    def _open_tab(self) -> None:
+        self.page = self.context.new_page()
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.faults.append(f"a dialog: {dialog.message}"), dialog.dismiss()))
@@ -107,8 +110,18 @@ class Console:
         """The value of an expression over `m`, a module of the page, and `a`, the arguments."""
         return self.page.evaluate(f"async (a) => {{ const m = {module_of(module)}; return {expression}; }}", arguments)
 
+    def open_again(self) -> Console:
+        """As a new visitor sees the page, in a new tab, of a browser that has its files."""
+        self.page.close()
+        self.requests.clear()
+        self._open_tab()
+        return self.open()
+
     def close(self) -> None:
         self.context.close()
+        self.check()
+
+    def check(self) -> None:
         assert not self.faults
         foreign = [url for url in self.requests if not url.startswith((self.url, "data:", "blob:"))]
         assert not foreign, "the page asked another host"

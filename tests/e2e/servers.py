@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked_engines import command_with_forks
+from tests.forked_engines import ForkedCommand, command_with_forks
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedCommand
     url: str
 
     @property
@@ -42,22 +42,24 @@ def serve_command(model: str | Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def serving(model: str | Path, *options: str, has_forks: bool = True, **environment: str) -> Iterator[Server]:
-    """A server with a tiny model, ready. It is ended behind the block, if it has not ended by then. `has_forks`: its
-    engines start quickly (tests/forked_engines.py), and are not its children."""
-    command, inherited = serve_command(model, *options), []
-    if has_forks:
-        command, descriptor = command_with_forks(*command[3:])
-        inherited = [descriptor]
+def serving(
+    model: str | Path, *options: str, is_forked: bool = True, has_forks: bool = True, **environment: str
+) -> Iterator[Server]:
+    """A server with a tiny model, ready. It is ended behind the block, if it has not ended by then. `is_forked`: its
+    process starts quickly (tests/forked_engines.py), and has torch. `has_forks`: so do its engines, which are not its
+    children."""
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH", os.environ.get("PYTHONPATH")), str(ROOT)]))
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
-        pass_fds=inherited,
-    )
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path}
+    command, inherited = serve_command(model, *options), []
+    process: subprocess.Popen[str] | ForkedCommand
+    if is_forked:
+        process = ForkedCommand(*command[3:], env=variables, has_forks=has_forks)
+    else:
+        if has_forks:
+            command, descriptor = command_with_forks(*command[3:])
+            inherited = [descriptor]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=variables, pass_fds=inherited)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

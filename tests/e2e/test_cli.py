@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from tests.forked_engines import run_forked
 from tests.real_models import needs_embedded_model as needs_model
 
 MODEL = "smollm2-135m"
@@ -22,9 +23,12 @@ COMMAND = [sys.executable, "-m", "ratoon"]
 LIMIT = 600  # seconds; a run takes a few, but the machine may be busy
 
 
-def ratoon(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+def ratoon(*arguments: str, text: str = "", is_forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs the command, with its modules loaded already unless it must not be forked (tests/forked_engines.py)."""
     kept = ("RATOON_DEVICE", "RATOON_CACHE_ROOT")
     environment = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("RATOON_")}
+    if is_forked:
+        return run_forked(*arguments, env=environment, text=text)
     return subprocess.run(
         [*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=LIMIT, env=environment, check=False
     )
@@ -86,7 +90,7 @@ class Terminal:
 
 
 def test_help_names_the_commands():
-    result = ratoon("--help")
+    result = ratoon("--help", is_forked=False)
     assert result.returncode == 0
     for command in ("generate", "chat", "info", "bench", "demo"):
         assert command in result.stdout
@@ -101,7 +105,7 @@ def test_an_unknown_model_is_an_error_in_one_line():
 @pytest.mark.slow
 @needs_model
 def test_generate_answers_through_the_chat_template():
-    result = ratoon("generate", MODEL, "What colour is the sky?", *ENGINE)
+    result = ratoon("generate", MODEL, "What colour is the sky?", *ENGINE, is_forked=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert "blue" in result.stdout
 
@@ -189,7 +193,7 @@ def test_chat_on_a_terminal_ctrl_c_stops_the_answer_and_the_next_turn_uses_the_c
 @pytest.mark.slow
 @needs_model
 def test_info_tells_memory_and_start_up():
-    result = ratoon("info", MODEL, "--json", *ENGINE)
+    result = ratoon("info", MODEL, "--json", *ENGINE, is_forked=False)
     facts = json.loads(result.stdout)
     assert facts["model"]["architecture"] == "LlamaForCausalLM"
     assert facts["memory"]["kv_bytes"] <= 128 * 2**20

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
+from tests.forked_engines import ForkedCommand, run_forked
 from tests.waiting import PATIENCE, wait_until
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -140,9 +140,7 @@ def variables_for(home: Path, endpoint: str, **variables: str) -> dict[str, str]
 
 
 def ratoon(home: Path, endpoint: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = variables_for(home, endpoint, **variables)
-    command = [sys.executable, "-m", "ratoon", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return run_forked(*words, env=variables_for(home, endpoint, **variables))
 
 
 def address(server: http.server.ThreadingHTTPServer) -> str:
@@ -228,19 +226,18 @@ def test_a_revision_is_fetched_by_its_name(hub, tmp_path: Path) -> None:
 
 def interrupt_pull(hub, home: Path) -> int:
     """Starts to fetch the large file, and interrupts that when a part of it is in the cache; returns how much."""
-    command = [sys.executable, "-m", "ratoon", "pull", "org/large", "--file", "large.gguf"]
-    environment = variables_for(home, address(hub))
     blobs = home / "hub" / "models--org--large" / "blobs"
     hub.stalls.set()
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-            wait_until("a part is written", lambda: any(file.stat().st_size for file in blobs.glob("*")))
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=PATIENCE)
+        words = ("pull", "org/large", "--file", "large.gguf")
+        process = ForkedCommand(*words, env=variables_for(home, address(hub)))
+        wait_until("a part is written", lambda: any(file.stat().st_size for file in blobs.glob("*")))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
     finally:
         hub.stalls.clear()
-    assert process.returncode == 130, errors.decode()
-    assert b"Traceback" not in errors
+    assert process.wait() == 130, errors
+    assert "Traceback" not in errors
     (partial,) = blobs.iterdir()
     return partial.stat().st_size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import requests
 
 from tests.e2e.servers import ADMIN_KEY, AS_ADMIN, Server, serve_command, serving
+from tests.forked_engines import run_forked
 from tests.unit.api.server.harness import MODEL, write_tiny_model
 from tests.waiting import PATIENCE, wait_until
 
@@ -34,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--admin", RATOON_API_KEY=f"{KEY},another", RATOON_ADMIN_KEY=ADMIN_KEY) as running:
+    keys = {"RATOON_API_KEY": f"{KEY},another", "RATOON_ADMIN_KEY": ADMIN_KEY}
+    with serving(folder, "--admin", is_forked=False, **keys) as running:  # as users start it: without torch
         yield running
 
 
@@ -433,10 +436,14 @@ def test_ctrl_c_ends_it_and_its_engine(folder: Path) -> None:
     wait_until("the engine's process is gone", lambda: not Path(f"/proc/{engine}").exists())
 
 
+def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Starts a server that ends with an error."""
+    return run_forked(*serve_command(folder, *options)[3:], env=dict(os.environ))
+
+
 def test_a_port_in_use_is_said_in_one_line(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [*serve_command(folder), "--port", str(taken.getsockname()[1])]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        result = serve(folder, "--port", str(taken.getsockname()[1]))
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "is in use" in result.stderr
@@ -458,7 +465,7 @@ def test_a_port_in_use_is_said_in_one_line(folder: Path) -> None:
 )
 @pytest.mark.one_in(7)
 def test_settings_that_make_no_sense_are_said_in_one_line(folder: Path, options: list[str], word: str) -> None:
-    result = subprocess.run([*serve_command(folder), *options], capture_output=True, text=True, timeout=PATIENCE)
+    result = serve(folder, *options)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert word in result.stderr
@@ -467,8 +474,7 @@ def test_settings_that_make_no_sense_are_said_in_one_line(folder: Path, options:
 def test_a_template_that_is_no_jinja_is_said_before_anybody_asks(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for %}")
-    command = [*serve_command(folder), "--chat-template", str(template)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    result = serve(folder, "--chat-template", str(template))
     assert result.returncode == 2
     assert "--chat-template: " in result.stderr
 
@@ -503,14 +509,11 @@ def get_from_unix_socket(path: Path, target: str, key: str) -> bytes:
 
 
 def test_other_machines_are_warned_about(folder: Path) -> None:
-    process = subprocess.Popen(
-        [*serve_command(folder), "--host", "0.0.0.0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    line = process.stderr.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE)
-    assert "no API key" in line
+    with serving(folder, "--host", "0.0.0.0") as server:
+        server.stop()
+        server.wait()
+        _, errors = server.process.communicate()
+    assert "no API key" in errors.splitlines()[0]
 
 
 @pytest.mark.full

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.e2e.servers import TINY_OPTIONS, Server, serving
+from tests.forked_engines import ForkedCommand, run_forked
 from tests.unit.api.server.harness import write_tiny_model
 from tests.waiting import PATIENCE, wait_until
 
@@ -66,8 +67,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
 
 def ratoon(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RATOON_", "OPENAI_"))}
-    command = [sys.executable, "-m", "ratoon", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
+    return run_forked(*words, env=environment)
 
 
 def test_a_model_is_loaded_by_the_first_request_for_it_which_is_told_so(
@@ -200,10 +200,8 @@ model = "{models / "two"}"
 keep-alive = "1h"
 """
     )
-    words = [sys.executable, "-m", "ratoon", "serve", "--config", str(file), "--port", "0", *TINY_OPTIONS]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = ForkedCommand("serve", "--config", str(file), "--port", "0", *TINY_OPTIONS, env=dict(os.environ))
     try:
-        assert process.stdout is not None
         server = Server(process, process.stdout.readline().split()[0])
         client = OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=PATIENCE)
         assert client.completions.create(model="alias", prompt="a", max_tokens=1).model == "alias"
@@ -215,7 +213,7 @@ keep-alive = "1h"
         client.completions.create(model="small", prompt="a", max_tokens=1)  # it wakes up
         wait_until("it sleeps again", lambda: listed(server)["small"]["state"] == "asleep")
         assert listed(server)["small"]["memory_bytes"] == asleep < listed(server)["two"]["memory_bytes"]
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
     finally:
         process.kill()

@@ -15,6 +15,7 @@ ENGINE = ["--threads", "1", "--device", "cpu"]
 
 @pytest.mark.parametrize("family", ["llama with grouped heads", "qwen2 with windows by layer type"])
 @pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.one_in(3)
 def test_ways_differ_in_what_they_compute_and_not_in_what_they_find(family, requests, tmp_path, capsys):
     file = tmp_path / "out.json"
     more = ["--requests", str(requests), "--json", str(file)]

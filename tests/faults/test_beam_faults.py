@@ -110,6 +110,7 @@ def test_a_step_that_fails_once_changes_no_bit(
 
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.one_in(3)
 def test_a_search_whose_steps_always_fail_fails_alone(
     llm: LLM, right: list[Numbers], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_continuing_search_in_a_failed_step_inherits_again(llm: LLM, monkeypat
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
+@pytest.mark.one_in(2)
 def test_an_abort_in_the_middle_of_a_search_leaves_nothing_behind(llm: LLM, num_steps: int) -> None:
     stream = open_search(llm, f"aborted {num_steps}", PROMPT, BEAMS, retain_kv=60)
     for _ in range(num_steps):

@@ -54,7 +54,7 @@ def test_answers_outlive_all_processes(tmp_path, front_ends):
             response["usage"]["total_tokens"],
         )
         kill_all(server, files, sum((length - 1) // BLOCK for length in lengths))
-    with serving(folder, *options, has_forks=False) as server:
+    with serving(folder, *options) as server:
         client = FrontEnd(server, key=None)
         num_tokens = len(PROMPT["prompt"]) + PROMPT["max_tokens"]
         for parent in ("named", first["id"]):

@@ -265,6 +265,7 @@ def test_encoders_and_decoders_are_adapted_together(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.one_in(3)
 def test_adapters_act_beside_quantised_weights(backend: str, bits: int, tmp_path: Path) -> None:
     """Base rows have the bits of a batch without adapters, adapted ones the same in any batch. What an adapter changes
     is what it changes in float32, but for the rounding of the weights."""

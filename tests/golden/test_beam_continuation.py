@@ -126,6 +126,7 @@ def test_a_parent_that_is_gone_is_found_in_the_prefix_cache_or_computed_again() 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keep_cached", [True, False], ids=["still cached", "gone altogether"])
+@pytest.mark.one_in(2)
 def test_a_search_that_loses_what_it_inherited_at_any_step_finds_the_same(family: str, keep_cached: bool) -> None:
     """The parent's lease goes first, then the search loses what it holds itself."""
     prompt = random_token_ids(21, seed=4)

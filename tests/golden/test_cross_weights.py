@@ -53,6 +53,7 @@ def ask_weights(
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("family", ["whisper", "bart"])
+@pytest.mark.one_in(3)
 def test_weights_of_all_heads_of_inputs_of_several_lengths_in_one_batch(family: str, backend: str) -> None:
     asked = [(source_of(family, length), decoder_prompt(count)) for length, count in ((60, 40), (17, 9), (1, 1))]
     with core_of(family, attention_backend=backend, max_num_batched_tokens=200) as driver:

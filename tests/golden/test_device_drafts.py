@@ -71,6 +71,7 @@ def test_drafts_change_no_text(kind: str, family: str, name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.one_in(2)
 def test_a_model_that_drafts_for_itself_is_always_right(family: str, steps: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True)
     settings = {**ALWAYS, "max_steps_in_flight": steps}

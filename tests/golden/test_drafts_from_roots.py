@@ -33,6 +33,7 @@ def drafts_of(llm: Any) -> DraftStats:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.one_in(2)
 def test_a_request_that_is_repeated_drafts_from_its_first_answer(name: str, depth: int) -> None:
     params = PARAMS[name]
     with engine(FAMILY) as llm:

@@ -118,6 +118,7 @@ def test_neighbours_chunks_and_hits_change_no_bit(family: str, params: PoolingPa
 @exact_on_cpu
 @pytest.mark.parametrize(("family", "num_blocks"), [(LLAMA, 10), ("qwen2 with windows by layer type", 14)])
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
+@pytest.mark.one_in(3)
 def test_preemption_changes_no_bit(
     family: str, num_blocks: int, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,7 @@ def test_rows_that_are_there_are_read_without_a_write(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("parent", ["g", None], ids=["named", "found in the cache"])
+@pytest.mark.one_in(2)
 def test_whatever_is_read_no_block_of_a_leased_parent_changes(family: str, parent: str | None) -> None:
     with engine(family) as llm:
         driver = CoreDriver(llm)

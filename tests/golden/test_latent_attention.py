@@ -76,8 +76,8 @@ def check_hidden_states(llm: LLM, family: str) -> None:
 def test_long_answers_of_an_engine_are_those_of_transformers(family: str, backend: str) -> None:
     """Prompts are computed in chunks of 12 tokens."""
     with engine(family, attention_backend=backend, max_num_batched_tokens=12) as llm:
-        outputs = run(llm, PROMPTS, greedy(64, logprobs=2, prompt_logprobs=0))
-        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 64) for prompt in PROMPTS]
+        outputs = run(llm, PROMPTS, greedy(32, logprobs=2, prompt_logprobs=0))
+        assert tokens_of(outputs) == [oracle_tokens(family, prompt, 32) for prompt in PROMPTS]
         check_hidden_states(llm, family)
         for prompt, output in zip(PROMPTS, outputs):
             sequence = prompt + list(output.outputs[0].token_ids)

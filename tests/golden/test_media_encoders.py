@@ -103,6 +103,7 @@ def oracle_rows(tiny: TinyMediaModel, media: MediaInput) -> Tensor:
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", [tiny_qwen2_vl, tiny_qwen2_5_vl])
+@pytest.mark.one_in(3)
 def test_pictures_and_videos_of_many_sizes_give_the_rows_of_transformers(family, ops: str) -> None:
     tiny = family()
     model = tiny.build(ops_of(ops))
@@ -260,6 +261,7 @@ def test_a_size_that_is_padded_is_compared_with_that_of_the_file() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_rows", [1, 9, 40])
+@pytest.mark.one_in(3)
 def test_black_pictures_have_the_rows_that_a_step_may_have(family: str, num_rows: int) -> None:
     """By them the memory of the largest step is measured."""
     tiny = FAMILIES[family]()

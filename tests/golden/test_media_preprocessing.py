@@ -295,6 +295,7 @@ def test_numbers_in_words_are_those_of_num2words(number: int, words: str) -> Non
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("config", [QWEN, GEMMA, IDEFICS], ids=["qwen", "gemma", "idefics"])
+@pytest.mark.one_in(3)
 def test_pictures_in_files(name: str, config: MediaConfig) -> None:
     """Files are turned as their EXIF data says, and what is transparent shows white."""
     with Image.open(io.BytesIO(FILES[name])) as image:

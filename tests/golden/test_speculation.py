@@ -104,6 +104,7 @@ def test_answers_leases_continuations_and_hidden_states_are_the_same(family: str
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("swap_memory", [0, "1MiB"], ids=["recomputed", "swapped"])
 @pytest.mark.parametrize(("family", "num_blocks"), [(LLAMA, 14), (TWO_GROUPS, 26)])
+@pytest.mark.one_in(7)
 def test_answers_are_the_same_where_memory_is_short(
     family: str, num_blocks: int, swap_memory: int | str, depth: int
 ) -> None:

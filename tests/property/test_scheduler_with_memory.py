@@ -39,9 +39,13 @@ class RecordingDrive(Drive):
         self.scheduler.schedule = record
 
 
-def examples(in_full: int) -> settings:
-    """So many in `make test-all`, and fewer or more where other properties have fewer or more."""
-    return settings(max_examples=max(seeds.examples(in_full), settings.default.max_examples))
+def examples(in_full: int = seeds.EXAMPLES_IN_FULL) -> settings:
+    """So many in `make test-all`. They are dear: `make test`, which repeats the same ones in each run, has a tenth of
+    them, where other properties have a fifth. Runs with numbers of their own have a fifth here too."""
+    chosen = settings.default.max_examples
+    if seeds.asked() is None and chosen < seeds.EXAMPLES_IN_FULL:
+        return settings(max_examples=in_full // 10)
+    return settings(max_examples=max(seeds.examples(in_full), chosen))
 
 
 def run(load: Load) -> None:
@@ -86,6 +90,7 @@ def test_extractions_end_with_the_states_of_their_own_sequence(load: Load) -> No
     run(load)
 
 
+@examples()
 @given(loads("rooted", "reading", "restarting"))
 def test_extractions_begin_again_in_a_new_engine(load: Load) -> None:
     run(load)
@@ -97,11 +102,13 @@ def test_branches_read_what_the_encoder_made_of_their_own_input_and_it_runs_no_o
     run(load)
 
 
+@examples()
 @given(loads("swapping"))
 def test_branches_that_were_swapped_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("searching", "swapping"))
 def test_searches_that_were_swapped_go_on_where_their_beams_were(load: Load) -> None:
     run(load)
@@ -113,11 +120,13 @@ def test_requests_with_more_adapters_than_slots_all_end_and_each_reads_its_own(l
     run(load)
 
 
+@examples()
 @given(loads("adapted", "rooted", "reading", "restarting"))
 def test_continuations_and_readings_have_the_adapter_of_their_parent(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("adapted", "owned", "swapping"))
 def test_requests_with_adapters_that_were_preempted_go_on_where_they_were(load: Load) -> None:
     run(load)
@@ -129,48 +138,56 @@ def test_prompts_read_the_rows_of_their_own_images(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("seeing", "rooted", "reading", "restarting"))
 def test_continuations_and_readings_have_the_images_of_their_parent(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("seeing", "swapping", "searching"))
 def test_requests_with_images_that_were_preempted_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("seeing", "owned", "guessing"))
 def test_owners_share_steps_in_which_images_run_whole(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("owned"))
 def test_requests_of_several_owners_all_end_with_the_tokens_they_would_get_alone(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("owned", "swapping"))
 def test_branches_that_gave_way_to_another_owner_go_on_where_they_were(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("owned", "rooted", "reading", "restarting"))
 def test_owners_share_leases_and_extractions_also_in_a_new_engine(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("conversing", "rooted"))
 def test_sessions_change_no_token(load: Load) -> None:
     run(load)
 
 
+@examples()
 @given(loads("conversing", "rooted", "swapping", "owned"))
 def test_sessions_of_several_owners_share_little_memory(load: Load) -> None:
     run(load)
 
 
 @pytest.mark.check
-@settings(max_examples=60)
+@examples(200)
 @given(loads())
 def test_one_owner_alone_is_planned_as_none_at_all(load: Load) -> None:
     """Step by step, the same plans."""
