@@ -17,7 +17,8 @@ files have the rest. Each way is run by the same requests in a new engine:
     vllm                   the prefix cache of vLLM, with as many blocks (with --vllm-path)
 
 All ways of Ratoon must give the same tokens, but for random weights on a GPU: there the most likely tokens are nearly
-as likely as each other, and which is chosen depends on the batch. Each way has a process of its own, as vLLM has packages of its own.
+as likely as each other, and which is chosen depends on the batch. Each way has a process of its own, as vLLM has
+packages of its own.
 """
 
 from __future__ import annotations

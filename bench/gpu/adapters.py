@@ -136,7 +136,7 @@ def main() -> None:
     for name, default in {"requests": 32, "adapters": 8, "rank": 16, "input": 128, "tokens": 128, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--engines", help="default: ratoon, and vllm with --vllm-python")
-    parser.add_argument("--no-off", action="store_true", help="without the row \"off\", which has engines of its own")
+    parser.add_argument("--no-off", action="store_true", help='without the row "off", which has engines of its own')
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="further settings of Ratoon")
     parser.add_argument("--worker", choices=("ratoon", "vllm"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

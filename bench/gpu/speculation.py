@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 from compare import COMMON, OUR_SETTINGS, add_options, gpu_name, module_path, settle_options
 from compare_parts.models import prepare_model
+from draft_policy import KnownDrafter
 from harness import OURS, align, format_spread, ratios_of, spread
 from in_graphs import runner_of
 from peers.machine import usable_cores
@@ -35,7 +34,6 @@ from peers.process import EngineFailedError, EngineProcess
 from workloads import PromptSource
 
 from ratoon import LLM, SamplingParams
-from ratoon.scheduling.branch import Branch
 from ratoon.scheduling.drafters.own_text import NgramDrafter
 from ratoon.scheduling.speculation import Speculation
 
@@ -43,25 +41,6 @@ SEED = 0
 TOKEN = 0  # that requests generate: the first of equals
 MAX_MODEL_LEN = 2048
 OFF = "off"
-
-
-class KnownDrafter:
-    """Guesses the next tokens of a text that is one token again and again, each rightly with the same probability."""
-
-    name = "known"
-
-    def __init__(self, acceptance: float) -> None:
-        self._acceptance = acceptance
-        self._rng = random.Random(SEED)
-
-    def propose(self, branch: Branch, max_tokens: int) -> Sequence[int]:
-        return [TOKEN if self._rng.random() < self._acceptance else TOKEN + 1 for _ in range(max_tokens)]
-
-    def num_matched(self, branch: Branch) -> int:
-        return 0  # it matches no text
-
-    def drop(self, branch: Branch) -> None:
-        """Nothing is kept."""
 
 
 class OurWays:
@@ -87,7 +66,7 @@ class OurWays:
         """Returns by label the source of drafts, and whether the text repeats."""
         found: dict[str, tuple[Any, bool]] = {OFF: (None, True)}
         for acceptance in self._args.acceptances:
-            found[f"{acceptance:g} right"] = KnownDrafter(acceptance), True
+            found[f"{acceptance:g} right"] = KnownDrafter(acceptance, TOKEN), True
         return found | {
             "ngram, text that repeats": (NgramDrafter(3, 16), True),
             "off, text that does not": (None, False),

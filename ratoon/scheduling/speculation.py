@@ -22,6 +22,7 @@ from ratoon.core.request import CheckedDrafts
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.core.stats import DraftStats
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.draft_costs import DraftCosts
 from ratoon.scheduling.drafters.device import DeviceDrafter
 from ratoon.scheduling.drafters.interface import Drafter
 from ratoon.scheduling.drafters.prediction import PredictionDrafter
@@ -35,24 +36,11 @@ MATCHES = (1, 6, 12, 24)
 FIRST_RATES = (0.6, 0.38, 0.65, 0.87, 0.97)
 FIRST_RATE_OF = {PredictionDrafter.name: 0.9}  # of a source that promises more without a match
 WEIGHT = 1 / 8  # of the newest guess in its share
-LOWEST_RATE, HIGHEST_RATE = 0.3, 0.99  # a source that was wrong for long needs few right guesses to be back
-# Rows that take as long as the rest of a step, at least: few steps of a size may have been observed, and all of them
-# disturbed
-LEAST_FREE_ROWS = 1
-MOST_COST = 0.8  # of a row, in rows: at more, nothing is drafted but to observe it again
-LEAST_COST = 0.02
-ROWS_AHEAD = 4  # rows for drafts over which that cost is taken
-# Tokens that a draft may have: with the token before them a power of two, as kernels and graphs take rows. Few numbers,
-# since every size of a step has to be recorded, which takes as long as several steps, and observed
-LENGTHS = (1, 3, 7, 15, 31, 63)
+LOWEST_RATE = 0.3  # a source that was wrong for long needs few right guesses to be back
 FIRST_ON_DEVICE = 7  # tokens that the device drafts behind the first step of a branch
-LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
 RESULTS_OF_TRIAL = 4  # until no token of a branch is pending any more, with as many steps in flight as there can be
 LEAST_RATE_OF_TRIAL = 0.6  # of right guesses of a source, so that a trial brings about what it costs
 TRIES = 128  # one in so many drafts that seem to cost too much is made, because that estimate may be outdated
-WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
-MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
-PLAIN_RESULTS = 8  # without drafts, behind which waits are those of an engine that does not draft
 FIRST_ROWS, FIRST_TOKENS = 4.0, 2.0  # of a branch with a draft: its rows in a step, and the tokens that it gets from it
 WEIGHT_OF_DRAFT = 1 / 16  # of the newest draft in these
 GATHERINGS = 32  # one in so many plans waits for steps in flight if how long such a step takes is not known
@@ -108,7 +96,7 @@ class SourceRecord:
 class BranchDrafts:
     """The sources of a branch, by priority, and which of them made the draft that is being checked."""
 
-    __slots__ = ("drafted_by", "last_result", "num_checked", "num_tries", "records")
+    __slots__ = ("drafted_by", "last_result", "num_checked", "num_tries", "rate", "records")
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.records = [SourceRecord(drafter) for drafter in drafters]
@@ -116,34 +104,7 @@ class BranchDrafts:
         self.last_result: float | None = None  # when it came
         self.num_checked = 0  # drafts that the newest result is about
         self.num_tries = 0  # results behind which it drafts a token even if that seems not to be worth it
-
-
-class ResultWaits:
-    """How long branches wait for their next tokens, in steps of their size: without drafts, and with some, less what
-    their rows cost. With steps in flight the first is 1, and the second more: the branch missed a step, or the device
-    waited for the host. Branches beside those that draft wait longer too, because steps then have a part of the
-    branches each: that is no wait without drafts."""
-
-    __slots__ = ("_num_plain", "drafted", "plain")
-
-    def __init__(self) -> None:
-        self.plain = self.drafted = 1.0
-        self._num_plain = PLAIN_RESULTS  # results since one with drafts
-
-    @property
-    def without_drafts(self) -> bool:
-        """Whether no result of late had drafts."""
-        return self._num_plain > PLAIN_RESULTS
-
-    def take_result(self, has_drafts: bool) -> None:
-        self._num_plain = 0 if has_drafts else self._num_plain + 1
-
-    def observe(self, num_steps: float, time_of_drafts: float | None) -> None:
-        """`time_of_drafts`: that their rows take, in steps; None: there were none."""
-        if time_of_drafts is not None:
-            self.drafted += (max(1.0, min(num_steps - time_of_drafts, MOST_WAIT)) - self.drafted) * WEIGHT_OF_WAIT
-        elif self.without_drafts:
-            self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
+        self.rate = self.records[0].rate  # of the best guess behind the newest token; 0: no source had one
 
 
 class Speculation:
@@ -167,9 +128,8 @@ class Speculation:
         self._drafts: dict[Branch, BranchDrafts] = {}  # of unfinished branches that may draft
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
-        self._waits = ResultWaits()
-        self._lengths = [length for length in LENGTHS if length < self._most] + [self._most]
-        self._times: list[float] = []  # of these, as found for the result that is being taken: in steps
+        self._costs = DraftCosts(config, pace)
+        self._most_each = self._most  # tokens of a draft, so that there is room for those of all that should draft
         self._num_held_back = 0
         self._num_dear = 0  # results behind which rows seemed to cost too much
         self._rows_of_draft, self._tokens_of_draft = FIRST_ROWS, FIRST_TOKENS  # of a branch with a draft, of late
@@ -257,11 +217,13 @@ class Speculation:
     def advance(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """These branches got tokens: compare guesses with them, and let those draft for which it is worth it.
         `num_rows`: of all running branches. `now`: when the result came."""
-        cost = self._cost_of_row(num_rows)
-        is_trial = cost > MOST_COST and self._is_trial()
-        self._times = []
+        costs = self._costs
+        costs.begin(num_rows)
         self._observe_waits(branches, num_rows, now)
+        may_draft = costs.may_draft
+        is_trial = not may_draft and self._is_trial()
         room = self._max_rows - num_rows
+        self._most_each = max(1, int(room // max(1.0, costs.share * num_rows)))
         lengths: dict[float, int] = {}  # by rate: many branches have the same
         for branch in branches:
             drafting = self._drafts[branch]
@@ -270,8 +232,8 @@ class Speculation:
             if is_trial:
                 drafting.num_tries = RESULTS_OF_TRIAL
             found: tuple[Sequence[int], SourceRecord | None] = ((), None)
-            if cost <= MOST_COST or drafting.num_tries:
-                found = self._draft(branch, drafting, num_rows, room, lengths)
+            if may_draft or drafting.num_tries:
+                found = self._draft(branch, drafting, room, lengths)
             drafts, drafting.drafted_by = found
             drafting.num_tries = max(0, drafting.num_tries - 1) if branch.num_pending else 0
             # What is pending is known before the draft is checked
@@ -283,7 +245,9 @@ class Speculation:
                 branch.propose(drafts, of_device=source is not None and source.drafter is self._device)
                 room -= len(drafts)
             if self._device is not None:
-                branch.num_to_draft = self._length_on_device(drafting, cost, num_rows, room)
+                branch.num_to_draft = self._length_on_device(drafting, room) if may_draft else 0
+        if costs.share_is_due:
+            costs.find_share(drafting.rate for drafting in self._drafts.values())
 
     # ---- plans ----
 
@@ -294,7 +258,7 @@ class Speculation:
         results are there by then: with drafts in the first of these steps, a branch is not in the second. Compared are
         tokens a second.
         """
-        if self._waits.without_drafts:
+        if self._costs.waits.without_drafts:
             return False
         num_plain = num_drafting = num_rows = num_away = 0
         rows_away = tokens_away = 0.0
@@ -328,7 +292,7 @@ class Speculation:
 
     def _observe_waits(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """Observes one branch that had drafts in the step, and one that had none."""
-        self._waits.take_result(any(self._drafts[branch].num_checked for branch in branches))
+        self._costs.waits.take_result(any(self._drafts[branch].num_checked for branch in branches))
         seen = set()
         for branch in branches:
             drafting = self._drafts[branch]
@@ -338,29 +302,30 @@ class Speculation:
                 seen.add(bool(num_checked))
                 seconds = self._pace.seconds_of_rows(num_rows)
                 if seconds is not None:
-                    taken = self._time_of(num_checked, num_rows) if num_checked else None
-                    self._waits.observe((now - before) / seconds, taken)
+                    taken = self._costs.time_of(num_checked) if num_checked else None
+                    self._costs.waits.observe((now - before) / seconds, taken)
 
     def _draft(
         self,
         branch: Branch,
         drafting: BranchDrafts,
-        num_rows: int,
         room: int,
         lengths: dict[float, int],
     ) -> tuple[Sequence[int], SourceRecord | None]:
         """Returns the draft of the first source that has one worth its rows, behind the tokens that are pending; in a
         trial one token that is likely."""
         left = branch.max_total_tokens - branch.num_tokens - 1  # tokens before the last one
+        drafting.rate = 0.0
         for record in drafting.records:
             drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
                 continue
             rate = record.rate
+            drafting.rate = max(drafting.rate, rate)
             worth = lengths.get(rate)
             if worth is None:
-                worth = lengths[rate] = self._length(rate, num_rows)
-            length = self._whole(min(worth, room, len(drafts), left))
+                worth = lengths[rate] = self._costs.length(rate)
+            length = self._costs.whole(min(worth, self._most_each, room, len(drafts), left))
             record.guess, record.guess_at = drafts[0], branch.num_tokens
             if length > 0:
                 return drafts[: length + branch.num_pending], record
@@ -370,40 +335,18 @@ class Speculation:
                 return drafts[: branch.num_pending + 1], record
         return (), None
 
-    def _whole(self, count: int) -> int:
-        """Returns the largest length of a draft that is not above `count`."""
-        return self._lengths[bisect_right(self._lengths, count) - 1] if count > 0 else 0
-
-    def _length_on_device(self, drafting: BranchDrafts, cost: float, num_rows: int, room: int) -> int:
+    def _length_on_device(self, drafting: BranchDrafts, room: int) -> int:
         """The tokens that the device drafts behind the next step of a branch."""
         record = next((one for one in drafting.records if one.drafter is self._device), None)
-        if record is None or cost > MOST_COST:
+        if record is None:
             return 0
+        drafting.rate = max(drafting.rate, record.rate)
         of_drafting = 0.0 if self.config.max_seqs is not None else self._draft_cost
-        length = min(self._length(record.rate, num_rows, of_drafting), room)
+        length = min(self._costs.length(record.rate, of_drafting), room)
         if length > 0:
             return length
         record.num_left_out += 1
         return int(record.num_left_out % TRIES == 0)
-
-    def _length(self, rate: float, num_rows: int, of_drafting: float = 0.0) -> int:
-        """The tokens to draft: as many as bring the most tokens in the same time. The k-th is right with probability
-        rate ** k, and the result of a step with k of them comes later by the wait for it and by k rows. `of_drafting`:
-        what the device takes to draft one of them, in steps."""
-        if rate < self.config.min_acceptance:
-            return 0
-        if not self._times:
-            self._times = [self._time_of(count, num_rows) for count in self._lengths]
-        rate = min(rate, HIGHEST_RATE)
-        plain, drafted = (1.0, 1.0) if self.config.max_seqs is not None else (self._waits.plain, self._waits.drafted)
-        length, most = 0, (1 + LEAST_GAIN) / plain
-        # Further ones may bring more again: a ninth row may take long, and the seven behind it next to nothing
-        for count, time in zip(self._lengths, self._times):
-            tokens = (1 - rate ** (count + 1)) / (1 - rate)
-            per_step = tokens / (drafted + time + count * of_drafting)
-            if per_step > most:
-                length, most = count, per_step
-        return length
 
     def _is_trial(self) -> bool:
         """Whether the branches of a result draft one token each although rows seem to cost too much: the one step of
@@ -417,22 +360,3 @@ class Speculation:
             return False
         self._num_held_back += 1
         return self._num_held_back % TRIES == 0
-
-    def _cost_of_row(self, num_rows: int) -> float:
-        """What a row for a draft costs, in rows of a step of so many: 1 where time grows in proportion to rows, less
-        where a step takes about as long with a few more."""
-        if self.config.max_seqs is not None:
-            return MOST_COST + 1 if num_rows > self.config.max_seqs else LEAST_COST
-        return self._cost_of_rows(ROWS_AHEAD, max(1, num_rows))
-
-    def _cost_of_rows(self, count: int, num_rows: int) -> float:
-        cost = self._pace.cost_of_rows(num_rows, count)
-        if cost is None:
-            return num_rows / (num_rows + self.config.free_rows)
-        return max(min(cost, num_rows / (num_rows + LEAST_FREE_ROWS)), LEAST_COST)
-
-    def _time_of(self, count: int, num_rows: int) -> float:
-        """What so many rows for the drafts of a branch take, in steps, if all others have as many."""
-        if self.config.max_seqs is not None:
-            return count * LEAST_COST
-        return count * self._cost_of_rows(count, max(1, num_rows))

@@ -13,9 +13,10 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import CheckedDrafts, EngineCoreOutput, EngineCoreRequest
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
+from ratoon.scheduling.draft_costs import RESULTS_OF_LOOK, ResultWaits
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.scheduler import Scheduler
-from ratoon.scheduling.speculation import TRIES, ResultWaits, Speculation
+from ratoon.scheduling.speculation import TRIES, Speculation
 from tests.unit.scheduling.steps import add, answer_of, scheduler_of, step
 
 TEXT = list(range(10, 60))  # what every branch generates
@@ -30,9 +31,12 @@ class Known:
         self.matched = matched
         self.num_asked = 0
         self.dropped: list[str] = []
+        self.only: set[str] | None = None  # branches for which it has guesses; None: all
 
     def propose(self, branch: Branch, max_tokens: int) -> Sequence[int]:
         self.num_asked += 1
+        if self.only is not None and branch.branch_id not in self.only:
+            return []
         done = branch.num_output_tokens
         return [token + (not self.right) for token in TEXT[done : done + max_tokens]]
 
@@ -269,6 +273,36 @@ def test_a_disturbed_step_does_not_end_the_drafts_of_a_sequence_alone() -> None:
     assert lengths(scheduler, 8)[-1] > 1
 
 
+def where_time_grows_in_stairs(source: Known, num_branches: int = 32) -> Scheduler:
+    """A step of 64 rows takes twice as long as one of 32, and one of 256 not much longer."""
+    scheduler = with_sources(source, num_blocks=4000, speculation=SpeculationConfig(num_tokens=8))
+    for size, seconds in ((32, 1.08e-3), (64, 1.96e-3), (256, 2.85e-3)):
+        scheduler.state.pace.observe(size, seconds)
+    for number in range(num_branches):
+        add(scheduler, f"r{number}", 3)
+    return scheduler
+
+
+def test_all_draft_where_the_rows_of_a_few_are_dear() -> None:
+    scheduler = where_time_grows_in_stairs(Known(matched=30))
+    one_step(scheduler)
+    plan, _ = one_step(scheduler)
+    drafts = plan.scheduled_spec_decode_tokens
+    assert len(drafts) == 32 and {len(tokens) for tokens in drafts.values()} == {7}, "as many as there is room for"
+
+
+def test_a_few_do_not_draft_where_their_rows_are_dear() -> None:
+    source = Known(matched=30)
+    source.only = {"r3", "r8"}
+    scheduler = where_time_grows_in_stairs(source)
+    for _ in range(RESULTS_OF_LOOK + 1):
+        plan, _ = one_step(scheduler)
+    assert not plan.scheduled_spec_decode_tokens
+    source.only = None
+    drafted = [len(one_step(scheduler)[0].scheduled_spec_decode_tokens) for _ in range(RESULTS_OF_LOOK + 2)]
+    assert max(drafted) == 32, "it is looked at again"
+
+
 # ---- steps in flight ----
 
 
@@ -325,7 +359,7 @@ def test_rows_that_seemed_dear_once_are_tried_again() -> None:
     assert lengths(scheduler, 3) == [0, 1, 0], "one token, once"
     pace.observe(12, 0.8)
     pace.observe(16, 0.8)
-    assert lengths(scheduler, 2)[-1] > 0
+    assert lengths(scheduler, RESULTS_OF_LOOK + 1)[-1] > 0
 
 
 @pytest.mark.parametrize("idle_seconds", [0.0, 0.3])
