@@ -21,7 +21,10 @@ SYSTEM, NIXL = FILE_IO = ("system", "nixl")
 BACKEND = "POSIX"
 SECONDS_BETWEEN_LOOKS = 0.0002
 
-Bytes = bytes | bytearray | memoryview
+NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
+
+Buffer = bytearray | memoryview
+Bytes = bytes | Buffer
 
 
 class FileIO(Protocol):
@@ -29,8 +32,13 @@ class FileIO(Protocol):
         """Writes all parts, one after another, to an empty file."""
         ...
 
-    def read(self, handle: int, parts: Sequence[bytearray]) -> bool:
+    def read(self, handle: int, parts: Sequence[Buffer]) -> bool:
         """Fills all parts with the bytes of a file. False: it has more or fewer."""
+        ...
+
+    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> bool | None:
+        """Fills all parts with the first bytes of a file, if the system has them in memory: no device is waited for.
+        None: it has not all of them, or can't tell; some parts may have been written."""
         ...
 
 
@@ -45,7 +53,7 @@ class SystemIO:
             if left:
                 left[0] = left[0][num_written:]
 
-    def read(self, handle: int, parts: Sequence[bytearray]) -> bool:
+    def read(self, handle: int, parts: Sequence[Buffer]) -> bool:
         left = [memoryview(part) for part in parts if part]
         while left:
             num_read = os.readv(handle, left)
@@ -56,6 +64,14 @@ class SystemIO:
             if left:
                 left[0] = left[0][num_read:]
         return not os.read(handle, 1)
+
+    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> bool | None:
+        """File systems that can't tell, such as tmpfs, refuse such a call."""
+        size = sum(memoryview(part).nbytes for part in parts)
+        try:
+            return True if NO_WAIT and os.preadv(handle, parts, 0, NO_WAIT) == size else None
+        except OSError:
+            return None
 
 
 class NixlIO:
@@ -81,7 +97,7 @@ class NixlIO:
         if os.fstat(handle).st_size != size:
             raise OSError(f"NIXL has written {os.fstat(handle).st_size} of {size} bytes")
 
-    def read(self, handle: int, parts: Sequence[bytearray]) -> bool:
+    def read(self, handle: int, parts: Sequence[Buffer]) -> bool:
         size = sum(len(part) for part in parts)
         if os.fstat(handle).st_size != size:
             return False
@@ -92,6 +108,9 @@ class NixlIO:
             part[:] = memory[start : start + len(part)]
             start += len(part)
         return True
+
+    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> None:
+        """NIXL does not say what is in memory."""
 
     def _memory_of(self, size: int) -> mmap.mmap:
         if self._memory is None or len(self._memory) < size:

@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,7 +32,7 @@ from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
 from ratoon.core.private_folders import make_missing_folders, make_private_folder
 from ratoon.core.sizes import parse_size
 from ratoon.distributed.block_bytes import fill
-from ratoon.distributed.kv_file_io import SYSTEM, FileIO, open_file_io, verify_file_io
+from ratoon.distributed.kv_file_io import SYSTEM, Buffer, FileIO, open_file_io, verify_file_io
 from ratoon.distributed.write_behind import WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class FilesMover(BlockMover):
         handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try:
-                head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, content)) + key
+                head = HEADER.pack(MAGIC, VERSION, len(key), len(content), _checksum(key, [content])) + key
                 self._io_of_writer.write(handle, [head, content])
             finally:
                 os.close(handle)
@@ -327,29 +327,33 @@ class FilesMover(BlockMover):
                     if len(buffer) != size:
                         buffer = bytearray(size)
                     io = io or open_file_io(self._io_name)
-                    if self._read(read.key, buffer, io):
-                        read.fill(buffer)
+                    self._read(read, buffer, io)
             except Exception:
                 logger.warning("block %s can't be loaded from %s", read.key.hex(), self._folder, exc_info=True)
             finally:
                 read.done.put(None)
                 read = None  # the memory of a block that has arrived is not kept here
 
-    def _read(self, key: bytes, content: bytearray, io: FileIO) -> bool:
-        """Reads a block, from the queue or from its file. False: it is not there, or is damaged."""
-        waiting = self._queue.get(key)
+    def _read(self, read: Read, buffer: bytearray, io: FileIO) -> None:
+        """Reads a block, from the queue or from its file. One that is damaged is removed."""
+        waiting = self._queue.get(read.key)
         if waiting is not None:
-            if len(waiting) != len(content):
-                return False
-            content[:] = waiting
-            return True
-        path = _path_of(self._folder, key)
+            read.fill(lambda parts: fill(parts, waiting))
+            return
+        path = _path_of(self._folder, read.key)
         try:
             handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            return False
+            return
         try:
-            is_good = _read_block(io, handle, key, content)
+            is_good: bool | None = False
+            if os.fstat(handle).st_size == HEADER.size + len(read.key) + len(buffer):
+                # Straight to its memory, if no device is waited for
+                is_good = read.fill(lambda parts: _read_block(io.read_cached, handle, read.key, parts))
+            if is_good is None:
+                is_good = _read_block(io.read, handle, read.key, [memoryview(buffer)])
+                if is_good:
+                    read.fill(lambda parts: fill(parts, buffer))
             if is_good:
                 with suppress(OSError):
                     _note_use(handle)
@@ -359,7 +363,6 @@ class FilesMover(BlockMover):
             logger.warning("%s is damaged, and is removed", path)
             with suppress(OSError):
                 os.unlink(path)
-        return is_good
 
     def flush(self) -> None:
         """Waits until all that was saved is written."""
@@ -384,10 +387,14 @@ class Read:
         self._lock = threading.Lock()
         self._is_filled = False
 
-    def fill(self, content: bytearray) -> None:
+    def fill(self, write: Callable[[Sequence[memoryview]], bool | None]) -> bool | None:
+        """Lets `write` fill the memory, and returns what it says. None: it does not know, or it is too late."""
         with self._lock:
-            if not self.has_ended:
-                self._is_filled = fill(self.parts, content)
+            if self.has_ended:
+                return None
+            is_filled = write(self.parts)
+            self._is_filled = bool(is_filled)
+            return is_filled
 
     def end(self) -> bool:
         """Returns whether the memory has been filled. It is not written to from now on."""
@@ -415,9 +422,10 @@ def _files_of(root: Path) -> Iterator[_File]:
                     os.unlink(path)
 
 
-def _checksum(key: bytes, content: bytearray) -> bytes:
+def _checksum(key: bytes, parts: Sequence[Buffer]) -> bytes:
     digest = xxhash.xxh3_128(key)
-    digest.update(content)
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 
@@ -438,13 +446,16 @@ def _is_written(path: str, size: int) -> bool:
     return True
 
 
-def _read_block(io: FileIO, handle: int, key: bytes, content: bytearray) -> bool:
-    """Reads the content. False: the file is not what it should be."""
+def _read_block(
+    read: Callable[[int, Sequence[Buffer]], bool | None], handle: int, key: bytes, parts: Sequence[memoryview]
+) -> bool | None:
+    """Reads the content. False: the file is not what it should be. None: so says what reads it."""
     head = bytearray(HEADER.size + len(key))
-    if not io.read(handle, [head, content]):
-        return False
+    is_whole = read(handle, [head, *parts])
+    if not is_whole:
+        return is_whole
     magic, version, key_bytes, num_bytes, checksum = HEADER.unpack_from(head)
-    expected = (MAGIC, VERSION, len(key), len(content), key)
+    expected = (MAGIC, VERSION, len(key), sum(part.nbytes for part in parts), key)
     if (magic, version, key_bytes, num_bytes, bytes(head[HEADER.size :])) != expected:
         return False
-    return _checksum(key, content) == checksum
+    return _checksum(key, parts) == checksum

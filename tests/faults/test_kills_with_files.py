@@ -39,7 +39,7 @@ def is_whole(path: Path) -> bool:
         len(key),
         key,
     )
-    return is_named and size == len(content) and checksum == kv_files._checksum(key, content)
+    return is_named and size == len(content) and checksum == kv_files._checksum(key, [content])
 
 
 async def survive(folder: Path, num_kills: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import block_key, open_connector
-from ratoon.distributed import kv_files, write_behind
+from ratoon.distributed import kv_file_io, kv_files, write_behind
 from ratoon.distributed.kv_files import FilesConnector, FilesIndex, FilesMover
 from tests.waiting import wait_until
 
@@ -220,6 +220,46 @@ def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch)
     files_in(tmp_path)[0].unlink()
     wait_until("the other engine knows that it is gone", lambda: not other.index.find(key(1)))
     other.close()
+
+
+def test_what_the_system_has_in_memory_goes_straight_to_its_block(opened, monkeypatch):
+    opened.save(1)
+    opened.mover.flush()
+    read = os.preadv
+    monkeypatch.setattr(kv_file_io, "NO_WAIT", 8)
+    monkeypatch.setattr(os, "preadv", lambda handle, parts, offset, flags: read(handle, parts, offset))
+    monkeypatch.setattr(os, "readv", None)
+    assert opened.read(1) == whole(1)
+    (file,) = files_in(opened.index._folder)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert opened.read(1) is None and not file.exists(), "a wrong byte"
+
+
+def refused(handle, parts, offset, flags):
+    raise OSError(errno.EOPNOTSUPP, "this file system can't tell")
+
+
+def cut_short(handle, parts, offset, flags):
+    parts[0][:1] = b"?"
+    return 1
+
+
+@pytest.mark.parametrize("preadv", [refused, cut_short])
+def test_what_the_system_has_not_in_memory_is_waited_for(opened, monkeypatch, preadv):
+    opened.save(1)
+    opened.mover.flush()
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert opened.read(1) == whole(1)
+
+
+def test_other_systems_than_linux_read_by_the_way_of_a_buffer(opened, monkeypatch):
+    opened.save(1)
+    opened.mover.flush()
+    monkeypatch.setattr(kv_file_io, "NO_WAIT", 0)
+    monkeypatch.setattr(os, "preadv", None)
+    assert opened.read(1) == whole(1)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path, monkeypatch):
