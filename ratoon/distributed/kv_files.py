@@ -346,7 +346,7 @@ class FilesMover(BlockMover):
         except FileNotFoundError:
             return
         try:
-            is_good: bool | None = False
+            is_good: bool | None = None
             if os.fstat(handle).st_size == HEADER.size + len(read.key) + len(buffer):
                 # Straight to its memory, if no device is waited for
                 is_good = read.fill(lambda parts: _read_block(io.read_cached, handle, read.key, parts))
