@@ -1,28 +1,34 @@
 """How long a connector takes for a fetch of so many blocks, from those that were observed.
 
-A fetch takes a time of its own, and one for each block; the first of an engine takes longer than any later one. So
-observations are kept by size, and a small fetch says nothing about a large one, except that this takes at least as
-long.
+A fetch takes a time of its own, and one for each block; the first of an engine takes longer than any later one, and any
+may be disturbed. So observations are kept by size, the shortest of the last ones counts, and a single one says nothing
+yet. A small fetch says of a large one only that this takes at least as long.
 """
 
 from __future__ import annotations
 
-WEIGHT_OF_NEWEST = 1 / 4  # of the newest observation among those of its size
+from collections import deque
+
+NUM_RECENT = 4  # observations of each size
+LEAST_OBSERVED = 2  # of them, so that an estimate may prevent a fetch
 FORGOTTEN = 0.98  # of an estimate that prevented a fetch: it may be outdated
 
 
 class FetchTimes:
     def __init__(self) -> None:
-        self._of_block: dict[int, float] = {}  # class of size, by powers of two → seconds for each block
+        self._recent: dict[int, deque[float]] = {}  # class of size, by powers of two → seconds for each block
+        self._of_block: dict[int, float] = {}  # the shortest of them, where there are enough
 
     def note(self, num_blocks: int, seconds: float) -> None:
         """A fetch of so many blocks took so long."""
-        size, of_block = num_blocks.bit_length(), seconds / num_blocks
-        before = self._of_block.get(size, of_block)
-        self._of_block[size] = before + (of_block - before) * WEIGHT_OF_NEWEST
+        size = num_blocks.bit_length()
+        recent = self._recent.setdefault(size, deque(maxlen=NUM_RECENT))
+        recent.append(seconds / num_blocks)
+        if len(recent) >= LEAST_OBSERVED:
+            self._of_block[size] = min(recent)
 
     def estimate(self, num_blocks: int) -> float:
-        """Returns the seconds that a fetch of so many blocks takes, 0.0 if none was observed. A size that was not
+        """Returns the seconds that a fetch of so many blocks takes, 0.0 if too few were observed. A size that was not
         observed is estimated low, so that it is tried."""
         if not num_blocks or not self._of_block:
             return 0.0

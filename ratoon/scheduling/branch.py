@@ -60,6 +60,7 @@ class Request:
         "prediction",
         "priority",
         "queued_time",
+        "receives_blocks",
         "request_id",
         "retain_kv",
         "retention",
@@ -112,6 +113,7 @@ class Request:
         self.is_branch = request.is_branch
         transfer = request.kv_transfer
         self.kv_transfer = transfer.name if transfer is not None and transfer.sends else None  # where its blocks go
+        self.receives_blocks = transfer is not None and not transfer.sends  # another engine has computed them for it
         self.owner = request.owner
         self.priority = request.priority
         self.arrival_time = request.arrival_time

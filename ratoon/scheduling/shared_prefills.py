@@ -93,7 +93,9 @@ class SharedPrefills:
 
     def _load_costs(self, branch: Branch) -> SwapCosts | None:
         """Where nothing was measured at start-up, a block of host memory costs nothing, and a token what tokens took in
-        steps so far."""
+        steps so far. None where another engine has computed the blocks, so that this one need not."""
+        if branch.request.receives_blocks:
+            return None
         if self._state.swap_costs is not None:
             return self._state.swap_costs
         seconds = self._state.pace.seconds_of_token(min(branch.num_tokens, self._state.config.token_budget))

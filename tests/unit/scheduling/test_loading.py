@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ratoon.core.kv import SwapCosts
+from ratoon.core.kv_transfer import KVTransfer
 from ratoon.core.outputs import ModelRunnerOutput, TransferReport
 from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import FinishReason
 from ratoon.scheduling.scheduler import Scheduler
 from tests.unit.scheduling.encoding import add_encoded, answer_to, document, encoder_scheduler, finish, new_of, step
-from tests.unit.scheduling.steps import PRIORITY, add, new_ids
+from tests.unit.scheduling.steps import PRIORITY, add, new_ids, request_of
 
 PREFIX = list(range(500, 512))  # three blocks
 
@@ -156,6 +157,15 @@ def test_what_takes_longer_to_load_is_computed() -> None:
     add(scheduler, "again", [*PREFIX, 2], max_tokens=1)
     plan, _ = step(scheduler)
     assert plan.loads == [] and plan.num_scheduled_tokens == {"again": 13}
+
+
+def test_what_another_engine_has_computed_is_loaded_whatever_that_takes() -> None:
+    scheduler = with_stored_prefix(swap_costs=SwapCosts(4.1, 1.0))
+    request = request_of("again", [*PREFIX, 2], max_tokens=1)
+    request.kv_transfer = KVTransfer("a transfer", "ipc:///of/another")
+    scheduler.add_request(request)
+    plan, _ = step(scheduler)
+    assert len(plan.loads) == 3 and not plan.num_scheduled_tokens
 
 
 def test_log_probabilities_of_a_prompt_need_all_of_it() -> None:
