@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def leave_cases_to_the_full_run(items: list[pytest.Item]) -> None:
     """Leaves most cases of a test that has the marker one_in(n) to the full run: the first of every n cases stays, and
     the others become `full`, but for those of `make check`. With an n that has no factor in common with the number of a
-    parameter's values, each value stays in some case."""
+    parameter's values, each value stays in some case, if as many cases stay as there are values."""
     num_cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("one_in")

@@ -1,4 +1,4 @@
-"""What drafts cost, and how many tokens of how many branches are worth it.
+"""Tells what drafts cost, and how many tokens of how many branches are worth it.
 
 The time of steps by their rows is observed (`StepPace`), and so is how much longer a branch waits for a step with a
 draft of it (`ResultWaits`). From these follows what a draft of so many tokens takes, in steps without any. Which source
@@ -114,8 +114,8 @@ class DraftCosts:
         return length
 
     def time_of(self, count: int) -> float:
-        """What so many rows for the drafts of a branch take, in steps, if others that should draft have as many. Time
-        may grow in stairs, so that few rows tell little of what as many for each branch take."""
+        """Returns the time of so many rows for the drafts of a branch, in steps, if others that should draft have as
+        many. Time may grow in stairs, so that few rows tell little of what as many for each branch take."""
         if self._config.max_seqs is not None:
             return count * LEAST_COST
         return count * self._cost_of_rows(max(count, round(count * self._num_rows * self.share)), self._num_rows)
@@ -142,8 +142,8 @@ class DraftCosts:
         return found
 
     def _cost_of_rows(self, count: int, num_rows: int) -> float:
-        """What each of so many further rows costs, in rows of a step of `num_rows`: 1 where time grows in proportion
-        to rows, less where a step takes about as long with a few more."""
+        """Returns the cost of each of so many further rows, in rows of a step of `num_rows`: 1 where time grows in
+        proportion to rows, less where a step takes about as long with a few more."""
         cost = self._pace.cost_of_rows(num_rows, count)
         if cost is None:
             cost = num_rows / (num_rows + self._config.free_rows)

@@ -129,7 +129,6 @@ class Speculation:
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
         self._costs = DraftCosts(config, pace)
-        self._most_each = self._most  # tokens of a draft, so that there is room for those of all that should draft
         self._num_held_back = 0
         self._num_dear = 0  # results behind which rows seemed to cost too much
         self._rows_of_draft, self._tokens_of_draft = FIRST_ROWS, FIRST_TOKENS  # of a branch with a draft, of late
@@ -223,7 +222,7 @@ class Speculation:
         may_draft = costs.may_draft
         is_trial = not may_draft and self._is_trial()
         room = self._max_rows - num_rows
-        self._most_each = max(1, int(room // max(1.0, costs.share * num_rows)))
+        most = max(1, int(room // max(1.0, costs.share * num_rows)))  # of a draft: there is room for as many of all
         lengths: dict[float, int] = {}  # by rate: many branches have the same
         for branch in branches:
             drafting = self._drafts[branch]
@@ -233,7 +232,7 @@ class Speculation:
                 drafting.num_tries = RESULTS_OF_TRIAL
             found: tuple[Sequence[int], SourceRecord | None] = ((), None)
             if may_draft or drafting.num_tries:
-                found = self._draft(branch, drafting, room, lengths)
+                found = self._draft(branch, drafting, most, room, lengths)
             drafts, drafting.drafted_by = found
             drafting.num_tries = max(0, drafting.num_tries - 1) if branch.num_pending else 0
             # What is pending is known before the draft is checked
@@ -309,6 +308,7 @@ class Speculation:
         self,
         branch: Branch,
         drafting: BranchDrafts,
+        most: int,
         room: int,
         lengths: dict[float, int],
     ) -> tuple[Sequence[int], SourceRecord | None]:
@@ -325,7 +325,7 @@ class Speculation:
             worth = lengths.get(rate)
             if worth is None:
                 worth = lengths[rate] = self._costs.length(rate)
-            length = self._costs.whole(min(worth, self._most_each, room, len(drafts), left))
+            length = self._costs.whole(min(worth, most, room, len(drafts), left))
             record.guess, record.guess_at = drafts[0], branch.num_tokens
             if length > 0:
                 return drafts[: length + branch.num_pending], record

@@ -111,7 +111,7 @@ class Console:
         return self.page.evaluate(f"async (a) => {{ const m = {module_of(module)}; return {expression}; }}", arguments)
 
     def open_again(self) -> Console:
-        """As a new visitor sees the page, in a new tab, of a browser that has its files."""
+        """Opens the page in a new tab, as a new visitor sees it whose browser has its files."""
         self.page.close()
         self.requests.clear()
         self._open_tab()

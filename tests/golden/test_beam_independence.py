@@ -129,7 +129,7 @@ def test_chunks_rows_and_block_sizes_change_no_bit(family: str, changes: dict[st
     ("family", "num_blocks"), [(LLAMA, 17), (WIDE_WINDOW, 17), (TWO_GROUPS, 34), (QWEN3, 17), ("gpt2", 17)]
 )
 @pytest.mark.parametrize("caching", [True, False], ids=["with a prefix cache", "without"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 def test_preemption_changes_no_bit(family: str, num_blocks: int, caching: bool) -> None:
     with engine(family, num_blocks=num_blocks, enable_prefix_caching=caching, max_num_batched_tokens=40) as llm:
         assert answers(llm, SEARCHES) == alone(family)
