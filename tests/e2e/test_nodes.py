@@ -18,7 +18,8 @@ if sys.platform != "linux":
 from ratoon.distributed.cluster import SECRET_VARIABLE
 from tests.e2e.servers import serve_command, serving
 from tests.faults.processes import model_name
-from tests.golden.nodes import SECRET, free_port
+from tests.golden.nodes import SECRET
+from tests.ports import free_port
 
 
 def complete(api: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +40,7 @@ from tests.golden.image_readers import image_reader
 from tests.golden.nodes import Relay
 from tests.golden.test_encoder_decoder_api import folder_of
 from tests.golden.tiny_models import random_token_ids
+from tests.ports import free_port
 from tests.real_models import needs_embedded_model
 from tests.waiting import until, wait_until
 
@@ -333,9 +333,7 @@ def test_the_application_for_ray_serve_answers(cluster: Cluster) -> None:
     connect_to_ray("ray")
     from examples import ray_serve
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"port": port})
     try:
         serve.run(ray_serve.application)

@@ -21,7 +21,8 @@ from ratoon.engine.processes.ledger import MAX_STRIKES
 from tests.faults.kills import number_of_kills
 from tests.faults.processes import SETTINGS, is_running, model_name
 from tests.faults.test_engine_death import num_restarts, read_stream
-from tests.golden.nodes import SECRET, Relay, free_port, running_node
+from tests.golden.nodes import SECRET, Relay, running_node
+from tests.ports import free_port
 from tests.waiting import until, wait_until
 
 NUM_STREAMS = 6

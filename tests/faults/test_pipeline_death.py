@@ -20,7 +20,8 @@ from tests.faults.kills import number_of_kills, survive_kills
 from tests.faults.processes import FAMILY, SETTINGS, is_running, model_name, workers_of
 from tests.faults.test_engine_death import read_stream
 from tests.golden.engines import model_folder
-from tests.golden.nodes import SECRET, RunningNode, free_port
+from tests.golden.nodes import SECRET, RunningNode
+from tests.ports import free_port
 from tests.waiting import until, wait_until
 
 STAGES = SETTINGS | {"pipeline_parallel_size": 2}

@@ -23,12 +23,6 @@ from ratoon.distributed.node import Node
 SECRET = "a secret of more than sixteen characters"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def beat_fast(monkeypatch: pytest.MonkeyPatch, silence: float = 10.0) -> None:
     """Hosts of this process notice a silence sooner, which a busy machine must not bring about."""
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)

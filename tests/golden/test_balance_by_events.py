@@ -85,7 +85,7 @@ def test_what_goes_on_from_another_choice_of_a_request_is_found(by_events: bool)
 def test_the_index_follows_the_events_that_are_published() -> None:
     """The index is right again after a message of an engine was lost, its cache was cleared, or its process has
     ended."""
-    address, replay = sorted(free_addresses(2))
+    address, replay = free_addresses(num_engines=2)
     with open_engines(kv_events=address, kv_events_replay=replay, kv_events_topic="topic") as llm:
         router = Router(address, replay)  # of engine 0
 

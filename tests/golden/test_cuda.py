@@ -21,11 +21,12 @@ from tests.golden.engines import engine_of_folder, model_folder, scheduler_of, t
 from tests.golden.every_kind import PROMPTS, answers
 from tests.golden.grammar_engines import forced_texts, grammar_engine, grammar_folder
 from tests.golden.image_readers import IMAGE_FAMILIES, PLACEHOLDERS, image_reader, num_encoder_runs, picture
-from tests.golden.nodes import beat_fast, free_port, running_node
+from tests.golden.nodes import beat_fast, running_node
 from tests.golden.peft_oracle import PeftAdapter, logits_of
 from tests.golden.test_model_logits import FAMILIES as DECODERS
 from tests.golden.tiny_models import random_token_ids
 from tests.golden.tiny_states import tiny_granite_hybrid, tiny_mamba2
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Any
 
@@ -18,20 +17,16 @@ from ratoon.memory.block_events import BlockEvents
 from ratoon.memory.hashing import NO_EXTRA_KEYS, ExtraKeys, MediaSpan
 from tests.golden.engines import engine, greedy, run, scheduler_of
 from tests.golden.tiny_models import random_token_ids
+from tests.ports import free_ports
 from tests.waiting import PATIENCE, wait_until
 
 FAMILY = "llama with grouped heads"
 
 
-def free_addresses(count: int) -> list[str]:
-    opened = [socket.socket() for _ in range(count)]
-    try:
-        for one in opened:
-            one.bind(("127.0.0.1", 0))
-        return [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in opened]
-    finally:
-        for one in opened:
-            one.close()
+def free_addresses(num_engines: int = 1) -> tuple[str, str]:
+    """Returns addresses of the first engine's events and of its replays; those of other engines follow each."""
+    ports = free_ports(2 * num_engines)
+    return f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[num_engines]}"
 
 
 class Router:
@@ -86,7 +81,7 @@ def found_in(llm: Any) -> set[int]:
 
 
 def test_a_router_knows_which_blocks_can_be_found(tmp_path):
-    address, replay = free_addresses(2)
+    address, replay = free_addresses()
     settings = {"kv_events": address, "kv_events_replay": replay, "kv_events_topic": "topic", "num_blocks": 24}
     with engine(FAMILY, **settings) as llm:
         router = Router(address, replay)
@@ -115,7 +110,7 @@ def is_next(router: Router, block: int, parent: int | None, tokens: list[int]) -
 
 
 def test_subscribers_get_messages_with_topic_and_numbers():
-    address, replay = free_addresses(2)
+    address, replay = free_addresses()
     publisher = KVEventPublisher(address, replay, "topic", rank=3)
     router = Router(address, replay)
     deadline = time.monotonic() + PATIENCE

@@ -28,6 +28,7 @@ from ratoon.distributed import lmcache
 from ratoon.distributed.lmcache import LMCacheConnector, LMCacheIndex, LMCacheMover
 from tests.golden.engines import engine, greedy, run, tokens_of
 from tests.golden.tiny_models import random_token_ids
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 COMMAND = os.environ.get("RATOON_LMCACHE") or shutil.which("lmcache")
@@ -72,12 +73,6 @@ class LMCacheServer:
         self.process.wait()
         for path in Path("/dev/shm").glob(f"*{self.memory}*"):
             path.unlink()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

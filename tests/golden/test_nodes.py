@@ -25,10 +25,11 @@ from tests.golden import every_kind
 from tests.golden.engines import model_folder
 from tests.golden.every_kind import answers, ask_everything, right_answers
 from tests.golden.grammar_engines import FAMILY, grammar_folder
-from tests.golden.nodes import SECRET, Relay, beat_fast, free_port, running_node
+from tests.golden.nodes import SECRET, Relay, beat_fast, running_node
 from tests.golden.test_encoder_decoder_api import INPUTS, folder_of
 from tests.golden.test_steps_in_flight import EVERYTHING, LLAMA
 from tests.golden.test_worker_processes import PROMPTS, is_running
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
