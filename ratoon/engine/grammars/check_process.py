@@ -3,7 +3,8 @@
 It loads the grammar library and the vocabulary once, and forks: a fork has limits on processor time and memory, and
 checks grammars of one owner, one after the other. It is ended when its owner has had none for a while, when another
 owner needs its place, after a grammar that took much memory, and by the system where a limit is exceeded, so that
-nothing of a grammar stays behind. Several run at once. Owners take turns (core/turns.py). A check is quick or has low
+nothing of a grammar stays behind. Several run at once, and a spare one, which has checked nothing yet, is made ahead in
+quiet moments: forking takes longer than most checks. Owners take turns (core/turns.py). A check is quick or has low
 priority: one that takes long, or is beside another one of the same owner, leaves the processor to the engine.
 
 It imports no torch and has one thread of its own. checks.py is the other side.
@@ -12,6 +13,7 @@ It imports no torch and has one thread of its own. checks.py is the other side.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import selectors
 import signal
@@ -20,6 +22,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import msgspec
 from tokenizers import Tokenizer as Backend
@@ -98,6 +101,8 @@ class _Server:
         self._checks: dict[int, Check] = {}  # by number, until they are answered or cancelled
         self._alone: set[int] = set()  # numbers of checks that get a fork of their own
         self._forks: dict[int, _Fork] = {}  # by pipe, the one that began first comes first
+        self._spare: _Fork | None = None  # not among them
+        self._quiet_since = time.monotonic()
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
         self._decoder: msgspec.msgpack.Decoder[Check | Cancellation] = msgspec.msgpack.Decoder(Check | Cancellation)
@@ -118,8 +123,10 @@ class _Server:
                 self._watch()
                 while (found := self._turns.begin()) is not None:
                     self._begin(found[1])
+                if self._spare is None and time.monotonic() >= self._spare_is_due():
+                    self._spare = self._fork(None)
         finally:
-            for fork in self._forks.values():
+            for fork in self._all_forks():
                 os.kill(fork.pid, signal.SIGKILL)
 
     def _receive(self, jobs: int) -> bool:
@@ -151,11 +158,15 @@ class _Server:
         is_beside_another = self._turns.num_running_of(check.owner) > 1
         encoded = msgspec.msgpack.encode(check)
         fork = None
-        if check.number not in self._alone and len(encoded) <= MAX_SENT_BYTES:
+        can_be_sent = len(encoded) <= MAX_SENT_BYTES
+        if check.number not in self._alone and can_be_sent:
             fork = self._idle_fork(check.owner, is_beside_another)
         if fork is None:
             self._make_room()
+            fork = self._take_spare(check.owner) if can_be_sent else None
+        if fork is None:
             fork = self._fork(check)
+            self._watch_pipe(fork)
         else:
             fork.check = check
             with suppress(OSError):  # it has ended, which is read next
@@ -185,38 +196,59 @@ class _Server:
         with suppress(OSError):  # it has ended
             fork.pipe.shutdown(socket.SHUT_WR)
 
-    def _fork(self, check: Check) -> _Fork:
+    def _all_forks(self) -> list[_Fork]:
+        return [*self._forks.values(), *([] if self._spare is None else [self._spare])]
+
+    def _spare_is_due(self) -> float:
+        """Returns when a spare fork should be made, by the clock. While there are checks, none is."""
+        return math.inf if self._checks else self._quiet_since + self._limits.quiet_seconds
+
+    def _take_spare(self, owner: str | None) -> _Fork | None:
+        fork, self._spare = self._spare, None
+        if fork is None:
+            return None
+        if os.waitpid(fork.pid, os.WNOHANG)[0] != 0:  # the system has ended it, for want of memory
+            fork.pipe.close()
+            return None
+        fork.owner = owner
+        self._watch_pipe(fork)
+        return fork
+
+    def _watch_pipe(self, fork: _Fork) -> None:
+        self._forks[fork.pipe.fileno()] = fork
+        self._selector.register(fork.pipe, selectors.EVENT_READ)
+
+    def _fork(self, check: Check | None) -> _Fork:
+        """Fork for a check. None: the fork is a spare one."""
         own, others = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             for inherited in (sys.stdin.fileno(), sys.stdout.fileno(), self._selector.fileno(), own.fileno()):
                 os.close(inherited)
-            for pipe in self._forks:
-                os.close(pipe)
+            for other in self._all_forks():
+                os.close(other.pipe.fileno())
             self._check_and_exit(check, others)
         others.close()
-        fork = self._forks[own.fileno()] = _Fork(check.owner, pid, own, check, time.monotonic())
-        self._selector.register(own, selectors.EVENT_READ)
-        return fork
+        return _Fork(None if check is None else check.owner, pid, own, check, time.monotonic())
 
-    def _check_and_exit(self, check: Check, pipe: socket.socket) -> None:
+    def _check_and_exit(self, check: Check | None, pipe: socket.socket) -> None:
         """In the fork."""
         try:
+            if check is None:
+                self._checker.warm_up()  # it writes to most of the memory that a check writes to, which is then its own
             before = address_space()
             limit_resources(before + self._limits.memory_bytes)
             with pipe.makefile("rb") as jobs, pipe.makefile("wb") as answers:
-                num_left, goes_on = MAX_CHECKS_OF_FORK, True
-                while goes_on:
+                check = _next_check(jobs) if check is None else check
+                num_left = MAX_CHECKS_OF_FORK
+                while check is not None:
                     limit_processor_time(self._limits.seconds)
                     finding = self._checker.check(check.asked)
                     limit_processor_time(0)
                     num_left -= 1
                     goes_on = num_left > 0 and address_space() - before <= MAX_LEFT_BYTES
                     write_frame(answers, msgspec.msgpack.encode(_Report(finding, goes_on)))
-                    frame = read_frame(jobs) if goes_on else None
-                    if frame is None:
-                        break
-                    check = msgspec.msgpack.decode(frame, type=Check)
+                    check = _next_check(jobs) if goes_on else None
         except MemoryError:
             os.kill(os.getpid(), signal.SIGABRT)  # as the grammar library does
         finally:
@@ -258,6 +290,7 @@ class _Server:
             self._turns.add(check.owner, check)
             return
         del self._checks[check.number]
+        self._quiet_since = time.monotonic()
         self._alone.discard(check.number)
         write_frame(sys.stdout.buffer, msgspec.msgpack.encode(CheckResult(check.number, finding)))
 
@@ -311,7 +344,10 @@ class _Server:
     def _seconds_to_wait(self) -> float | None:
         watched = (fork for fork in self._forks.values() if not fork.is_leaving and not fork.was_too_slow)
         ends = [self._next_look(fork) for fork in watched]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        if self._spare is None:
+            ends.append(self._spare_is_due())
+        end = min(ends, default=math.inf)
+        return None if end == math.inf else max(0.0, end - time.monotonic())
 
     def _next_look(self, fork: _Fork) -> float:
         """When something may have to be done to it, by the clock."""
@@ -340,7 +376,10 @@ class _Checker:
             self._library = Llguidance(tokenizer, vocabulary.vocab_size)
         except Exception as error:
             self._unusable = f"can't be used with this model's tokenizer: {error}"
-        self.check(StructuredOutput(json_object=True))  # what the first check makes, forks find
+        self.warm_up()  # what the first check makes, forks find
+
+    def warm_up(self) -> None:
+        self.check(StructuredOutput(json_object=True))
         self._num_used_before = used_bytes()
 
     def check(self, asked: StructuredOutput) -> Finding:
@@ -390,6 +429,12 @@ class _Checker:
         tried.free()
         self._num_used_before = used_bytes()  # what it leaves behind is not the next one's
         return num_bytes
+
+
+def _next_check(jobs: BinaryIO) -> Check | None:
+    """None: the fork is not needed any longer."""
+    frame = read_frame(jobs)
+    return None if frame is None else msgspec.msgpack.decode(frame, type=Check)
 
 
 def _processor_seconds(pid: int) -> float:

@@ -30,6 +30,7 @@ MAX_SECONDS = 5.0  # of processor time, for one grammar
 MAX_WAIT_SECONDS = 60.0  # by the clock, from its beginning: the machine may be busy
 MAX_MEMORY_BYTES = 256 * 2**20  # of address space, beyond what the process had before
 IDLE_SECONDS = 2.0  # that a process waits for another grammar of its owner
+QUIET_SECONDS = 0.2  # without a check, after which a process is made ready for that of any owner
 NUM_PLACES = 4  # checks at once
 
 _Key: TypeAlias = tuple[str | None, bytes]  # the owner, and the content of what is checked
@@ -45,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
     wait_seconds: float = MAX_WAIT_SECONDS
     memory_bytes: int = MAX_MEMORY_BYTES
     idle_seconds: float = IDLE_SECONDS
+    quiet_seconds: float = QUIET_SECONDS
 
 
 class Vocabulary(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from ratoon.engine.grammars import checks as grammar_checks
 from ratoon.engine.grammars.check_process import MAX_CHECKS_OF_FORK
 from ratoon.engine.grammars.checks import NUM_PLACES, GrammarChecks, Limits
 from tests.unit.engine.fakes import byte_tokenizer
-from tests.waiting import wait_until
+from tests.waiting import cpu_seconds, wait_until
 
 PATIENCE_SECONDS = 120.0  # on a machine that may be busy
 TOKENIZER = byte_tokenizer()
@@ -30,7 +31,9 @@ ENDLESS = StructuredOutput(**bombs()["lark, intersected lengths"])  # takes minu
 
 
 def make_checks(**limits: Any) -> GrammarChecks:
-    return GrammarChecks(TOKENIZER, VOCAB_SIZE, [TOKENIZER.backend.token_to_id(END)], Limits(**limits))
+    """Without `quiet_seconds`, no process is made ahead."""
+    ends = [TOKENIZER.backend.token_to_id(END)]
+    return GrammarChecks(TOKENIZER, VOCAB_SIZE, ends, Limits(**({"quiet_seconds": math.inf} | limits)))
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +238,28 @@ def test_a_process_is_ended_when_its_owner_has_no_more_checks() -> None:
             checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
         wait_until("idle processes end", lambda: not forks_of(process_of(checks)))
         checks.verify(StructuredOutput(regex="another of a"), "a")
+    finally:
+        checks.close()
+
+
+def test_a_process_is_ready_for_the_first_check_of_any_owner() -> None:
+    checks = make_checks(quiet_seconds=0.01, idle_seconds=PATIENCE_SECONDS, memory_bytes=2**22)
+    try:
+        checks.start()
+        of_all: set[int] = set()
+        for owner in "abc":
+            wait_until("another one is ready", lambda: len(forks_of(process_of(checks)) - of_all) == 1)
+            (ready,) = forks_of(process_of(checks)) - of_all
+            of_all.add(ready)
+            used_before = cpu_seconds(ready)
+            checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
+            assert cpu_seconds(ready) > used_before
+        assert "takes more than 4 MiB of memory" in refusal(checks, ENDLESS, "d").problem
+        wait_until("another one is ready", lambda: len(forks_of(process_of(checks)) - of_all) == 1)
+        (ready,) = forks_of(process_of(checks)) - of_all
+        os.kill(ready, signal.SIGKILL)
+        wait_until("it has ended", lambda: "Z" in Path(f"/proc/{ready}/stat").read_text().split())
+        checks.verify(StructuredOutput(regex="whose process was killed before"), "e")
     finally:
         checks.close()
 
