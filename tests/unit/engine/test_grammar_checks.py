@@ -18,10 +18,10 @@ from bench.attack_parts.grammar_bombs import bombs
 from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.structured import StructuredOutput
 from ratoon.engine.grammars import checks as grammar_checks
-from ratoon.engine.grammars.check_process import MAX_CHECKS_OF_FORK
+from ratoon.engine.grammars.check_process import MAX_CHECKS_OF_FORK, _processor_seconds
 from ratoon.engine.grammars.checks import NUM_PLACES, GrammarChecks, Limits
 from tests.unit.engine.fakes import byte_tokenizer
-from tests.waiting import cpu_seconds, wait_until
+from tests.waiting import wait_until
 
 PATIENCE_SECONDS = 120.0  # on a machine that may be busy
 TOKENIZER = byte_tokenizer()
@@ -251,9 +251,9 @@ def test_a_process_is_ready_for_the_first_check_of_any_owner() -> None:
             wait_until("another one is ready", lambda: len(forks_of(process_of(checks)) - of_all) == 1)
             (ready,) = forks_of(process_of(checks)) - of_all
             of_all.add(ready)
-            used_before = cpu_seconds(ready)
+            used_before = _processor_seconds(ready)
             checks.verify(StructuredOutput(regex=f"one of {owner}"), owner)
-            assert cpu_seconds(ready) > used_before
+            assert _processor_seconds(ready) > used_before
         assert "takes more than 4 MiB of memory" in refusal(checks, ENDLESS, "d").problem
         wait_until("another one is ready", lambda: len(forks_of(process_of(checks)) - of_all) == 1)
         (ready,) = forks_of(process_of(checks)) - of_all
