@@ -435,7 +435,10 @@ class NativeOps:
 
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
         rows, heads, head_dim = x.shape
-        self._kernels.ratoon_head_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, heads, head_dim)
+        ldw = head_dim if weight.dim() == 2 else 0
+        self._kernels.ratoon_head_rms_norm(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), ldw, eps, rows, heads, head_dim
+        )
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
         rows, heads, head_dim = q.shape

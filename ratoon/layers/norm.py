@@ -96,26 +96,33 @@ class HeadRMSNorm:
 
 
 class WholeRMSNorm:
-    """RMS norm over all heads of a token together, in place, on a view of the fused query-key-value product. A rank has
-    some of the heads, and their squares are summed over the ranks."""
+    """RMS norm over all heads of a token together, or over those of each of several groups, in place, on a view of a
+    fused product. A rank has some of the heads: whole groups, or a part of one, whose squares are summed over the
+    ranks."""
 
-    __slots__ = ("eps", "norm", "reduce", "size", "weight")
+    __slots__ = ("eps", "group", "norm", "num_groups", "num_own", "reduce", "size", "weight")
 
-    def __init__(self, weights: Weights, size: int, own: range, eps: float) -> None:
+    def __init__(self, weights: Weights, size: int, own: range, eps: float, num_groups: int = 1) -> None:
         """`own`: which of the `size` numbers this rank has."""
-        self.weight = weights.take("weight", size, part=TensorSlice.of_range(0, own, size))
-        self.size, self.eps = size, eps
+        weight = weights.take("weight", size, part=TensorSlice.of_range(0, own, size))
+        self.size, self.eps = size // num_groups, eps
+        self.num_own = len(own) // self.size  # 0: a part of a group
+        self.weight = weight if self.num_own <= 1 else weight.unflatten(0, (self.num_own, self.size))
+        self.group, self.num_groups = own.start // self.size, num_groups
         self.norm = weights.ops.head_rms_norm
         self.reduce = weights.shard.all_reduce
 
     def __call__(self, x: Tensor) -> None:
         flat = x.flatten(1)  # [T, heads, head_dim] → [T, heads · head_dim], a view
-        if self.reduce is None:
-            self.norm(flat[:, None], self.weight, self.eps)
+        if self.num_own:
+            self.norm(flat.unflatten(1, (self.num_own, self.size)), self.weight, self.eps)
             return
+        assert self.reduce is not None, "one rank has all"
         wide = flat.float()
-        squares = self.reduce(wide.square().sum(-1, keepdim=True))
-        flat.copy_((wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype) * self.weight)
+        squares = wide.new_zeros(len(wide), self.num_groups)  # other ranks have their parts of other groups
+        squares[:, self.group] = wide.square().sum(-1)
+        mean = self.reduce(squares)[:, self.group, None] / self.size
+        flat.copy_((wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight)
 
 
 def _take_factors(weights: Weights, size: int, is_offset: bool) -> Tensor:

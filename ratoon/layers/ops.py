@@ -304,7 +304,8 @@ class Ops(Protocol):
         ...
 
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        """Normalises in place over the last dimension of x [T, heads, head_dim]; x may be a strided view."""
+        """Normalises in place over the last dimension of x [T, heads, head_dim]; x may be a strided view. The weight is
+        [head_dim], or [heads, head_dim] where each head has its own."""
         ...
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class NormedOutput:
-    """The norm over all heads of a row, and the product behind it. It is called as a linear layer is."""
+    """The norm over the heads of each group of a row, and the product behind it. It is called as a linear layer is."""
 
     __slots__ = ("linear", "norm")
 
@@ -83,7 +83,7 @@ class StateSpaceMixer:
             take("D", config.num_heads, parts=[heads]),
             take("dt_bias", config.num_heads, parts=[heads]),
         )
-        norm = WholeRMSNorm(weights / "norm", inner, own_inner, norm_eps)
+        norm = WholeRMSNorm(weights / "norm", inner, own_inner, norm_eps, config.num_groups)
         self.output = NormedOutput(norm, RowParallelLinear(weights / "out_proj", inner, hidden_size, config.proj_bias))
 
     def __call__(self, x: LinearInput, positions: Tensor, step: StepContext) -> Tensor:

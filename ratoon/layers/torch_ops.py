@@ -160,7 +160,11 @@ class TorchOps:
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
     def head_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        x.copy_(self.rms_norm(x, weight, eps))
+        if weight.dim() == 2:
+            for head, own in enumerate(weight):
+                self.head_rms_norm(x[:, head], own, eps)
+        else:
+            x.copy_(self.rms_norm(x, weight, eps))
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, axes: Tensor | None = None) -> None:
         half = cos_sin.shape[-1] // 2

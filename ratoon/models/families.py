@@ -75,11 +75,11 @@ FAMILIES = (
         "gpt-oss, a [mixture](experts.md) with attention sinks; experts in MXFP4 or floats",
     ),
     FamilyNote(
-        ("Mamba2ForCausalLM",), "", "Mamba-2 and Codestral Mamba: [states](states.md) in the place of attention"
+        ("Mamba2ForCausalLM",), "`mamba2`", "Mamba-2 and Codestral Mamba: [states](states.md) in the place of attention"
     ),
     FamilyNote(
         ("GraniteMoeHybridForCausalLM",),
-        "",
+        "`granitehybrid`",
         "Granite 4: layers with [states](states.md) and a few that attend, with and without [experts](experts.md)",
     ),
     FamilyNote(("GPT2LMHeadModel",), "`gpt2`", "also files saved without the head's prefix"),

@@ -15,7 +15,8 @@ from ratoon.core.errors import ModelError
 from ratoon.models.adapter_parts import LowRankPart
 from ratoon.models.damage import show
 from ratoon.models.gguf_file import GGUFFile
-from ratoon.models.gguf_source import ARCHITECTURES, LLAMA_NAMES, NAMES, restore_rotary_halves
+from ratoon.models.gguf_names import ARCHITECTURES, LLAMA_NAMES, NAMES
+from ratoon.models.gguf_source import PERMUTED, restore_rotary_halves
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class GGUFAdapter:
         names = self._tensors[layer]
         a, b = (self._file.read(names[matrix]).floats() for matrix in ("lora_a", "lora_b"))
         field = HEADS_OF.get(names["lora_b"].split(".")[-3])
-        if self.architecture != "llama" or field is None:
+        if self.architecture not in PERMUTED or field is None:
             return a, b
         assert self._config is not None, "the order of rows depends on the model's heads"
         return a, restore_rotary_halves(b, len(b) // getattr(self._config, field))

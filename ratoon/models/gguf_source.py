@@ -1,8 +1,8 @@
 """A GGUF file as a model source: metadata as a Hugging Face config, tensors under Hugging Face names and shapes.
 
 What llama.cpp's converter did to the tensors (reordered query and key rows, transposed GPT-2 weights, norms of Gemma
-plus 1) is undone here.
-The bytes are read by gguf_file.py, the tokenizer is built by gguf_tokenizer.py.
+plus 1, decays of states without their logarithm) is undone here. Names are in gguf_names.py. The bytes are read by
+gguf_file.py, the tokenizer is built by gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ from ratoon.core.errors import ModelError
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.damage import show
 from ratoon.models.gguf_file import GGUFFile
+from ratoon.models.gguf_names import (
+    ARCHITECTURES,
+    FALCON_TWO_NORMS,
+    LLAMA_NAMES,
+    NAMES,
+    WITH_IMAGES,
+    hugging_face_name,
+)
 from ratoon.models.gguf_quants import BF16, F16
 
 if TYPE_CHECKING:
@@ -25,177 +33,21 @@ if TYPE_CHECKING:
 
     from ratoon.layers.weights import Destination
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral3": "Ministral3ForCausalLM",  # and Mistral Small
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "gptneox": "GPTNeoXForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "deepseek2": "DeepseekV2ForCausalLM",  # or V3's, by the gates of its experts
-}
-# Text models of others that read images, and the files with their encoders ("mmproj")
-WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
-
-LLAMA_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "model.layers.{}.input_layernorm",
-    "attn_q": "model.layers.{}.self_attn.q_proj",
-    "attn_k": "model.layers.{}.self_attn.k_proj",
-    "attn_v": "model.layers.{}.self_attn.v_proj",
-    "attn_output": "model.layers.{}.self_attn.o_proj",
-    "attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "attn_k_norm": "model.layers.{}.self_attn.k_norm",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "ffn_up": "model.layers.{}.mlp.up_proj",
-    "ffn_down": "model.layers.{}.mlp.down_proj",
-    # Of mixtures; the experts of a layer are one tensor, which expert_source.py takes apart
-    "ffn_gate_inp": "model.layers.{}.mlp.gate",
-    "ffn_gate_exps": "model.layers.{}.mlp.experts.gate_proj",
-    "ffn_up_exps": "model.layers.{}.mlp.experts.up_proj",
-    "ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
-    "ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
-}
-GEMMA3_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-PHI3_NAMES = {
-    **LLAMA_NAMES,
-    "attn_qkv": "model.layers.{}.self_attn.qkv_proj",
-    "ffn_up": "model.layers.{}.mlp.gate_up_proj",
-}
-OLMO2_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-STARCODER2_NAMES = {
-    **LLAMA_NAMES,
-    "ffn_up": "model.layers.{}.mlp.c_fc",
-    "ffn_down": "model.layers.{}.mlp.c_proj",
-}
-GLM4_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
-    "post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
-    "ffn_up": "model.layers.{}.mlp.gate_up_proj",
-}
-GLM4_MOE_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
-    "exp_probs_b": "model.layers.{}.mlp.gate.e_score_correction",
-}
-GPT_OSS_NAMES = {
-    **LLAMA_NAMES,
-    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate_inp": "model.layers.{}.mlp.router",
-    "attn_sinks": "model.layers.{}.self_attn.sinks",
-}
-# Parameters of checkpoints that have no suffix of their own
-PLAIN_ENDS = {
-    ".e_score_correction.bias": ".e_score_correction_bias",
-    ".e_score_correction.weight": ".e_score_correction_bias",
-    ".sinks.weight": ".sinks",
-}
-GPT_NEOX_NAMES = {
-    "token_embd": "gpt_neox.embed_in",
-    "output_norm": "gpt_neox.final_layer_norm",
-    "output": "lm_head",
-    "attn_norm": "gpt_neox.layers.{}.input_layernorm",
-    "attn_qkv": "gpt_neox.layers.{}.attention.query_key_value",
-    "attn_output": "gpt_neox.layers.{}.attention.dense",
-    "ffn_norm": "gpt_neox.layers.{}.post_attention_layernorm",
-    "ffn_up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
-    "ffn_down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
-}
-FALCON_NAMES = {
-    "token_embd": "transformer.word_embeddings",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "transformer.h.{}.input_layernorm",
-    "attn_qkv": "transformer.h.{}.self_attention.query_key_value",
-    "attn_output": "transformer.h.{}.self_attention.dense",
-    "ffn_up": "transformer.h.{}.mlp.dense_h_to_4h",
-    "ffn_down": "transformer.h.{}.mlp.dense_4h_to_h",
-}
-# Of models with two norms side by side
-FALCON_TWO_NORMS = {"attn_norm": "transformer.h.{}.ln_mlp", "attn_norm_2": "transformer.h.{}.ln_attn"}
-DEEPSEEK_NAMES = {
-    **LLAMA_NAMES,
-    "attn_q_a": "model.layers.{}.self_attn.q_a_proj",
-    "attn_q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
-    "attn_q_b": "model.layers.{}.self_attn.q_b_proj",
-    "attn_kv_a_mqa": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
-    "attn_kv_b": "model.layers.{}.self_attn.kv_b_proj",
-    "attn_k_b": "model.layers.{}.self_attn.kv_b_proj",  # together with attn_v_b
-    "exp_probs_b": "model.layers.{}.mlp.gate.e_score_correction",
-    "ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
-}
-GPT2_NAMES = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "transformer.h.{}.ln_1",
-    "attn_qkv": "transformer.h.{}.attn.c_attn",
-    "attn_output": "transformer.h.{}.attn.c_proj",
-    "ffn_norm": "transformer.h.{}.ln_2",
-    "ffn_up": "transformer.h.{}.mlp.c_fc",
-    "ffn_down": "transformer.h.{}.mlp.c_proj",
-}
-NAMES = {
-    "gpt2": GPT2_NAMES,
-    "gemma2": GEMMA3_NAMES,
-    "gemma3": GEMMA3_NAMES,
-    "phi3": PHI3_NAMES,
-    "olmo2": OLMO2_NAMES,
-    "starcoder2": STARCODER2_NAMES,
-    "glm4": GLM4_NAMES,
-    "gptneox": GPT_NEOX_NAMES,
-    "falcon": FALCON_NAMES,
-    "glm4moe": GLM4_MOE_NAMES,
-    "gpt-oss": GPT_OSS_NAMES,
-    "deepseek2": DEEPSEEK_NAMES,
-}  # of other architectures: LLAMA_NAMES
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "glm4moe", "gpt-oss", "deepseek2", "granitehybrid")
 KEYS_OF_LATENT, VALUES_OF_LATENT = ".attn_k_b.weight", ".attn_v_b.weight"  # the two halves of kv_b_proj
 SIGMOID = 2  # llama.cpp's number of that way to score experts
-PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # whose query and key rows the converter reordered
+PERMUTED = ("llama", "mistral3", "granite", "granitehybrid", "smollm3")  # whose rows of queries and keys are reordered
 BY_KV_HEAD = ("gptneox", "falcon")  # whose fused rows it has as all queries, all keys, all values
 LAYER_NORMED = ("gpt2", "starcoder2", "gptneox", "falcon")
 # Hugging Face's GPT-2 keeps these as [in, out]; GGUF files have all weights as [out, in].
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 ONE_OUTPUT = ".ffn_gate_inp_shexp.weight"  # a weight [1, in], which files have without its first dimension
+# Parameters of states: convolutions [channels, 1, width] without the dimension between, the others as matrices
+STATE_CONV, STATE_DECAY = ".ssm_conv1d.weight", ".ssm_a"
+STATE_VECTORS = (STATE_DECAY, ".ssm_d", ".ssm_norm.weight")
+NO_LENGTH = 2**20  # what files have as the length of models that have none
+GRANITE_HYBRID_LENGTH = 2**17  # of the published ones
 
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency factors, spelled out by the converter
@@ -244,6 +96,8 @@ class GGUFSource:
             return self.file.read(gguf_name, None if part is None else part._replace(dim=1 - part.dim)).t()
         if self.architecture in BY_KV_HEAD and ".attn_qkv." in gguf_name:
             return self._read_by_kv_head(name, gguf_name, part)
+        if gguf_name.endswith((STATE_CONV, *STATE_VECTORS)):
+            return StoredTensor.of_floats(self._read_of_state(gguf_name).view(self._shapes[name]), part)
         if gguf_name.endswith(ONE_OUTPUT):
             return StoredTensor.of_floats(self.file.read(gguf_name).floats().view(self._shapes[name]), part)
         if gguf_name.endswith(KEYS_OF_LATENT):
@@ -277,6 +131,14 @@ class GGUFSource:
             return self.file.read(gguf_name, TensorSlice.of_range(0, range(order[0], order[-1] + 1), rows))
         return self.file.read(gguf_name, part if part is not None and part.dim else None).with_rows(order)
 
+    def _read_of_state(self, gguf_name: str) -> torch.Tensor:
+        numbers = self.file.read(gguf_name).floats()
+        if not gguf_name.endswith(STATE_DECAY):
+            return numbers
+        if not bool((numbers <= 0).all()):
+            raise ModelError(self.name, f"has decays above 0 in {gguf_name}", "convert the model again")
+        return (-numbers).log()
+
     def _is_second_half(self, gguf_name: str) -> bool:
         """Whether a tensor is read together with another one."""
         keys = gguf_name.replace(VALUES_OF_LATENT, KEYS_OF_LATENT)
@@ -296,14 +158,7 @@ class GGUFSource:
         names = NAMES.get(self.architecture, LLAMA_NAMES)
         if self.architecture == "falcon" and "blk.0.attn_norm_2.weight" in self.file.tensors:
             names = {**names, **FALCON_TWO_NORMS}
-        if further := re.fullmatch(r"blk\.(\d+)\.(nextn\..+)", gguf_name):  # of a layer that predicts further tokens
-            return f"model.layers.{further[1]}.{further[2]}"
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
-        if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
-            return gguf_name
-        name = f"{names[match[2]].format(match[1])}.{match[3]}"
-        end = next((end for end in PLAIN_ENDS if name.endswith(end)), "")
-        return name.removesuffix(end) + PLAIN_ENDS.get(end, "")
+        return hugging_face_name(names, gguf_name) or gguf_name
 
     def _is_transposed(self, name: str) -> bool:
         return self.architecture == "gpt2" and name.endswith(GPT2_TRANSPOSED)
@@ -315,6 +170,10 @@ class GGUFSource:
             if values is None or len(shape) != 3 or len(values.shape) != 3:
                 raise ModelError(self.name, f"lacks the other half of {self._gguf_names[name]}", "convert it again")
             return (shape[0] * (shape[2] + values.shape[1]), shape[1])
+        if self._gguf_names[name].endswith(STATE_VECTORS):
+            return (math.prod(shape),)
+        if self._gguf_names[name].endswith(STATE_CONV) and len(shape) == 2:
+            return (shape[0], 1, shape[1])
         if self._gguf_names[name].endswith(ONE_OUTPUT) and len(shape) == 1:
             return (1, *shape)
         return shape[::-1] if self._is_transposed(name) else shape
@@ -333,6 +192,8 @@ class GGUFSource:
         """A value of this architecture. Some files have a list with one entry per layer; all must be equal."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):
+            if self.architecture == "granitehybrid":  # 0: of layers with states
+                value = [entry for entry in value if entry != 0] or value
             if not value or any(entry != value[0] for entry in value):
                 raise ModelError(self.name, f"{self.architecture}.{key} differs between layers", "one value for all")
             return value[0]
@@ -383,6 +244,8 @@ class GGUFSource:
             "glm4moe": self._glm4_moe_config,
             "gpt-oss": self._gpt_oss_config,
             "deepseek2": self._deepseek_config,
+            "mamba2": self._mamba2_config,
+            "granitehybrid": self._granite_hybrid_config,
         }
         config.update(builders.get(self.architecture, self._llama_config)())
         if self.architecture in ("glm4moe", "gpt-oss"):
@@ -396,6 +259,11 @@ class GGUFSource:
             raise ModelError(self.name, f"is a mixture of experts of {self.architecture}", f"known mixtures: {known}")
         if self.architecture == "deepseek2":
             return self._deepseek_experts()
+        if self.architecture == "granitehybrid":
+            return {
+                "num_local_experts": self._whole("expert_count"),
+                "num_experts_per_tok": self._whole("expert_used_count"),
+            }
         num_layers = self._whole("block_count")
         layers = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in self.file.tensors]
         inner = self._whole("expert_feed_forward_length", self._whole("feed_forward_length"))
@@ -544,6 +412,63 @@ class GGUFSource:
             "embedding_multiplier": self._real("embedding_scale", 0.0) or 1.0,
             "residual_multiplier": self._real("residual_scale", 0.0) or 1.0,
             "logits_scaling": self._real("logit_scale", 0.0) or 1.0,
+        }
+
+    def _granite_hybrid_config(self) -> dict[str, Any]:
+        config, states = self._granite_config(), self._state_sizes()
+        hidden_size, num_layers = config["hidden_size"], config["num_hidden_layers"]
+        if states["inner"] % max(hidden_size, 1):
+            problem = f"has {states['inner']} as the metadata key granitehybrid.ssm.inner_size"
+            raise ModelError(self.name, problem, f"a multiple of its embedding_length, {hidden_size}")
+        with_states = [f"blk.{layer}.ssm_in.weight" in self.file.tensors for layer in range(num_layers)]
+        shared = self.file.tensors.get("blk.0.ffn_up.weight")
+        is_rotary = self._get("rope.scaling.finetuned")
+        if config["max_position_embeddings"] == NO_LENGTH:
+            config["max_position_embeddings"] = GRANITE_HYBRID_LENGTH
+        return config | {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["mamba" if has_state else "attention" for has_state in with_states],
+            "position_embedding_type": "nope" if is_rotary is False else "rope",
+            "shared_intermediate_size": self._shared_size() if shared is None else shared.shape[0],
+            "num_local_experts": 0,
+            "mamba_expand": states["inner"] // max(hidden_size, 1),
+            "mamba_n_heads": states["heads"],
+            "mamba_d_state": states["state"],
+            "mamba_n_groups": states["groups"],
+            "mamba_d_conv": states["width"],
+            "mamba_conv_bias": states["conv_bias"],
+            "mamba_proj_bias": states["proj_bias"],
+        }
+
+    def _mamba2_config(self) -> dict[str, Any]:
+        states, hidden_size = self._state_sizes(), self._whole("embedding_length")
+        config = {
+            "hidden_size": hidden_size,
+            "num_hidden_layers": self._whole("block_count"),
+            "expand": states["inner"] / max(hidden_size, 1),
+            "num_heads": states["heads"],
+            "head_dim": states["inner"] // max(states["heads"], 1),
+            "state_size": states["state"],
+            "n_groups": states["groups"],
+            "conv_kernel": states["width"],
+            "use_conv_bias": states["conv_bias"],
+            "use_bias": states["proj_bias"],
+            "layer_norm_epsilon": self._real("attention.layer_norm_rms_epsilon", 1e-5),
+        }
+        if (length := self._whole("context_length", NO_LENGTH)) != NO_LENGTH:
+            config["max_position_embeddings"] = length
+        return config
+
+    def _state_sizes(self) -> dict[str, int]:
+        tensors = self.file.tensors
+        return {
+            "inner": self._whole("ssm.inner_size"),
+            "heads": self._whole("ssm.time_step_rank"),
+            "state": self._whole("ssm.state_size"),
+            "groups": self._whole("ssm.group_count"),
+            "width": self._whole("ssm.conv_kernel"),
+            "conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+            "proj_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
         }
 
     def _gpt_neox_config(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import partial
 from ratoon.core.config import ModelConfig
 from ratoon.layers.attention import StateSpaceLayer
 from ratoon.layers.experts import ExpertNames
-from ratoon.layers.mlp import FeedForward, GatedMLP
+from ratoon.layers.mlp import GATED_NAMES, FeedForward, GatedMLP
 from ratoon.layers.state_space import StateSpaceMixer
 from ratoon.layers.weights import Weights
 from ratoon.models.base import MemoryLayer
@@ -46,9 +46,10 @@ class GraniteMoeHybridForCausalLM(MixtureForCausalLM):
     def build_feed_forward(self, weights: Weights) -> FeedForward:
         config = self.config
         has_experts = config.experts is not None
+        is_fused = not weights.has("shared_mlp.gate_proj.weight")  # GGUF files have gate and up apart
         shared = GatedMLP(
             weights / "shared_mlp", config.hidden_size, config.intermediate_size, activation=config.activation,
-            names=SHARED_NAMES, reduces=not has_experts,
+            names=SHARED_NAMES if is_fused else GATED_NAMES, reduces=not has_experts,
         )  # fmt: skip
         if not has_experts:
             return shared

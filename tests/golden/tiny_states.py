@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import transformers
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from ratoon.core.config import ExpertConfig, PositionKind, StateSpaceConfig
 from ratoon.models.expert_source import ExpertSource
@@ -25,7 +26,13 @@ def tiny_mamba2(num_groups: int = 2, tied: bool = False, has_biases: bool = Fals
         tie_word_embeddings=tied, use_bias=has_biases, use_conv_bias=not has_biases,
         time_step_limit=(0.0, float("inf")), max_position_embeddings=config.max_position,
     )  # fmt: skip
-    return make_tiny(transformers.Mamba2ForCausalLM, oracle_config, config, seed, gain=1.5)
+    tiny = make_tiny(transformers.Mamba2ForCausalLM, oracle_config, config, seed, gain=1.5)
+    for layer in tiny.oracle.backbone.layers:
+        # Each group has a norm of its own, as models are trained with it; transformers has that only in Zamba2
+        norm = Zamba2RMSNormGated(128, group_size=128 // num_groups, eps=config.norm_eps)
+        norm.weight = layer.mixer.norm.weight
+        layer.mixer.norm = norm
+    return tiny
 
 
 def tiny_granite_hybrid(experts: int = 4, num_layers: int = 4, rope: bool = False, seed: int = 0) -> TinyModel:

@@ -158,7 +158,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_replace_rows": (None, [_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER]),
     "ratoon_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
     "ratoon_layer_norm": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT, _INT]),
-    "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _INT]),
+    "ratoon_head_rms_norm": (None, [_POINTER, _INT, _POINTER, _INT, _FLOAT, _INT, _INT, _INT]),
     "ratoon_rotary": (None, [*[_POINTER, _INT, _INT] * 2, _INT, _INT, *[_POINTER] * 3, _INT, _INT]),
     "ratoon_embed": (ctypes.c_int, [_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER]),
     "ratoon_embed_part": (ctypes.c_int, [_INT, _POINTER, *[_INT] * 4, _POINTER, _INT, _INT, _POINTER]),

@@ -59,7 +59,8 @@ void ratoon_rms_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, 
                      int64_t rows, int64_t width);
 void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr, const float *weight, const float *bias,
                        float eps, float *y, int64_t rows, int64_t width);
-void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps, int64_t rows, int64_t heads,
+// ldw: between the weights of a head and those of the next; 0: all heads have the same.
+void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, int64_t ldw, float eps, int64_t rows, int64_t heads,
                           int64_t head_dim);
 // axes: NULL, and positions [rows]; or the axis by which each pair of a head turns, and positions [axes][axis_stride].
 void ratoon_rotary(float *q, int64_t ldq, int64_t heads, float *k, int64_t ldk, int64_t kv_heads, int64_t head_dim,

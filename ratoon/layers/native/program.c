@@ -96,7 +96,7 @@ int ratoon_layer_norm_words(const int64_t *w) {
 }
 
 int ratoon_head_rms_norm_words(const int64_t *w) {
-    ratoon_head_rms_norm(P(0), w[1], P(2), F(3), w[4], w[5], w[6]);
+    ratoon_head_rms_norm(P(0), w[1], P(2), w[3], F(4), w[5], w[6], w[7]);
     return 0;
 }
 

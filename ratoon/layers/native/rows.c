@@ -114,7 +114,7 @@ void ratoon_layer_norm(const float *x, int64_t ldx, float *residual, int64_t ldr
 typedef struct {
     float *x;
     const float *weight;
-    int64_t ldx, heads, head_dim;
+    int64_t ldx, ldw, heads, head_dim;
     float eps;
 } head_norm_call;
 
@@ -123,14 +123,15 @@ static void head_norm_row(const void *context, int64_t row) {
     for (int64_t h = 0; h < c->heads; h++) {
         float *x = c->x + row * c->ldx + h * c->head_dim;
         float scale = 1.0f / sqrtf(sum_of_squares(x, c->head_dim) / (float)c->head_dim + c->eps);
-        for (int64_t i = 0; i < c->head_dim; i++) x[i] = x[i] * scale * c->weight[i];
+        const float *weight = c->weight + h * c->ldw;
+        for (int64_t i = 0; i < c->head_dim; i++) x[i] = x[i] * scale * weight[i];
     }
 }
 
 // In place; the heads of a token lie side by side, tokens are ldx floats apart.
-void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, float eps, int64_t rows, int64_t heads,
+void ratoon_head_rms_norm(float *x, int64_t ldx, const float *weight, int64_t ldw, float eps, int64_t rows, int64_t heads,
                           int64_t head_dim) {
-    head_norm_call c = {x, weight, ldx, heads, head_dim, eps};
+    head_norm_call c = {x, weight, ldx, ldw, heads, head_dim, eps};
     for_rows(head_norm_row, &c, rows, heads * head_dim);
 }
 

@@ -52,13 +52,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, resid
 
 
 def head_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    """x [T, heads, head_dim], any strides, in place."""
+    """x [T, heads, head_dim], any strides, in place. weight [head_dim] or [heads, head_dim]."""
     rows, heads, head_dim = x.shape
     block_heads = min(triton.next_power_of_2(heads), MAX_HEADS_OF_A_PROGRAM)
     block = triton.next_power_of_2(head_dim)
     launch(
         _head_rms_norm_kernel, (rows, triton.cdiv(heads, block_heads)),
-        x, weight, x.stride(0), x.stride(1), x.stride(2), heads, head_dim, eps,
+        x, weight, x.stride(0), x.stride(1), x.stride(2), heads, head_dim, eps, OWN_WEIGHTS=weight.dim() == 2,
         BLOCK_HEADS=block_heads, BLOCK=block, num_warps=warps_of(block_heads * block),
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def _layer_norm_kernel(
 @triton.jit
 def _head_rms_norm_kernel(
     x, weight, row_stride, head_stride, stride, heads, head_dim, eps,
-    BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WEIGHTS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
@@ -136,5 +136,8 @@ def _head_rms_norm_kernel(
     values = tl.load(places, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / head_dim + eps)
-    factors = tl.load(weight + columns, mask=columns < head_dim, other=0.0)
+    if OWN_WEIGHTS:
+        factors = tl.load(weight + head * head_dim + columns, mask=inside, other=0.0)
+    else:
+        factors = tl.load(weight + columns, mask=columns < head_dim, other=0.0)
     tl.store(places, apply_factors(wide * scale[:, None], factors, values.dtype), mask=inside)

@@ -28,7 +28,7 @@ from ratoon.cli import main
 from ratoon.core.health import EngineHealth, EngineState, Health
 from ratoon.core.stats import AdapterStats, DraftStats, SchedulerStats
 from ratoon.models.families import FAMILIES, LIBRARY_FAMILIES
-from ratoon.models.gguf_source import ARCHITECTURES
+from ratoon.models.gguf_names import ARCHITECTURES
 from ratoon.models.registry import MODEL_CLASSES
 from ratoon.models.speeds import SPEEDS
 from ratoon.observe.metrics import EngineMetrics

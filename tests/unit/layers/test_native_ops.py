@@ -102,6 +102,15 @@ def test_rotation_and_head_norm_work_in_place_on_views_of_the_fused_product(ops)
     assert torch.equal(fused[:, 12:], copy[:, 12:])
 
 
+def test_each_head_may_have_a_weight_of_its_own(ops):
+    fused, weight = random(7, 15, 64), random(9, 64, seed=1)
+    copy = fused.clone()
+    ops.head_rms_norm(fused[:, 2:11], weight, 1e-6)
+    for head in range(9):
+        ops.head_rms_norm(copy[:, 2 + head : 3 + head], weight[head], 1e-6)
+    assert torch.equal(fused, copy)
+
+
 @pytest.mark.parametrize("width", [1536, 37])
 def test_activations_equal_the_float64_functions(ops, width):
     """Each rounds about four times for an element, and none is steeper than its argument is large. The polynomial of

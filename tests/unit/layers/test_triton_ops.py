@@ -146,6 +146,17 @@ def test_head_norm_changes_a_strided_view_and_nothing_beside_it(dtype: torch.dty
 
 
 @dtypes
+def test_each_head_may_have_a_weight_of_its_own(dtype: torch.dtype) -> None:
+    fused, weight = random(3, 15, 20, dtype=dtype), random(9, 20, dtype=dtype, seed=1)
+    before = fused.clone()
+    ours.head_rms_norm(fused[:, 2:11], weight, 1e-6)
+    for head in range(9):
+        expected = exact_rms_norm(before[:, 2 + head], weight[head], 1e-6)
+        assert_close(fused[:, 2 + head], expected, dtype)
+    assert torch.equal(fused[:, :2], before[:, :2]) and torch.equal(fused[:, 11:], before[:, 11:])
+
+
+@dtypes
 @pytest.mark.parametrize("rotary_dim", [20, 12])
 def test_rotary_turns_strided_queries_and_keys_in_place_and_leaves_values(dtype: torch.dtype, rotary_dim: int) -> None:
     fused = random(3, 3 + 2 + 2, 20, dtype=dtype)

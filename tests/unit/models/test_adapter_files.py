@@ -18,6 +18,7 @@ from ratoon.core.errors import ModelError
 from ratoon.models import adapters
 from ratoon.models.adapters import digest_of, fit, inspect, open_adapter
 from ratoon.models.build import collect_shapes
+from ratoon.models.gguf_source import PERMUTED
 from ratoon.models.peft_adapter import is_brief_pattern
 from tests.unit.models.test_build_model import GPT2, LLAMA
 
@@ -217,13 +218,14 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], **keys: Any) -> Path:
     return path
 
 
-def test_gguf_adapters_have_the_models_names_and_its_order_of_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", PERMUTED)
+def test_gguf_adapters_have_the_models_names_and_its_order_of_rows(architecture: str, tmp_path: Path) -> None:
     a, b = np.random.default_rng(1).standard_normal((2, 8, 4)).astype(np.float32)
     heads, head_dim = LLAMA.num_heads, LLAMA.head_dim
     # llama.cpp has the two coordinates of a rotation side by side
     reordered = b.reshape(heads, 2, head_dim // 2, 4).swapaxes(1, 2).reshape(8, 4)
     tensors = {"blk.1.attn_q.weight.lora_a": a.T.copy(), "blk.1.attn_q.weight.lora_b": reordered}
-    path = write_gguf(tmp_path / "adapter.gguf", tensors)
+    path = write_gguf(tmp_path / "adapter.gguf", tensors, architecture=architecture)
     assert inspect(path, SHAPES).rank == 4
     file = open_adapter(path, LLAMA)
     found_a, found_b = file.read("model.layers.1.self_attn.q_proj")
