@@ -97,7 +97,7 @@ def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster, ranks: st
     ("kind", "settings"),
     [
         ("t5", {}),
-        ("quantised", {"quantization": "int8"}),
+        pytest.param("quantised", {"quantization": "int8"}, marks=pytest.mark.full),
         pytest.param("whisper", {}, marks=pytest.mark.full),
         pytest.param("marian", {}, marks=pytest.mark.full),
     ],
@@ -273,7 +273,9 @@ def test_images_are_encoded_on_one_node_and_read_on_another(cluster: Cluster) ->
     wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
 
 
-@pytest.mark.parametrize("way", ["held", "broken", "cut"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("held", marks=pytest.mark.full), pytest.param("broken", marks=pytest.mark.full), "cut"]
+)
 def test_connections_to_nodes_that_break_lose_no_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
