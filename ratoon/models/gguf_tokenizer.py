@@ -1,16 +1,16 @@
 """Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece-style BPE ("llama").
 
-GGUF has the vocabulary but only the name of the pre-tokenizer; the rules themselves are defined here, as in the models'
-tokenizer.json files.
+GGUF has the vocabulary but only the name of the pre-tokenizer, which is one of gguf_splitting.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ratoon.core.errors import ModelError
 from ratoon.models.damage import is_panic, shorten, show, without_panic_messages
+from ratoon.models.gguf_splitting import SPLITTINGS
 from ratoon.models.tokenizer import DEFAULT_TEMPLATE, Tokenizer, try_out
 
 if TYPE_CHECKING:
@@ -26,18 +26,6 @@ NAMES = {str: "texts", int: "whole numbers", float: "numbers"}
 MAX_TOKEN_CHARACTERS = 65536
 
 SPACE_MARK = "▁"  # SentencePiece's visible space
-
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The pre-tokenizer of Llama 3, GLM-4 and Qwen2, which differ in how many digits stay together.
-SPLIT_PATTERN = (
-    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# That of o200k, which gpt-oss has: a word begins at a capital letter, and its contraction belongs to it.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-GPT4O_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def load_tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -106,19 +94,19 @@ def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], types: lis
     from tokenizers import decoders, models, normalizers
 
     splitting = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(splitting, str) or splitting not in _PRE_TOKENIZERS:
-        known = ", ".join(sorted(_PRE_TOKENIZERS))
+    if not isinstance(splitting, str) or splitting not in SPLITTINGS:
+        known = ", ".join(sorted(SPLITTINGS))
         problem = f"has a tokenizer that splits text in the unknown way {show(splitting)}"
         raise ModelError(source, problem, f"known: {known}")
     if "tokenizer.ggml.merges" not in metadata:
         raise ModelError(source, "has no tokenizer.ggml.merges", CONVERT_AGAIN)
     merges = [_split_merge(merge, source) for merge in _listed(metadata, "merges", str, source)]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    # Llama 3 uses a word of the vocabulary whole, even if the merges would not produce it.
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting in _LLAMA3_NAMES))
-    backend.pre_tokenizer = _PRE_TOKENIZERS[splitting](bool(metadata.get("tokenizer.ggml.add_space_prefix", False)))
+    rules = SPLITTINGS[splitting]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.whole_words))
+    backend.pre_tokenizer = rules.build(bool(metadata.get("tokenizer.ggml.add_space_prefix", False)))
     backend.decoder = decoders.ByteLevel()
-    if splitting in _QWEN2_NAMES:
+    if rules.is_composed:
         backend.normalizer = normalizers.NFC()
     return backend
 
@@ -128,45 +116,6 @@ def _split_merge(merge: str, source: str) -> tuple[str, str]:
     if not space:
         raise ModelError(source, f"is damaged: the merge {show(merge)} has no two parts", CONVERT_AGAIN)
     return left, right
-
-
-def _split_like_gpt2(add_prefix_space: bool) -> Any:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)
-
-
-def _split_like_smollm(add_prefix_space: bool) -> Any:
-    from tokenizers.pre_tokenizers import ByteLevel, Digits
-    from tokenizers.pre_tokenizers import Sequence as Steps
-
-    return Steps([Digits(individual_digits=True), ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)])
-
-
-def _split_by_pattern(pattern: str) -> Callable[[bool], Any]:
-    def build(add_prefix_space: bool) -> Any:
-        from tokenizers import Regex
-        from tokenizers.pre_tokenizers import ByteLevel, Split
-        from tokenizers.pre_tokenizers import Sequence as Steps
-
-        split = Split(Regex(pattern), "isolated")
-        return Steps([split, ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)])
-
-    return build
-
-
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
-_PRE_TOKENIZERS: dict[str, Callable[[bool], Any]] = {
-    "default": _split_like_gpt2,  # files from before the names existed
-    "gpt-2": _split_like_gpt2,
-    "smollm": _split_like_smollm,
-    **dict.fromkeys(
-        (*_LLAMA3_NAMES, "glm4", "chatglm-bpe"), _split_by_pattern(SPLIT_PATTERN.replace("DIGITS", "{1,3}"))
-    ),
-    **dict.fromkeys(_QWEN2_NAMES, _split_by_pattern(SPLIT_PATTERN.replace("DIGITS", ""))),
-    **dict.fromkeys(("gpt-4o", "llama4"), _split_by_pattern(GPT4O_PATTERN)),
-}
 
 
 def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
@@ -244,7 +193,7 @@ def _add_template_around(backend: Backend, metadata: Mapping[str, Any], special_
     from tokenizers.processors import TemplateProcessing
 
     kind, splitting = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    usual = kind == "llama" or splitting in _LLAMA3_NAMES
+    usual = kind == "llama" or (splitting in SPLITTINGS and SPLITTINGS[splitting].has_bos)
     bos, eos = special_tokens.get("bos_token"), special_tokens.get("eos_token")
     before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", usual) else []
     after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import regex
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
+from ratoon.models.gguf_splitting import SPLITTINGS
 from ratoon.models.gguf_tokenizer import load_tokenizer_from_gguf, merges_from_scores
 from ratoon.models.source import resolve_model
 from ratoon.models.tokenizer import Tokenizer as OurTokenizer
@@ -76,7 +78,9 @@ def original(pre: str) -> Tokenizer:
     if pre == "gpt-4o":
         return train_byte_level(by_pattern(GPT4O))
     if pre == "glm4":
-        return train_byte_level(by_pattern(LLAMA3))
+        tokenizer = train_byte_level(by_pattern(LLAMA3))
+        tokenizer.model.ignore_merges = True
+        return tokenizer
     return train_byte_level()
 
 
@@ -124,6 +128,90 @@ def test_words_of_gpt_oss_begin_at_capital_letters() -> None:
     assert texts == [
         "They'VE", " camel", "Case", " HTTPServer", " ", "123", "45", " x", "//\n\n", " ", " end",
     ]  # fmt: skip
+
+
+LETTERS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"
+OF_LLAMA3 = LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+OF_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+# The expressions by which llama.cpp splits one after the other, for names whose rules are put together otherwise here
+OF_LLAMA_CPP = {
+    "gpt-2": [OF_GPT2],
+    "olmo": [OF_GPT2],
+    "starcoder": [r"\p{N}", OF_GPT2],
+    "refact": [r"\p{N}", OF_GPT2],
+    "dbrx": [OF_LLAMA3],
+    "chatglm-bpe": [OF_LLAMA3],
+    "megrez": [OF_LLAMA3.replace("{1,3}", "")],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    ],
+    "viking": [r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"],
+    "seed-coder": [LETTERS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+}
+# For ASCII alone: it has no classes of capital and small letters; and Falcon's own file takes some bytes for digits
+OF_LLAMA_CPP_IN_ASCII = {
+    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", OF_GPT2, "[0-9][0-9][0-9]"],
+    "tekken": [
+        r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
+        r"|[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "deepseek-llm": [r"[\r\n]", r"\s?[A-Za-z]+", r"\s?[!-/:-~]+", r"\s+$", r"\p{N}"],
+}
+ASCII = st.text(st.characters(max_codepoint=126), max_size=40)
+# Libraries know different versions of Unicode: only what was assigned long ago has the same class in all of them
+ASSIGNED = st.text(st.characters(max_codepoint=0x9FFF, exclude_categories=["Cn", "Co", "Cs"]), max_size=40)
+
+
+def pieces_of_llama_cpp(expressions: list[str], text: str) -> list[str]:
+    """What is between the matches of an expression is a piece, too."""
+    pieces = [text]
+    for expression in expressions:
+        found = []
+        for piece in pieces:
+            end = 0
+            for match in regex.finditer(expression, piece):
+                found += [piece[end : match.start()], match.group()]
+                end = match.end()
+            found.append(piece[end:])
+        pieces = [piece for piece in found if piece]
+    return pieces
+
+
+def pieces_of(pre: str, text: str) -> list[str]:
+    tokenizer = SPLITTINGS[pre].build(False)
+    spelled = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return [
+        bytes(spelled[letter] for letter in piece).decode(errors="surrogateescape")
+        for piece, _ in tokenizer.pre_tokenize_str(text)
+    ]
+
+
+@pytest.mark.parametrize("pre", OF_LLAMA_CPP)
+@settings(max_examples=100, deadline=None)
+@given(text=ASSIGNED | ASCII)
+@example(text="They'VE camelCase HTTPServer 1234567 x//\n\n  end\t\r\n don't!? 東京タワー 한국어 naïve Ω½ a.b,c")
+def test_texts_are_split_as_llama_cpp_splits_them(pre: str, text: str) -> None:
+    assert pieces_of(pre, text) == pieces_of_llama_cpp(OF_LLAMA_CPP[pre], text)
+
+
+@pytest.mark.parametrize("pre", OF_LLAMA_CPP_IN_ASCII)
+@settings(max_examples=100, deadline=None)
+@given(text=ASCII)
+@example(text="They'VE camelCase HTTPServer 1234567 x//\n\n  end\t\r\n don't!?  a.b,c  ")
+def test_ascii_is_split_as_llama_cpp_splits_it(pre: str, text: str) -> None:
+    assert pieces_of(pre, text) == pieces_of_llama_cpp(OF_LLAMA_CPP_IN_ASCII[pre], text)
+
+
+def test_letters_of_deepseek_have_a_case() -> None:
+    """And letters of ASCII are apart from others: they count as punctuation, too."""
+    text = "Привет мир, Ελλάδα naïve 東京 12"
+    pieces = ["Привет", " мир", ",", " Ελλάδα", " na", "ï", "ve", " ", "東京", " ", "1", "2"]
+    assert pieces_of("deepseek-llm", text) == pieces
 
 
 def by_gguf_name(pre: str) -> Tokenizer:
