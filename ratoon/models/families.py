@@ -95,7 +95,7 @@ FAMILIES = (
     FamilyNote(("PegasusForConditionalGeneration",), "", ""),
     FamilyNote(
         ("T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
-        "",
+        "`t5`",
         "T5, T5 1.1, Flan-T5 and mT5: with and without gates; up to 4096 tokens on each side, or `n_positions` if more",
     ),
     FamilyNote(("WhisperForConditionalGeneration",), "", "all sizes"),
@@ -118,26 +118,30 @@ FAMILIES = (
         "text and images, whose rows see each other in both directions; the same on several ranks",
     ),
     FamilyNote(
-        ("BertModel", "RobertaModel", "XLMRobertaModel", "DistilBertModel"),
-        "",
+        ("BertModel", "RobertaModel", "XLMRobertaModel"),
+        "`bert`",
         "for [vectors](python.md#vectors) only, all-MiniLM-L6-v2 for one; "
         "also `…ForMaskedLM` and `BertForPreTraining`, whose heads are left out",
     ),
+    FamilyNote(("DistilBertModel",), "", "for vectors; also `DistilBertForMaskedLM`, without its head"),
     FamilyNote(
         ("ModernBertModel",),
-        "",
+        "`modern-bert`",
         "for vectors; layers with a window to both sides; also `ModernBertForMaskedLM`, without its head",
     ),
     FamilyNote(
-        (
-            "BertForSequenceClassification",
-            "RobertaForSequenceClassification",
-            "XLMRobertaForSequenceClassification",
-            "DistilBertForSequenceClassification",
-            "ModernBertForSequenceClassification",
-        ),
+        ("BertForSequenceClassification", "DistilBertForSequenceClassification"),
         "",
         "for [labels and scores](rerank.md), and for vectors: cross-encoders such as ms-marco-MiniLM-L-6-v2",
+    ),
+    FamilyNote(
+        (
+            "RobertaForSequenceClassification",
+            "XLMRobertaForSequenceClassification",
+            "ModernBertForSequenceClassification",
+        ),
+        "`bert`, `modern-bert`",
+        "for [labels and scores](rerank.md), and for vectors: bge-reranker-v2-m3, gte-reranker-modernbert-base",
     ),
     FamilyNote(
         (

@@ -29,6 +29,9 @@ ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",  # or V3's, by the gates of its experts
     "mamba2": "Mamba2ForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "bert": "BertModel",  # or RoBERTa's and XLM-RoBERTa's, by the tokenizer
+    "modern-bert": "ModernBertModel",
+    "t5": "T5ForConditionalGeneration",
 }
 # Text models of others that read images, and the files with their encoders ("mmproj")
 WITH_IMAGES = ("clip", "qwen2vl", "qwen3vl")
@@ -131,6 +134,64 @@ GRANITE_HYBRID_NAMES = {
     "ffn_up_exps": "model.layers.{}.block_sparse_moe.experts.up_proj",
     "ffn_down_exps": "model.layers.{}.block_sparse_moe.experts.down_proj",
 }
+# The head of RoBERTa's kind; that of ModernBERT
+CLASSIFIER_NAMES = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}
+MODERN_CLASSIFIER_NAMES = {"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"}
+BERT_NAMES = {
+    **CLASSIFIER_NAMES,
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "attn_q": "encoder.layer.{}.attention.self.query",
+    "attn_k": "encoder.layer.{}.attention.self.key",
+    "attn_v": "encoder.layer.{}.attention.self.value",
+    "attn_output": "encoder.layer.{}.attention.output.dense",
+    "attn_output_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "ffn_up": "encoder.layer.{}.intermediate.dense",
+    "ffn_down": "encoder.layer.{}.output.dense",
+    "layer_output_norm": "encoder.layer.{}.output.LayerNorm",
+}
+MODERN_BERT_NAMES = {
+    **MODERN_CLASSIFIER_NAMES,
+    "token_embd": "embeddings.tok_embeddings",
+    "token_embd_norm": "embeddings.norm",
+    "output_norm": "final_norm",
+    "attn_norm": "layers.{}.attn_norm",
+    "attn_qkv": "layers.{}.attn.Wqkv",
+    "attn_output": "layers.{}.attn.Wo",
+    "ffn_norm": "layers.{}.mlp_norm",
+    "ffn_up": "layers.{}.mlp.Wi",
+    "ffn_down": "layers.{}.mlp.Wo",
+}
+
+
+def _t5_stack(stack: str, place: int) -> dict[str, str]:
+    """`place` of the feed-forward half in a layer of the encoder or the decoder."""
+    block, name = f"{stack}.block.{{}}.layer", stack[:3]
+    attention = {"q": "q", "k": "k", "v": "v", "o": "o", "rel_b": "relative_attention_bias"}
+    return {
+        **{f"{name}.attn_{gguf}": f"{block}.0.SelfAttention.{part}" for gguf, part in attention.items()},
+        f"{name}.attn_norm": f"{block}.0.layer_norm",
+        f"{name}.ffn_norm": f"{block}.{place}.layer_norm",
+        f"{name}.ffn_gate": f"{block}.{place}.DenseReluDense.wi_0",
+        f"{name}.ffn_up": f"{block}.{place}.DenseReluDense.wi_1",  # wi, where there is no gate
+        f"{name}.ffn_down": f"{block}.{place}.DenseReluDense.wo",
+        f"{name}.output_norm": f"{stack}.final_layer_norm",
+    }
+
+
+_CROSS = "decoder.block.{}.layer.1"
+T5_NAMES = {
+    "token_embd": "shared",
+    "output": "lm_head",
+    **_t5_stack("encoder", 1),
+    **_t5_stack("decoder", 2),
+    **{f"dec.cross_attn_{part}": f"{_CROSS}.EncDecAttention.{part}" for part in "qkvo"},
+    "dec.cross_attn_rel_b": f"{_CROSS}.EncDecAttention.relative_attention_bias",
+    "dec.cross_attn_norm": f"{_CROSS}.layer_norm",
+}
+T5_PLAIN_UP = {key: name.replace("wi_1", "wi") for key, name in T5_NAMES.items() if key.endswith(".ffn_up")}
 WITHOUT_SUFFIX = ("ssm_a", "ssm_d")
 # Parameters of checkpoints that have no suffix of their own
 PLAIN_ENDS = {
@@ -203,6 +264,9 @@ NAMES = {
     "deepseek2": DEEPSEEK_NAMES,
     "mamba2": MAMBA2_NAMES,
     "granitehybrid": GRANITE_HYBRID_NAMES,
+    "bert": BERT_NAMES,
+    "modern-bert": MODERN_BERT_NAMES,
+    "t5": T5_NAMES,
 }  # of other architectures: LLAMA_NAMES
 
 
@@ -210,14 +274,16 @@ def hugging_face_name(names: Mapping[str, str], gguf_name: str) -> str | None:
     """None: the name is unknown. Parameters have a suffix, but for a few of layers with states."""
     if further := re.fullmatch(r"blk\.(\d+)\.(nextn\..+)", gguf_name):  # of a layer that predicts further tokens
         return f"model.layers.{further[1]}.{further[2]}"
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(weight|bias))?", gguf_name)
-    if match is None or match[2] not in names or ("{}" in names[match[2]]) != (match[1] is not None):
+    match = re.fullmatch(r"(enc\.|dec\.)?(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?", gguf_name)
+    if match is None:
         return None
-    if (match[3] is None) != (match[2] in WITHOUT_SUFFIX):
+    stack, layer, part, suffix = match.groups()
+    key = f"{stack or ''}{part}"
+    if key not in names or ("{}" in names[key]) != (layer is not None) or (suffix is None) != (key in WITHOUT_SUFFIX):
         return None
-    name = names[match[2]].format(match[1])
-    if match[3] is None:
+    name = names[key].format(layer)
+    if suffix is None:
         return name
-    name = f"{name}.{match[3]}"
+    name = f"{name}.{suffix}"
     end = next((end for end in PLAIN_ENDS if name.endswith(end)), "")
     return name.removesuffix(end) + PLAIN_ENDS.get(end, "")

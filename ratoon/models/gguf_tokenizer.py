@@ -1,4 +1,5 @@
-"""Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece-style BPE ("llama").
+"""Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2"), SentencePiece-style BPE ("llama"), WordPiece ("bert")
+and Unigram ("t5").
 
 GGUF has the vocabulary but only the name of the pre-tokenizer, which is one of gguf_splitting.py.
 """
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+ENCODERS = ("bert", "modern-bert")  # architectures
+
 # The values of tokenizer.ggml.token_type that are used; 1 is a normal token, 5 an unused one.
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
@@ -31,7 +34,12 @@ SPACE_MARK = "▁"  # SentencePiece's visible space
 def load_tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """`source` is for messages."""
     kind = metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+    builders = {
+        "gpt2": _build_byte_level,
+        "llama": _build_sentencepiece,
+        "bert": _build_word_pieces,
+        "t5": _build_unigram,
+    }
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
         missing = "tokenizer.ggml.model" if kind is None else "tokenizer.ggml.tokens"
         raise ModelError(source, f"has no tokenizer: the metadata key {missing} is missing", CONVERT_AGAIN)
@@ -145,6 +153,47 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: 
     return backend
 
 
+def _build_word_pieces(metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
+    """Files have the beginnings of words with a visible space before them, and what continues a word without `##`."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    def original(token: str, type: int) -> str:
+        if token.startswith(SPACE_MARK):
+            return token[1:]
+        return token if type in (UNKNOWN, CONTROL) else f"##{token}"
+
+    tokens[:] = [original(token, type) for token, type in zip(tokens, types)]
+    unknown = _token_of(metadata, tokens, "unknown_token_id") or "[UNK]"
+    is_lower = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
+    backend = Backend(models.WordPiece({token: id for id, token in enumerate(tokens)}, unk_token=unknown))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _build_unigram(metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str) -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    scores = _listed(metadata, "scores", float, source)
+    if len(scores) != len(tokens):
+        raise ModelError(source, "has no tokenizer.ggml.scores for all of its tokens", CONVERT_AGAIN)
+    unknown = next((id for id, type in enumerate(types) if type == UNKNOWN), None)
+    backend = Backend(models.Unigram(list(zip(tokens, scores)), unknown, byte_fallback=BYTE in types))
+    characters = bytes(number & 255 for number in _listed(metadata, "precompiled_charsmap", int, source))
+    if characters:
+        backend.normalizer = normalizers.Precompiled(characters)
+    prefix = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+    steps: list[Any] = [pre_tokenizers.Metaspace(prepend_scheme=prefix)]
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", True):
+        steps.insert(0, pre_tokenizers.WhitespaceSplit())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prefix)
+    return backend
+
+
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union has the best score; BPE wants that as an ordered list.
 
@@ -183,20 +232,38 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
         "eos_token": "eos_token_id",
         "unk_token": "unknown_token_id",
         "pad_token": "padding_token_id",
+        "cls_token": "cls_token_id",
+        "sep_token": "seperator_token_id",  # the key is spelt so
+        "mask_token": "mask_token_id",
     }
-    found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in keys.items()}
-    return {name: tokens[id] for name, id in found.items() if isinstance(id, int) and 0 <= id < len(tokens)}
+    found = {name: _token_of(metadata, tokens, key) for name, key in keys.items()}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _token_of(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | None:
+    id = metadata.get(f"tokenizer.ggml.{key}")
+    return tokens[id] if isinstance(id, int) and 0 <= id < len(tokens) else None
 
 
 def _add_template_around(backend: Backend, metadata: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Put bos and eos around a text, where the file says so or where llama.cpp does it for this kind of file."""
+    """Put bos and eos around a text, where the file says so or where llama.cpp does it for this kind of file; around
+    texts and pairs of texts of encoders always."""
     from tokenizers.processors import TemplateProcessing
 
     kind, splitting = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    usual = kind == "llama" or (splitting in SPLITTINGS and SPLITTINGS[splitting].has_bos)
+    is_encoder = metadata.get("general.architecture") in ENCODERS
+    usual = kind == "llama" or is_encoder or (splitting in SPLITTINGS and SPLITTINGS[splitting].has_bos)
     bos, eos = special_tokens.get("bos_token"), special_tokens.get("eos_token")
-    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", usual) else []
-    after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
-    if before or after:
-        around = [(token, backend.token_to_id(token)) for token in dict.fromkeys(before + after)]
-        backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=around)
+    if is_encoder:
+        bos, eos = special_tokens.get("cls_token", bos), special_tokens.get("sep_token", eos)
+    before = [bos] if bos and (is_encoder or metadata.get("tokenizer.ggml.add_bos_token", usual)) else []
+    after = [eos] if eos and (is_encoder or metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")) else []
+    if not before and not after:
+        return
+    around = [(token, backend.token_to_id(token)) for token in dict.fromkeys(before + after)]
+    pair = None
+    if is_encoder:
+        has_types = kind == "bert" or splitting == "modern-bert"  # RoBERTa has two marks between texts instead
+        second = ["$B:1", *(f"{token}:1" for token in after)] if has_types else [*after, "$B", *after]
+        pair = [*before, "$A", *after, *second]
+    backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], pair=pair, special_tokens=around)

@@ -137,7 +137,7 @@ def _open_gguf(path: Path, overrides: Overrides, backend: str) -> ModelSource:
         raw_config=raw_config,
         generation_defaults={"eos_token_ids": config.eos_token_ids} if config.eos_token_ids else {},
         chat_template=chat_templates_from_gguf(source.metadata, str(path)).get(DEFAULT_TEMPLATE),
-        pooling=None,
+        pooling=source.pooling,
         open_tensors=lambda: _as_built(source, config),
         open_tokenizer=lambda: load_tokenizer_from_gguf(source.metadata, str(path)),
     )

@@ -47,7 +47,8 @@ from transformers import (
 )
 
 from ratoon.core.errors import ModelError
-from ratoon.models.gguf_source import LAYER_NORMED, PERMUTED
+from ratoon.models.gguf_config import LAYER_NORMED
+from ratoon.models.gguf_source import PERMUTED
 from ratoon.models.hf_config import parse_hf_config
 from ratoon.models.source import resolve_model
 from tests.golden.tiny_decoder_models import MINISTRAL3_ROPE

@@ -171,6 +171,7 @@ def test_a_length_that_a_file_has_is_kept(tmp_path: Path) -> None:
     [
         ({"granitehybrid.ssm.inner_size": 100}, "granitehybrid.ssm.inner_size; a multiple"),
         ({"granitehybrid.ssm.group_count": 3}, "mamba_n_groups"),
+        ({"granitehybrid.block_count": 2**31}, "granitehybrid.block_count; a number from 1 to 4096"),
         ({"granitehybrid.ssm.time_step_rank": "many"}, "granitehybrid.ssm.time_step_rank; a whole number"),
         ({"granitehybrid.attention.head_count_kv": [2, 1, 0, 0]}, "head_count_kv differs between layers"),
     ],

@@ -6,6 +6,7 @@ tokenizer.json files have them.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram, WordPiece
+from tokenizers.trainers import UnigramTrainer, WordPieceTrainer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
@@ -26,7 +28,13 @@ from ratoon.models.source import resolve_model
 from ratoon.models.tokenizer import Tokenizer as OurTokenizer
 from ratoon.models.tokenizer import load_tokenizer_from_folder
 from tests.real_models import needs_embedded_model
-from tests.unit.models.model_files import NASTY_TEXTS, byte_level_metadata, sentencepiece_vocabulary, train_byte_level
+from tests.unit.models.model_files import (
+    CORPUS,
+    NASTY_TEXTS,
+    byte_level_metadata,
+    sentencepiece_vocabulary,
+    train_byte_level,
+)
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -400,3 +408,101 @@ def without_missing_bytes(tokenizer: OurTokenizer, text: str) -> str:
 @needs_embedded_model
 def test_smollm2_loses_no_text_that_its_vocabulary_can_spell(smollm: OurTokenizer, text: str) -> None:
     assert smollm.decode(smollm.encode(text), skip_special_tokens=False) == without_missing_bytes(smollm, text)
+
+
+# ---- tokenizers of encoders ----
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def encoder_metadata(original: Tokenizer, kind: str, architecture: str, **values: Any) -> dict[str, Any]:
+    """As llama.cpp's converter writes it. `values` are below tokenizer.ggml."""
+    tokens = [original.id_to_token(id) or "" for id in range(original.get_vocab_size())]
+    special = {token.content for token in original.get_added_tokens_decoder().values() if token.special}
+    ids = {name: tokens.index(values.pop(name)) for name in [key for key in values if key.endswith("_id")]}
+    values = {
+        "model": kind,
+        "token_type": [2 if token in ("[UNK]", "<unk>") else 3 if token in special else 1 for token in tokens],
+        "tokens": tokens,
+        **ids,
+        **values,
+    }
+    return {"general.architecture": architecture} | {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+@cache
+def word_pieces(lowercase: bool) -> tuple[Tokenizer, OurTokenizer]:
+    original = Tokenizer(WordPiece(unk_token="[UNK]"))
+    original.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    original.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    original.train_from_iterator(CORPUS, WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False))
+    original.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    original.decoder = decoders.WordPiece()
+    named = {"unknown_token_id": "[UNK]", "cls_token_id": "[CLS]", "seperator_token_id": "[SEP]"}
+    metadata = encoder_metadata(original, "bert", "bert", pre="default", **named)
+    metadata["tokenizer.ggml.tokens"] = [
+        token if token in SPECIAL else token[2:] if token.startswith("##") else f"▁{token}"
+        for token in metadata["tokenizer.ggml.tokens"]
+    ]
+    metadata |= {} if lowercase else {"tokenizer.ggml.normalizer.lowercase": False}
+    return original, load_tokenizer_from_gguf(metadata, "test")
+
+
+@cache
+def unigram(architecture: str) -> tuple[Tokenizer, OurTokenizer]:
+    """As XLM-RoBERTa has it ("bert"), and T5."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    original = Tokenizer(Unigram())
+    original.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    trainer = UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
+    original.train_from_iterator(CORPUS, trainer)
+    ends = [("<s>", 0), ("</s>", 2)]
+    original.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if architecture == "bert" else "$A </s>",
+        pair="<s> $A </s> </s> $B </s>" if architecture == "bert" else "$A </s> $B </s>",
+        special_tokens=ends,
+    )
+    original.decoder = decoders.Metaspace()
+    scores = [float(score) for _, score in json.loads(original.to_str())["model"]["vocab"]]
+    named = {"unknown_token_id": "<unk>", "bos_token_id": "<s>", "eos_token_id": "</s>"}
+    metadata = encoder_metadata(original, "t5", architecture, pre="default", scores=scores, **named)
+    return original, load_tokenizer_from_gguf(metadata, "test")
+
+
+ENCODERS = {
+    "BERT": lambda: word_pieces(True),
+    "BERT with capitals": lambda: word_pieces(False),
+    "XLM-RoBERTa": lambda: unigram("bert"),
+    "T5": lambda: unigram("t5"),
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("text", NASTY_TEXTS)
+def test_encoders_from_gguf_encode_like_the_original(kind: str, text: str) -> None:
+    original, rebuilt = ENCODERS[kind]()
+    assert rebuilt.encode(text) == original.encode(text).ids
+    assert rebuilt.decode(original.encode(text).ids) == original.decode(original.encode(text).ids)
+
+
+@pytest.mark.parametrize("kind", ["BERT", "XLM-RoBERTa"])
+def test_encoders_from_gguf_mark_pairs_like_the_original(kind: str) -> None:
+    original, rebuilt = ENCODERS[kind]()
+    expected, found = original.encode("The fox", "a dog"), rebuilt.backend.encode("The fox", "a dog")
+    assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre", "between", "types"),
+    [("bert", "roberta-bpe", 2, False), ("modern-bert", "modern-bert", 1, True)],
+)
+def test_byte_level_encoders_mark_texts_and_pairs(architecture: str, pre: str, between: int, types: bool) -> None:
+    metadata = byte_level_metadata(original("gpt-2"), pre) | {"general.architecture": architecture}
+    tokenizer = load_tokenizer_from_gguf(metadata, "test")
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the fox", "a dog"))
+    assert tokenizer.encode("the fox") == [0, *first, 1]
+    pair = tokenizer.backend.encode("the fox", "a dog")
+    assert pair.ids == [0, *first, *[1] * between, *second, 1]
+    assert any(pair.type_ids) == types

@@ -56,8 +56,9 @@ static void compare_row_kernels(const float *x, const float *weight) {
     expect_equal(ratoon_layer_norm_words,
                  (int64_t[]){P(x), WIDTH, P(replayed + ROWS * WIDTH), WIDTH, P(weight), P(x), number(0.25f), P(replayed), ROWS, WIDTH},
                  "layer norm");
-    ratoon_head_rms_norm(direct, WIDTH, weight, 0.25f, ROWS, 2, WIDTH / 2);
-    expect_equal(ratoon_head_rms_norm_words, (int64_t[]){P(replayed), WIDTH, P(weight), number(0.25f), ROWS, 2, WIDTH / 2}, "head norm");
+    ratoon_head_rms_norm(direct, WIDTH, weight, WIDTH / 2, 0.25f, ROWS, 2, WIDTH / 2);
+    expect_equal(ratoon_head_rms_norm_words,
+                 (int64_t[]){P(replayed), WIDTH, P(weight), WIDTH / 2, number(0.25f), ROWS, 2, WIDTH / 2}, "head norm");
     ratoon_rotary(direct, WIDTH, 2, direct + ROWS * WIDTH, WIDTH, 1, 16, 12, positions, x, axes, 1, ROWS);
     expect_equal(ratoon_rotary_words,
                  (int64_t[]){P(replayed), WIDTH, 2, P(replayed + ROWS * WIDTH), WIDTH, 1, 16, 12, P(positions), P(x), P(axes), 1, ROWS}, "rotary");

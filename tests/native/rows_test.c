@@ -91,9 +91,10 @@ static void compare_layer_norm(void) {
 static void compare_head_norm(void) {
     int64_t rows = random_between(1, 20), heads = random_between(1, 5), dim = random_between(1, 70);
     int64_t ldx = heads * dim + random_between(0, 5), count = (rows - 1) * ldx + heads * dim;
-    float *x = random_floats(count, 2), *weight = random_floats(dim, 2), *before = guarded_floats(count);
+    int64_t ldw = random_between(0, 1) * dim;
+    float *x = random_floats(count, 2), *weight = random_floats(ldw ? heads * dim : dim, 2), *before = guarded_floats(count);
     for (int64_t i = 0; i < count; i++) before[i] = x[i];
-    ratoon_head_rms_norm(x, ldx, weight, 1e-6f, rows, heads, dim);
+    ratoon_head_rms_norm(x, ldx, weight, ldw, 1e-6f, rows, heads, dim);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t column = 0; column < ldx && row * ldx + column < count; column++) {
             float found = x[row * ldx + column], old = before[row * ldx + column];
@@ -104,7 +105,7 @@ static void compare_head_norm(void) {
             const float *head = before + row * ldx + column / dim * dim;
             double squares = 0;
             for (int64_t i = 0; i < dim; i++) squares += (double)head[i] * head[i];
-            double expected = old / sqrt(squares / (double)dim + 1e-6f) * weight[column % dim];
+            double expected = old / sqrt(squares / (double)dim + 1e-6f) * weight[column / dim * ldw + column % dim];
             expect(found, expected, fabs(expected) * (row_sum_error(dim) + 7 * UNIT), "head norm", row, column);
         }
     release_all();

@@ -90,7 +90,13 @@ def test_the_table_of_families_is_what_the_registry_has():
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "DeepseekV3ForCausalLM",
-    }  # of "llama", "llama", "deepseek2"
+        "MT5ForConditionalGeneration",
+        "RobertaModel",
+        "XLMRobertaModel",
+        "RobertaForSequenceClassification",
+        "XLMRobertaForSequenceClassification",
+        "ModernBertForSequenceClassification",
+    }  # of "llama", "llama", "deepseek2", "t5", "bert" and "modern-bert"
     assert by_gguf == {*ARCHITECTURES.values(), *by_content}
 
 

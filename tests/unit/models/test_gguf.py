@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ratoon.core.errors import ModelError
+from ratoon.models.gguf_config import llama3_frequency_factors
 from ratoon.models.gguf_file import GGUFFile
 from ratoon.models.gguf_quants import LAYOUTS
-from ratoon.models.gguf_source import GGUFSource, llama3_frequency_factors
+from ratoon.models.gguf_source import GGUFSource
 from ratoon.models.hf_config import parse_hf_config
 from tests.unit.models.model_files import (
     byte_level_metadata,

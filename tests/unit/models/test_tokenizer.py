@@ -207,7 +207,8 @@ def test_gguf_may_have_several_templates() -> None:
     ("changes", "message"),
     [
         ({"pre": "martian"}, r"unknown way 'martian'; known: a.x-4.0, chatglm-bpe, dbrx, .*qwen2, refact, .*viking"),
-        ({"model": "t5"}, r"unknown kind 't5'; known: gpt2, llama"),
+        ({"model": "rwkv"}, r"unknown kind 'rwkv'; known: gpt2, llama, bert, t5"),
+        ({"model": "t5"}, r"has no tokenizer.ggml.scores"),
         ({"model": None}, r"has no tokenizer: the metadata key tokenizer.ggml.model is missing"),
         ({"tokens": None}, r"the metadata key tokenizer.ggml.tokens is missing"),
         ({"merges": None}, r"has no tokenizer.ggml.merges"),
