@@ -271,15 +271,15 @@ def _write_gguf(config: dict[str, Any], name: str, path: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    tokens, merges = _vocabulary(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    vocabulary = vocabulary_of(config["vocab_size"])
+    writer.add_tokenizer_model(vocabulary["model"])
+    writer.add_tokenizer_pre(vocabulary["pre"])
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_types(vocabulary["token_type"])
+    writer.add_token_merges(vocabulary["merges"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(vocabulary["add_bos_token"])
     for tensor in _tensors(config):
         if _is_float(tensor):
             # A file of Gemma has what is added to the weights of its norms in them.
@@ -358,6 +358,19 @@ def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
     pair = ("a", "b")
     words = ["".join(pair), *(f"<{index}>" for index in range(len(letters) + 1, size))]
     return [*letters, *words], [pair]
+
+
+def vocabulary_of(size: int) -> dict[str, Any]:
+    """What GGUF files have below tokenizer.ggml."""
+    tokens, merges = _vocabulary(size)
+    return {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),  # normal ones
+        "merges": [" ".join(pair) for pair in merges],
+        "add_bos_token": False,
+    }
 
 
 def _write_tokenizer(size: int, folder: Path) -> None:

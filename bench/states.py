@@ -1,5 +1,6 @@
-"""A hybrid of state-space layers and attention on a CPU: the comparison of cpu_peers.py, in float32 against
-transformers, with a random model of about the shape of Granite 4 h-350m (32 layers, four of which attend).
+"""A hybrid of state-space layers and attention on a CPU: the comparison of cpu_peers.py, with a file in Q4_0 against
+llama.cpp and in float32 against transformers, for a random model of about the shape of Granite 4 h-350m (32 layers,
+four of which attend).
 
     .venv/bin/python bench/states.py --json result.json
     .venv/bin/python bench/states.py --tiny          # does it work at all?
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
-from cpu_parts.engines import FLOAT32
+from cpu_parts.engines import FLOAT32, FOLDER, GGUF, QUANTISED
 from cpu_parts.folders import FolderModels
+from cpu_parts.state_files import write_state_file
 from cpu_peers import CpuPeers
-from random_models import LAST_NORM_STD
+from random_models import LAST_NORM_STD, vocabulary_of
 
 WORKLOADS = "single,many-8,many-32,prefill"
 SHAPE: dict[str, Any] = {
@@ -35,7 +38,7 @@ TINY_SHAPE: dict[str, Any] = SHAPE | {
 
 
 class StateModels(FolderModels):
-    """The folder alone: llama.cpp's form of it is not made."""
+    forms = (FOLDER, GGUF)
 
     def __init__(self, tiny: bool) -> None:
         super().__init__(*(("tiny-hybrid", TINY_SHAPE) if tiny else ("granite-4-h-350m", SHAPE)))
@@ -49,14 +52,31 @@ class StateModels(FolderModels):
         torch.nn.init.normal_(model.model.norm.weight, std=LAST_NORM_STD)
         return model
 
+    def find(self, form: str, name: str) -> Path:
+        """The GGUF file is made of the folder if it is not there."""
+        if form == FOLDER:
+            return self.folder
+        path = self.folder / f"{name}.gguf"
+        if not path.is_file():
+            import gguf
+            import transformers
+
+            model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(self.folder)
+            partial = write_state_file(
+                model, path.with_suffix(".partial"), gguf.GGMLQuantizationType[name],
+                vocabulary=vocabulary_of(self.sizes["vocab_size"]),
+            )  # fmt: skip
+            partial.rename(path)
+        return path
+
 
 class States(CpuPeers):
     doc = __doc__
-    parts = (FLOAT32,)
+    parts = (QUANTISED, FLOAT32)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         super().add_options(parser)
-        parser.set_defaults(workloads=WORKLOADS, engines="ratoon,transformers")
+        parser.set_defaults(workloads=WORKLOADS, engines="ratoon,llama.cpp,transformers")
 
     def check_options(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         super().check_options(parser, args)

@@ -64,14 +64,14 @@ class Splitting(NamedTuple):
 
 
 def _by_bytes(add_prefix_space: bool) -> PreTokenizer:
-    """As GPT-2 does."""
+    """Splits as GPT-2 does."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)
 
 
 def _by_digits(add_prefix_space: bool) -> PreTokenizer:
-    """As GPT-2 does, with each digit alone."""
+    """Splits as GPT-2 does, with each digit alone."""
     from tokenizers.pre_tokenizers import Digits, Sequence
 
     return Sequence([Digits(individual_digits=True), _by_bytes(add_prefix_space)])

@@ -1,5 +1,5 @@
 """Models with states out of GGUF files against transformers. The files are written as llama.cpp's converter writes
-them, with names of the `gguf` package."""
+them, by bench/cpu_parts/state_files.py, with names of the `gguf` package."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
+from bench.cpu_parts.state_files import write_state_file
 from ratoon.core.errors import ModelError
 from ratoon.layers.native_ops import NativeOps, native_ops_reasons
 from ratoon.layers.shard import ModelPart, Shard
@@ -18,108 +18,16 @@ from ratoon.layers.torch_ops import TorchOps
 from ratoon.models.build import build_model
 from ratoon.models.source import resolve_model
 from tests.golden.dense_step import dense_logits
-from tests.golden.test_gguf_models import reorder_rows
 from tests.golden.tiny_models import TinyModel, random_token_ids
 from tests.golden.tiny_states import STATE_MODELS, tiny_granite_hybrid, tiny_mamba2
 from tests.unit.layers.ranks import on_all_ranks
-from tests.unit.models.model_files import write_gguf
 
 CPU = torch.device("cpu")
-ARCHITECTURES = {"Mamba2ForCausalLM": "mamba2", "GraniteMoeHybridForCausalLM": "granitehybrid"}
-MODELS = {"mamba2": gguf.MODEL_ARCH.MAMBA2, "granitehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID}
-# Tensors of transformers' modules, and the names that its checkpoints have for them
-NAMES_IN_FILES = {
-    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
-}
-NO_LENGTH = 2**20  # what the converter writes for models without a length
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
-def convert(tiny: TinyModel, path: Path, quantised: bool = False, **changed: Any) -> Path:
-    """`quantised`: the products of layers with states. `changed`: further metadata, or other values."""
-    config, states = tiny.config, tiny.config.state_space
-    assert states is not None
-    architecture = ARCHITECTURES[config.architecture]
-    names = gguf.get_tensor_name_map(MODELS[architecture], config.num_layers)
-    tensors: dict[str, Any] = {}
-    for name, tensor in tiny.oracle.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        for part, array in parts_of(name, tensor.numpy(), config.experts is not None).items():
-            new_name = part if part.startswith("blk.") else names.get_name(part, try_suffixes=(".weight", ".bias"))
-            assert new_name is not None, part
-            if architecture == "granitehybrid" and ("attn_q" in new_name or "attn_k" in new_name):
-                array = reorder_rows(array, config.num_heads if "attn_q" in new_name else config.num_kv_heads)
-            if new_name.endswith("ssm_a"):
-                array = -np.exp(array)
-            if new_name.endswith(("ssm_a", "ssm_d")):
-                array = array[:, None]
-            elif new_name.endswith("ssm_norm.weight"):
-                array = array.reshape(states.num_groups, -1)
-            elif new_name.endswith("ssm_conv1d.weight"):
-                array = array[:, 0]
-            array = np.ascontiguousarray(array)
-            is_product = new_name.endswith(("ssm_in.weight", "ssm_out.weight"))
-            tensors[new_name] = (gguf.quants.quantize(array, Q8), Q8) if quantised and is_product else array
-    return write_gguf(path, architecture, metadata_of(tiny, architecture) | changed, tensors)
-
-
-def parts_of(name: str, array: np.ndarray, has_experts: bool) -> dict[str, np.ndarray]:
-    """What the converter makes of a tensor, by names of the checkpoint or, where it splits one, of the file."""
-    if name.endswith(".dt_bias"):
-        return {name.replace(".dt_bias", ".dt_proj.bias"): array}
-    for own, in_files in NAMES_IN_FILES.items():
-        name = name.replace(own, in_files)
-    layer = next((part for part in name.split(".") if part.isdigit()), "")
-    if name.endswith("input_linear.weight"):  # gate and up together
-        gate, up = np.split(array, 2, axis=-2)
-        kind = "_exps" if "block_sparse_moe" in name else "_shexp" if has_experts else ""
-        return {f"blk.{layer}.ffn_gate{kind}.weight": gate, f"blk.{layer}.ffn_up{kind}.weight": up}
-    if name.endswith("shared_mlp.output_linear.weight") and not has_experts:
-        return {f"blk.{layer}.ffn_down.weight": array}
-    return {name: array}
-
-
-def metadata_of(tiny: TinyModel, architecture: str) -> dict[str, Any]:
-    config, states, experts = tiny.config, tiny.config.state_space, tiny.config.experts
-    assert states is not None
-    values: dict[str, Any] = {
-        "context_length": NO_LENGTH,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers,
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "ssm.conv_kernel": states.conv_width,
-        "ssm.inner_size": states.num_heads * states.head_dim,
-        "ssm.state_size": states.state_size,
-        "ssm.time_step_rank": states.num_heads,
-        "ssm.group_count": states.num_groups,
-    }
-    if architecture == "granitehybrid":
-        heads = [0 if states.is_in_layer(layer) else config.num_kv_heads for layer in range(config.num_layers)]
-        values |= {
-            "feed_forward_length": config.intermediate_size if experts is None else experts.inner_size,
-            "expert_shared_feed_forward_length": config.intermediate_size,
-            "attention.head_count": config.num_heads,
-            "attention.head_count_kv": heads,
-            "attention.scale": config.attention_scale,
-            "embedding_scale": config.embedding_multiplier,
-            "residual_scale": config.residual_multiplier,
-            "logit_scale": 1 / config.logits_multiplier,
-            "rope.freq_base": config.rope_theta,
-            "rope.scaling.finetuned": config.rotary_layers is None,
-            "expert_count": 0 if experts is None else experts.num_experts,
-            "expert_used_count": 0 if experts is None else experts.top_k,
-        }
-    tokens = {
-        "tokenizer.ggml.bos_token_id": config.bos_token_id,
-        "tokenizer.ggml.eos_token_id": config.eos_token_ids[0],
-    }
-    known = {f"{architecture}.{key}": value for key, value in values.items()} | tokens
-    return {key: value for key, value in known.items() if value is not None}
+def convert(tiny: TinyModel, path: Path, kind: gguf.GGMLQuantizationType | None = None, **changed: Any) -> Path:
+    return write_state_file(tiny.oracle, path, kind, {key.partition(".")[2]: value for key, value in changed.items()})
 
 
 @pytest.mark.parametrize("family", STATE_MODELS)
@@ -153,7 +61,7 @@ def test_ranks_take_their_heads(make: Any, world_size: int, tmp_path: Path) -> N
 @pytest.mark.skipif(bool(native_ops_reasons(CPU, torch.float32)), reason="no kernels for this processor")
 def test_products_of_states_stay_in_the_bits_of_their_file(tmp_path: Path) -> None:
     """Against the same file decoded to floats: what differs is the rounding of activations to 8 bits."""
-    found = resolve_model(str(convert(tiny_mamba2(), tmp_path / "m.gguf", quantised=True)))
+    found = resolve_model(str(convert(tiny_mamba2(), tmp_path / "m.gguf", Q8)))
     ops, ids = NativeOps(), random_token_ids(30)
     kept = dense_logits(build_model(found.config, found.tensors, ops, CPU, torch.float32), ids)
     decoded = dense_logits(build_model(found.config, found.tensors, TorchOps(), CPU, torch.float32), ids)
@@ -183,9 +91,8 @@ def test_sizes_that_do_not_fit_are_refused(changed: dict[str, Any], said: str, t
 
 def test_decays_above_0_are_refused(tmp_path: Path) -> None:
     tiny = tiny_mamba2()
-    path = convert(tiny, tmp_path / "m.gguf")
-    tensors: dict[str, Any] = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
-    tensors["blk.1.ssm_a"] = -tensors["blk.1.ssm_a"]
-    found = resolve_model(str(write_gguf(tmp_path / "b.gguf", "mamba2", metadata_of(tiny, "mamba2"), tensors)))
+    with torch.no_grad():  # below this sum, the exponential of a decay is no number
+        tiny.oracle.backbone.layers[1].mixer.A_log.fill_(float("nan"))
+    found = resolve_model(str(convert(tiny, tmp_path / "m.gguf")))
     with pytest.raises(ModelError, match=r"decays above 0 in blk\.1\.ssm_a"):
         build_model(found.config, found.tensors, TorchOps(), CPU, torch.float32)
