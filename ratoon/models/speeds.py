@@ -27,12 +27,21 @@ class Speed(NamedTuple):
 
 SMOLLM2, LLAMA = "SmolLM2-135M", "LlamaForCausalLM"
 SPEEDS = (
-    Speed(SMOLLM2, LLAMA, "Q4_0", "2 Cascade Lake cores", "173 tok/s", "406 tok/s (32)", "README.md"),
+    Speed(SMOLLM2, LLAMA, "Q4_0", "2 Cascade Lake cores", "152 tok/s", "302 tok/s (32)", "README.md"),
     Speed(SMOLLM2, LLAMA, "Q4_0", "2 of 16 Sapphire Rapids cores", "354 tok/s", "578 tok/s (32)", "README.md"),
     Speed(SMOLLM2, LLAMA, "Q4_0", "16 Sapphire Rapids cores", "668 tok/s", "2,041 tok/s (32)", "README.md"),
     Speed(SMOLLM2, LLAMA, "float32", "2 Neoverse-N1 cores", "46.2 tok/s", "125 tok/s (32)", "README.md"),
     Speed(
         "Qwen3-0.6B", "Qwen3ForCausalLM", "bfloat16", "1 H200", "0.58 ms a token", "26,983 tok/s (256)", "docs/gpu.md"
+    ),
+    Speed(
+        "Granite-4-h-350m",
+        "GraniteMoeHybridForCausalLM",
+        "Q4_0",
+        "2 Cascade Lake cores",
+        "78.3 tok/s",
+        "149 tok/s (32)",
+        "docs/cpu.md",
     ),
     Speed("Llama-3-8B", LLAMA, "bfloat16", "1 H200", "3.87 ms a token", "10,440 tok/s (256)", "docs/gpu.md"),
 )
