@@ -136,9 +136,12 @@ def test_each_grammar_has_its_own_answer_and_others_do_not_wait(server: Server) 
 
 def test_a_client_that_leaves_takes_its_check_with_it(server: Server) -> None:
     checker = checker_of(server)
-    wait_until("no check is left, and one process waits for the next", lambda: len(children_of(checker)) == 1)
-    (check,) = children_of(checker)
-    used_before = cpu_seconds_of(check)
+    wait_until("no check is left, and at most one process waits for the next", lambda: len(children_of(checker)) <= 1)
+    used_before = {pid: cpu_seconds_of(pid) for pid in children_of(checker)}
+
+    def busy() -> list[int]:
+        return [pid for pid in children_of(checker) if cpu_seconds_of(pid) > used_before.get(pid, 0.0) + 0.2]
+
     address = urlsplit(server.url)
     assert address.hostname is not None and address.port is not None
     data = json.dumps(body_of(bombs(1)["lark, intersected lengths"])).encode()
@@ -148,10 +151,11 @@ def test_a_client_that_leaves_takes_its_check_with_it(server: Server) -> None:
     )
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(head.encode() + data)
-        wait_until("it is checked", lambda: cpu_seconds_of(check) > used_before + 0.2)
+        wait_until("it is checked", busy)
+        (check,) = busy()
     used = 0.0
     while check in children_of(checker):
-        used = max(used, cpu_seconds_of(check) - used_before)
+        used = max(used, cpu_seconds_of(check) - used_before.get(check, 0.0))
         time.sleep(0.005)
     assert used < CHECK_SECONDS - 1, "it went on to its limit"
     assert ask(server, HOSTILE, {"regex": "b"}).status_code == 200
