@@ -17,6 +17,7 @@ from ratoon.core.settings import engine_config
 from ratoon.models import transformers_config
 from ratoon.models.families import LIBRARY_FAMILIES
 from ratoon.models.hf_config import parse_hf_config
+from ratoon.models.speeds import speeds_of
 from tests.golden.library_models import MODELS, SHARED, TWO_KINDS
 
 SMALL = {**SHARED, "architectures": ["ArceeForCausalLM"], "model_type": "arcee", "dtype": "bfloat16"}
@@ -152,4 +153,5 @@ def test_check_says_how_a_config_would_run_or_why_not(tmp_path: Path, capsys: py
     path.write_text(json.dumps(config_of("LlamaForCausalLM", "llama")))
     assert main(["models", "--check", str(tmp_path), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "LlamaForCausalLM runs natively" in shown and "SmolLM2-135M Q4_0 on 2 Cascade Lake cores: 173 tok/s" in shown
+    assert "LlamaForCausalLM runs natively" in shown
+    assert all(speed.text() in shown for speed in speeds_of("LlamaForCausalLM"))
