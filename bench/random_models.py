@@ -361,7 +361,7 @@ def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def vocabulary_of(size: int) -> dict[str, Any]:
-    """What GGUF files have below tokenizer.ggml."""
+    """Returns the values that a GGUF file has below tokenizer.ggml."""
     tokens, merges = _vocabulary(size)
     return {
         "model": "gpt2",

@@ -28,8 +28,8 @@ def write_state_file(
     changed: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
 ) -> Path:
-    """`kind`: of the products; the table of tokens is in Q8_0 then. `changed`: further metadata of the architecture, or
-    other values. `vocabulary`: what is below tokenizer.ggml."""
+    """Writes the file, and returns its path. `kind`: of the products; the table of tokens is in Q8_0 then. `changed`:
+    further metadata of the architecture, or other values. `vocabulary`: what is below tokenizer.ggml."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(NAMES[architecture], config.num_hidden_layers)
@@ -67,7 +67,7 @@ def _kind_of(name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType | Non
 
 
 def _parts(name: str, array: np.ndarray, has_experts: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """What the converter makes of a tensor, by names of the checkpoint or, where it splits one, of the file."""
+    """Yields what the converter makes of a tensor, by names of the checkpoint or, where it splits one, of the file."""
     for own, in_files in NAMES_IN_FILES.items():
         name = name.replace(own, in_files)
     layer = next((part for part in name.split(".") if part.isdigit()), "")

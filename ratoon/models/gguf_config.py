@@ -28,6 +28,8 @@ GEMMA3_LARGEST_LAYERS = 62  # of the 27B model
 GEMMA3_PATTERN = 6  # one layer of so many sees everything
 GEMMA3_LOCAL_THETA = 10000.0  # of the others
 
+KEY_VALUE_HEADS = "attention.head_count_kv"
+
 # Encoders, by the kind of their tokenizer
 ENCODERS = {"bert": "Bert", "gpt2": "Roberta", "t5": "XLMRoberta", "llama": "XLMRoberta"}
 UNUSED_POSITIONS = 2  # of RoBERTa, which its files leave out
@@ -49,10 +51,11 @@ class GGUFConfig:
         self.num_unused_positions = UNUSED_POSITIONS if is_roberta else 0
 
     def get(self, key: str) -> Any:
-        """A value of this architecture. Some files have a list with one entry per layer; all must be equal."""
+        """A value of this architecture. Some files have a list with one entry per layer; all must be equal, but for
+        layers that do not attend, which have no key-value heads."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):
-            if self.architecture == "granitehybrid":  # 0: of layers with states
+            if key == KEY_VALUE_HEADS:
                 value = [entry for entry in value if entry != 0] or value
             if not value or any(entry != value[0] for entry in value):
                 raise ModelError(self.name, f"{self.architecture}.{key} differs between layers", "one value for all")
@@ -211,7 +214,7 @@ class GGUFConfig:
             "intermediate_size": inner_size or self.whole("feed_forward_length"),
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.whole("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self.whole(KEY_VALUE_HEADS, num_heads),
             "head_dim": head_dim,
             "max_position_embeddings": self.whole("context_length"),
             "rms_norm_eps": self.real("attention.layer_norm_rms_epsilon", 1e-6),
@@ -423,11 +426,10 @@ class GGUFConfig:
         }
 
     def _labels(self) -> dict[str, Any]:
-        """Names of what a head tells apart. A head with one output has none."""
-        names = self.get_list("classifier.output_labels")
-        num_labels = self.file.tensors["cls.output.weight"].shape[0]
-        if len(names) != num_labels:
-            names = [f"LABEL_{index}" for index in range(num_labels)]
+        """What a head tells apart: by names, where the file has one for each of its outputs."""
+        names, shape = self.get_list("classifier.output_labels"), self.file.tensors["cls.output.weight"].shape
+        if [len(names)] != list(shape[:1]):
+            return {"num_labels": shape[0] if shape else 0}
         return {"id2label": {str(index): name for index, name in enumerate(names)}}
 
     def _gpt_neox_config(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ratoon.core.errors import ModelError
 from ratoon.layers.stored import StoredTensor, TensorSlice
 from ratoon.models.damage import show
-from ratoon.models.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, GGUFConfig
+from ratoon.models.gguf_config import KEY_VALUE_HEADS, LONGROPE_FACTORS, ROPE_FACTORS, GGUFConfig
 from ratoon.models.gguf_file import GGUFFile
 from ratoon.models.gguf_names import (
     ARCHITECTURES,
@@ -108,7 +108,7 @@ class GGUFSource:
         """Rows as the checkpoint has them: for each KV head its queries, its key and its value. A range of whole heads
         that are neighbours in the file, too, is read alone."""
         heads = self.fields.whole("attention.head_count")
-        kv_heads = self.fields.whole("attention.head_count_kv", heads)
+        kv_heads = self.fields.whole(KEY_VALUE_HEADS, heads)
         group, rows = heads // kv_heads, self._shapes[name][0]
         dim = rows // (heads + 2 * kv_heads)
         places = [
@@ -185,7 +185,7 @@ class GGUFSource:
         if re.search(r"\.attn_q\.(weight|bias)$", gguf_name):
             return self.fields.whole("attention.head_count")
         if re.search(r"\.attn_k\.(weight|bias)$", gguf_name):
-            return self.fields.whole("attention.head_count_kv", self.fields.whole("attention.head_count"))
+            return self.fields.whole(KEY_VALUE_HEADS, self.fields.whole("attention.head_count"))
         return 0
 
 

@@ -176,7 +176,7 @@ ASSIGNED = st.text(st.characters(max_codepoint=0x9FFF, exclude_categories=["Cn",
 
 
 def pieces_of_llama_cpp(expressions: list[str], text: str) -> list[str]:
-    """What is between the matches of an expression is a piece, too."""
+    """Returns the matches of the last expression within those of the one before, and so on, and what lies between."""
     pieces = [text]
     for expression in expressions:
         found = []
@@ -416,7 +416,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def encoder_metadata(original: Tokenizer, kind: str, architecture: str, **values: Any) -> dict[str, Any]:
-    """As llama.cpp's converter writes it. `values` are below tokenizer.ggml."""
+    """Returns metadata as llama.cpp's converter writes them. `values` are below tokenizer.ggml."""
     tokens = [original.id_to_token(id) or "" for id in range(original.get_vocab_size())]
     special = {token.content for token in original.get_added_tokens_decoder().values() if token.special}
     ids = {name: tokens.index(values.pop(name)) for name in [key for key in values if key.endswith("_id")]}
@@ -452,7 +452,7 @@ def word_pieces(lowercase: bool) -> tuple[Tokenizer, OurTokenizer]:
 
 @cache
 def unigram(architecture: str) -> tuple[Tokenizer, OurTokenizer]:
-    """As XLM-RoBERTa has it ("bert"), and T5."""
+    """Returns a tokenizer like XLM-RoBERTa's (for "bert") or T5's, and the one that is rebuilt from its metadata."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     original = Tokenizer(Unigram())
     original.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
