@@ -162,11 +162,13 @@ async def test_nothing_is_collected_unless_it_is_watched(folder):
 @on_event_loop
 async def test_a_request_is_aborted_by_its_id(folder):
     async with serving(folder) as client:
+        await client.context.llm.pause()  # the request cannot end before it is shown
         page, running = watch(client), long_request(client, stream=False)
         await page.until("a request", lambda page: page.requests)
         name = next(iter(page.requests.values()))["id"]
         answer = await client.open("DELETE", f"/v1/engine/requests/{name}").answer()
         assert answer.json() == {"id": name, "object": "request.aborted", "aborted": True}
+        await client.context.llm.resume()
         ended = await running.answer()
         assert (ended.status, ended.error["code"]) == (409, "request_aborted")
         await page.until("its end", lambda page: not page.requests)

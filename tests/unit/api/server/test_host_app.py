@@ -40,8 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(folder: Path, gate: asyncio.Event | None = None, **settings: Any) -> AsyncIterator[Client]:
-    """Two models, of which none is loaded. Their engines are threads, which start once the gate is open."""
+async def serving(
+    folder: Path, gate: asyncio.Event | None = None, paused: str = "", **settings: Any
+) -> AsyncIterator[Client]:
+    """Two models, of which none is loaded. Their engines are threads, which start once the gate is open. The engine of
+    the model `paused` takes requests and computes nothing, so that they stay until they are aborted.
+    """
     given = ServerSettings(**settings)
 
     async def load(slot: ModelSlot, kv_memory: int | None) -> LoadedModel:
@@ -49,6 +53,8 @@ async def serving(folder: Path, gate: asyncio.Event | None = None, **settings: A
             await gate.wait()
         llm = make_thread_engine(str(folder), metrics=EngineMetrics(slot.name), **TINY_SETTINGS)
         await llm.start()
+        if slot.name == paused:
+            await llm.pause()
         state = OwnState(llm, given, slot.store)
         return EngineModel(ServerContext(llm, replace(given, served_names=(slot.name,)), given_state=state))
 
@@ -90,7 +96,7 @@ async def test_every_route_of_the_server_itself_answers_without_a_fault() -> Non
 
 @on_event_loop
 async def test_events_are_those_of_the_engines_of_all_loaded_models(folder: Path) -> None:
-    async with serving(folder) as client:
+    async with serving(folder, paused="a") as client:
         page = watch(client)
         await page.until("a snapshot", lambda page: page.names)
         assert page.seen[0]["models"] == list(NAMES) and not page.seen[0]["engines"]
@@ -149,7 +155,7 @@ async def test_a_model_that_sleeps_is_shown_and_stays_asleep(folder: Path) -> No
 
 @on_event_loop
 async def test_a_key_ends_its_own_requests_of_any_model_and_an_admin_key_all(folder: Path) -> None:
-    async with serving(folder, **KEYS) as client:
+    async with serving(folder, paused="b", **KEYS) as client:
         config = (await client.get("/console/config.json")).json()
         assert config["needs_key"] and config["models"] == []
         running = client.open("POST", "/v1/completions", body_for("b"), headers=bearer("alice"))
