@@ -170,7 +170,8 @@ async def test_only_so_many_bodies_wait(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @on_event_loop
-async def test_a_place_that_is_given_to_a_request_that_has_ended_is_not_lost() -> None:
+async def test_a_place_that_is_given_to_a_request_that_has_ended_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "WAIT_SECONDS", 30.0)
     budget = BodyBudget(LIMIT)
     place = await budget.take(None, ROOM)
     waiting = asyncio.ensure_future(budget.take(None, MEBIBYTE))
