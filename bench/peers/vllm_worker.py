@@ -33,18 +33,6 @@ def load(args: argparse.Namespace) -> Calls:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def generate_forced(prompts: TokenIds, num_tokens: int, token: int) -> int:
-        """One token again and again, by a bias. Returns how many there were."""
-        params = SamplingParams(
-            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logit_bias={token: 100.0}
-        )
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return sum(output.outputs[0].token_ids.count(token) for output in outputs)
-
-    def generate_drawn(prompts: TokenIds, num_tokens: int, token: int) -> int:
-        """Drawn freely; `token` is not used."""
-        return sum(map(len, generate(prompts, num_tokens, temperature=1.0)))
-
     def beam_searches(prompts: TokenIds, width: int, num_tokens: int) -> list[TokenIds]:
         params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
         outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params)
@@ -67,8 +55,6 @@ def load(args: argparse.Namespace) -> Calls:
 
     return {
         "generate": generate,
-        "generate_forced": generate_forced,
-        "generate_drawn": generate_drawn,
         "beam_search": beam_search,
         "beam_searches": beam_searches,
         "prepare": prepare,

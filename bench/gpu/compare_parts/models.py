@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 SPECIAL_WORDS = ("<unk>", "<s>", "</s>")
+WEIGHTS, UNFINISHED = "model.safetensors", "model.unfinished"
 SPACE = "Ġ"  # as byte-level vocabularies write it
 
 
@@ -31,6 +36,60 @@ def copy_model(shape: Path, folder: Path, tokenizer: Path | None) -> Path:
         shutil.copy(tokenizer, target / "tokenizer.json")
         (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return target
+
+
+def write_counting_model(shape: Path, folder: Path, device: str) -> Path:
+    """The folder `folder`/NAME-counting with weights of a shape without experts, whose greedy text counts: behind token
+    t comes t + 1. Its layers cost what they always do and add nothing, because their last products are zero, so that a
+    state is a token's row of the table. Row t of the last product is the table's row t - 1.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    target = folder / f"{shape.name}-counting"
+    if (target / WEIGHTS).is_file():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    config = json.loads((shape / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    tensors = {name: tensor.cpu() for name, tensor in _counting_tensors(config, device)}
+    save_file(tensors, target / UNFINISHED, metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer(target, config["vocab_size"])
+    (target / UNFINISHED).rename(target / WEIGHTS)
+    return target
+
+
+def _counting_tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names are those of Llama and of Qwen 3."""
+    import torch
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
+
+    def constant(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.bfloat16, device=device)
+
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    table = torch.randn((config["vocab_size"], hidden), dtype=torch.bfloat16, device=device).sign_()
+    yield "model.embed_tokens.weight", table
+    yield "lm_head.weight", table.roll(1, 0)
+    yield "model.norm.weight", constant(1.0, hidden)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{norm}.weight", constant(1.0, hidden)
+        if config["model_type"] == "qwen3":
+            for norm in ("q_norm", "k_norm"):
+                yield f"{layer}.self_attn.{norm}.weight", constant(1.0, head)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{layer}.self_attn.{name}_proj.weight", drawn(rows, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", constant(0.0, hidden, queries)
+        for name in ("gate", "up"):
+            yield f"{layer}.mlp.{name}_proj.weight", drawn(inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", constant(0.0, hidden, inner)
 
 
 def write_tokenizer(folder: Path, vocab_size: int, special: Mapping[str, int] | None = None) -> None:
