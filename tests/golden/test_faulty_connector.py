@@ -13,6 +13,7 @@ import pytest
 from ratoon.core import kv_connector
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import BlockIndex, BlockMover, KVConnector
+from ratoon.execution.kv import kv_tensors
 from tests.depths import both_depths
 from tests.golden.engines import engine, greedy, run, scheduler_of, tokens_of
 from tests.golden.tiny_models import random_token_ids
@@ -83,8 +84,11 @@ class FaultyMover(BlockMover):
 
 
 @both_depths
-@pytest.mark.parametrize("seed", [1])
-def test_answers_are_those_without_it_and_nothing_is_left(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seed", "piece_bytes"), [(1, kv_tensors.FETCHED_PIECE_BYTES), (2, 1)])
+def test_answers_are_those_without_it_and_nothing_is_left(
+    seed: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tensors, "FETCHED_PIECE_BYTES", piece_bytes)
     monkeypatch.setitem(kv_connector.BUILT_IN, "faulty", f"{__name__}:Faulty")
     Faulty.draws, Faulty.blocks, Faulty.happened = random.Random(seed), {}, {}
     with engine(FAMILY) as llm:

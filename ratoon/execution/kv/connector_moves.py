@@ -33,11 +33,24 @@ class HostSlots(Protocol):
 
 @dataclass(slots=True)
 class Arrived:
-    """Fetches that have ended since this was last asked for."""
+    """What has been fetched since this was last asked for."""
 
     loads: list[BlockTransfer] = field(default_factory=list)  # whose slots have their content now
     lost: list[BlockTransfer] = field(default_factory=list)  # whose slots have none
-    num_fetched: int = 0
+    num_fetched: int = 0  # of plans all of whose blocks have arrived or were lost by now
+    seconds: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.loads or self.lost or self.num_fetched)
+
+
+@dataclass(slots=True)
+class PlannedFetch:
+    """The blocks of a plan that come from the connector."""
+
+    num_blocks: int
+    num_pieces: int  # that have not ended
     seconds: float = 0.0
 
 
@@ -54,16 +67,20 @@ Fetched = tuple[set[int], float]  # slots whose content is not there, and the se
 
 
 class ConnectorMoves:
-    def __init__(self, mover: BlockMover, slots: HostSlots, in_step: bool = False) -> None:
-        """`in_step`: a step waits for its own fetches, so that several ranks report the same ones with it."""
+    def __init__(
+        self, mover: BlockMover, slots: HostSlots, piece_size: int | None = None, in_step: bool = False
+    ) -> None:
+        """`piece_size`: blocks that are fetched together; None: all of a plan are. `in_step`: a step waits for its own
+        fetches, so that several ranks report the same ones with it."""
+        self._piece_size = piece_size
         self._in_step = in_step
         self._mover = mover
         self._slots = slots
         self._fetcher = ThreadPoolExecutor(1, "kv-fetches")
         self._saver = ThreadPoolExecutor(1, "kv-saves")
         self._sender = ThreadPoolExecutor(1, "kv-sends")  # no transfer waits for what is kept
-        # Of each plan that has some, with the loads that wait for it
-        self._fetching: list[tuple[Future[Fetched], list[BlockTransfer], int]] = []
+        # In the order of plans, each with the loads that wait for it
+        self._fetching: list[tuple[Future[Fetched], list[BlockTransfer], PlannedFetch]] = []
         self._saving: dict[int, list[Saving]] = {}  # by slot
 
     @property
@@ -76,13 +93,19 @@ class ConnectorMoves:
         """Begin to write blocks of the connector to their slots. Of these loads, returns those that need not wait for
         it."""
         self.settle(fetch.slot for fetch in fetches)
-        slots = {fetch.slot for fetch in fetches}
-        waiting = [load for load in loads if load.slot in slots]
         keys = {fetch.key for fetch in fetches}
         saves = [saving.future for savings in self._saving.values() for saving in savings if saving.key in keys]
-        future = self._fetcher.submit(self._fetch, list(fetches), saves)
-        self._fetching.append((future, waiting, len(slots)))
-        return [load for load in loads if load.slot not in slots]
+        waiting: dict[int, list[BlockTransfer]] = {fetch.slot: [] for fetch in fetches}
+        for load in loads:
+            if load.slot in waiting:
+                waiting[load.slot].append(load)
+        size = self._piece_size or len(fetches)
+        pieces = [list(fetches[first : first + size]) for first in range(0, len(fetches), size)]
+        planned = PlannedFetch(len(fetches), len(pieces))
+        for piece in pieces:
+            future = self._fetcher.submit(self._fetch, piece, saves)
+            self._fetching.append((future, [load for fetch in piece for load in waiting[fetch.slot]], planned))
+        return [load for load in loads if load.slot not in waiting]
 
     def _fetch(self, fetches: list[ConnectorTransfer], saves: list[Future[None]]) -> Fetched:
         wait(saves)  # what was saved before can be fetched
@@ -100,16 +123,19 @@ class ConnectorMoves:
         ended = [one for one in self._fetching if one[0].done()]
         self._fetching = [one for one in self._fetching if one not in ended]
         arrived = Arrived()
-        for future, loads, num_fetched in ended:
+        for future, loads, planned in ended:
             try:
                 lost, seconds = future.result()
             except Exception:  # of a connector that raises where it should say which blocks are not there
-                logger.warning("%d blocks can't be loaded from the connector", num_fetched, exc_info=True)
+                logger.warning("%d blocks can't be loaded from the connector", len(loads), exc_info=True)
                 lost, seconds = {load.slot for load in loads}, 0.0
             arrived.loads += [load for load in loads if load.slot not in lost]
             arrived.lost += [load for load in loads if load.slot in lost]
-            arrived.num_fetched += num_fetched
-            arrived.seconds += seconds
+            planned.seconds += seconds
+            planned.num_pieces -= 1
+            if not planned.num_pieces:
+                arrived.num_fetched += planned.num_blocks
+                arrived.seconds += planned.seconds
         return arrived
 
     def drop_fetches(self) -> None:

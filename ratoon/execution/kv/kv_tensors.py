@@ -31,6 +31,7 @@ WORD = torch.int64  # the unit of block copies, for any dtype: pages are whole n
 # filled and emptied on its own
 STAGING_BYTES = 256 * 2**20
 STAGING_PART_BYTES = 64 * 2**20
+FETCHED_PIECE_BYTES = 128 * 2**20  # of blocks that travel to the device while a connector gives the next ones
 
 
 class LayerCaches:
@@ -154,7 +155,7 @@ class KVTensors(LayerCaches):
         connector.settle(store.slot for store in plan.stores)
         loads = connector.fetch(plan.fetches, plan.loads) if plan.fetches else plan.loads
         arrived = connector.take_arrived(plan.awaits_loads) if connector.is_fetching else None
-        if arrived is not None and arrived.num_fetched == 0:
+        if arrived is not None and arrived.is_empty:
             arrived = None
         if arrived is not None:
             loads = [*loads, *arrived.loads]
@@ -173,7 +174,8 @@ class KVTensors(LayerCaches):
     def connect(self, mover: BlockMover, has_ranks: bool = False) -> None:
         """Blocks of the host tier are moved from and to a connector by this from now on. `has_ranks`: other workers
         have parts of the same blocks."""
-        self._connector = ConnectorMoves(mover, self, in_step=has_ranks)
+        piece_size = max(1, FETCHED_PIECE_BYTES // self._config.bytes_per_block)
+        self._connector = ConnectorMoves(mover, self, None if has_ranks else piece_size, in_step=has_ranks)
 
     def host_parts(self, slot: int) -> list[memoryview]:
         """The bytes of a slot of the host tier, as buffers that may be written to. Copies to and from it have ended:

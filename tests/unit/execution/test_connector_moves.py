@@ -79,6 +79,42 @@ def test_loads_wait_for_their_fetch_and_others_do_not(parts):
     assert arrived.num_fetched == 2 and slots.data[1:2] == b"A" and not moves.is_fetching
 
 
+def test_many_blocks_are_fetched_in_pieces_and_told_as_one_fetch():
+    slots, mover, asked = Slots(), GatedMover(), []
+    mover.blocks = {b"%d" % slot: b"%d" % slot for slot in (1, 2, 4, 5)}
+    mover.may_load.set()
+    third = threading.Event()
+    load_all = mover.load_all
+
+    def load_pieces(wanted):
+        asked.append([key for key, _ in wanted])
+        assert len(asked) < 3 or third.wait(PATIENCE)
+        return load_all(wanted)
+
+    mover.load_all = load_pieces
+    moves = ConnectorMoves(mover, slots, piece_size=2)
+    try:
+        fetches = [ConnectorTransfer(slot, b"%d" % slot) for slot in range(1, 6)]
+        assert moves.fetch(fetches, [BlockTransfer(10 + slot, slot) for slot in range(1, 7)]) == [BlockTransfer(16, 6)]
+        loads, lost = [], []
+        while len(loads) + len(lost) < 4:
+            arrived = moves.take_arrived(waits=True)
+            loads += arrived.loads
+            lost += arrived.lost
+            assert not arrived.num_fetched, "some are missing"
+        assert (loads, lost) == ([BlockTransfer(10 + slot, slot) for slot in (1, 2, 4)], [BlockTransfer(13, 3)])
+        assert bytes(slots.data[1:6]) == b"12\x004\x00" and moves.is_fetching
+        third.set()
+        arrived = moves.take_arrived(waits=True)
+        while arrived.is_empty:
+            arrived = moves.take_arrived(waits=True)
+        assert asked == [[b"1", b"2"], [b"3", b"4"], [b"5"]]
+        assert arrived.loads == [BlockTransfer(15, 5)] and arrived.num_fetched == 5 and arrived.seconds > 0
+    finally:
+        third.set()
+        moves.close()
+
+
 def test_a_slot_is_not_written_before_it_is_saved_and_what_was_saved_can_be_fetched(parts):
     moves, mover, slots = parts
     mover.may_load.set()
