@@ -158,8 +158,7 @@ static void clear_rests(const quantised_call *c, int64_t row) {
     for (int64_t block = 0; block < blocks; block++) {
         to.shifts[0] = to.shifts[height] = 0;
         memset(to.codes[0], 0, QUANTISED_BLOCK);
-        to.shifts = (int32_t *)((char *)to.shifts + step);
-        to.codes = (int8_t(*)[QUANTISED_BLOCK])((char *)to.codes + step);
+        go_on_rests(&to, step);
     }
 }
 

@@ -66,14 +66,24 @@ typedef struct {
 
 #define REST_BYTES (QUANTISED_BLOCK + 2 * sizeof(int32_t))  // of a row in a block
 
+// Of a row's block, and of those that follow it.
+INLINE const uint8_t *has_rests_at(const quantised_call *c, int64_t row, int64_t block) {
+    return c->has_rests + row / c->height * c->blocks + block;
+}
+
 INLINE int has_rests(const quantised_call *c, int64_t row, int64_t block) {
-    return __builtin_expect(c->has_rests[row / c->height * c->blocks + block], 0);
+    return __builtin_expect(*has_rests_at(c, row, block), 0);
 }
 
 INLINE rest_block rests_of(const quantised_call *c, int64_t row, int64_t block) {
     const int64_t height = c->height, strip = row / height, i = row % height;
     int32_t *shifts = (int32_t *)(c->rests + (strip * c->blocks + block) * height * (int64_t)REST_BYTES);
     return (rest_block){shifts + i, (int8_t (*)[QUANTISED_BLOCK])(shifts + 2 * height) + i};
+}
+
+INLINE void go_on_rests(rest_block *b, int64_t step) {
+    b->shifts = (int32_t *)((char *)b->shifts + step);
+    b->codes = (int8_t(*)[QUANTISED_BLOCK])((char *)b->codes + step);
 }
 
 // A group's sum as floats, with that of rests.

@@ -31,16 +31,23 @@ typedef struct {
 #define PANEL_OF(v) ((p->vector + (v)) / TILE_VECS)
 #define LANES_OF(v) ((p->vector + (v)) % TILE_VECS * W)
 
-// Sums of a group of the rows and columns of a tile: codes or rests, and their shifts.
-INLINE void sum_group(int rows, int bits, int first, int last, const tile_place *p, int64_t block,
-                      const int8_t (*codes)[QUANTISED_BLOCK], const int32_t *shifts, ivec sums[TILE_ROWS][VECS]) {
+// Sums of a group of the rows and columns of a tile: codes or rests, and their shifts. `weights`: where the block's codes of
+// each vector begin.
+INLINE void sum_group(int rows, int bits, int first, int last, const uint8_t *const weights[VECS], const int8_t *codes,
+                      const int32_t *shifts, ivec sums[TILE_ROWS][VECS]) {
+    const uint8_t *from[VECS];
+    UNROLLED for (int v = 0; v < VECS; v++) from[v] = weights[v];
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = begin_sum(bits, shifts[i]);
     UNROLLED for (int b = first; b < last; b++) {
         bvec quads[VECS];
-        UNROLLED for (int v = 0; v < VECS; v++) quads[v] = load_bytes(p->panels[PANEL_OF(v)].codes[block][b][LANES_OF(v)]);
+        UNROLLED for (int v = 0; v < VECS; v++) {
+            READ_FROM_HERE(from[v]);
+            quads[v] = load_bytes(from[v] + b * TILE * 4);
+        }
+        READ_FROM_HERE(codes);
         UNROLLED for (int i = 0; i < rows; i++) {
-            quads_of_x quads_of_row = load_quads(codes[i] + b / 4 * 16);
+            quads_of_x quads_of_row = load_quads(codes + i * QUANTISED_BLOCK + b / 4 * 16);
             UNROLLED for (int v = 0; v < VECS; v++) sums[i][v] = dot(bits, sums[i][v], quads[v], quads_of_row, b % 4);
         }
     }
@@ -64,21 +71,24 @@ INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const ti
         for (int i = 0; i < rows; i++)
             acc[i][v] = p->first_block ? read_part(y[v] + i * c->ldy, w->out - first[v]) : (vec){};
     }
+    const uint8_t *weights[VECS];
+    for (int v = 0; v < VECS; v++) weights[v] = p->panels[PANEL_OF(v)].codes[0][0][LANES_OF(v)];
+    activation_block x = block_of(c, p->row, p->first_block);
+    rest_block rest = rests_of(c, p->row, p->first_block);
+    const uint8_t *flags = has_rests_at(c, p->row, p->first_block);
     for (int64_t block = 0; block < p->blocks; block++) {
         if (p->ahead)
             for (int i = 0; i < PANELS; i++) fetch_block(p->ahead + i, block);
-        const activation_block x = block_of(c, p->row, p->first_block + block);
-        const rest_block rest = rests_of(c, p->row, p->first_block + block);
-        const int with_rests = has_rests(c, p->row, p->first_block + block);
+        const int with_rests = __builtin_expect(flags[block], 0);
         UNROLLED for (int g = 0; g < groups; g++) {
             const int first_quad = g * group / 4, last_quad = (g + 1) * group / 4;
             ivec sums[TILE_ROWS][VECS], rests[TILE_ROWS][VECS];
             vec values[TILE_ROWS][VECS];
-            sum_group(rows, bits, first_quad, last_quad, p, block, x.codes, x.shifts + g * STRIP, sums);
+            sum_group(rows, bits, first_quad, last_quad, weights, x.codes[0], x.shifts + g * STRIP, sums);
             UNROLLED for (int i = 0; i < rows; i++)
                 UNROLLED for (int v = 0; v < VECS; v++) values[i][v] = __builtin_convertvector(sums[i][v], vec);
             if (with_rests) {
-                sum_group(rows, bits, first_quad, last_quad, p, block, rest.codes, rest.shifts + g * STRIP, rests);
+                sum_group(rows, bits, first_quad, last_quad, weights, rest.codes[0], rest.shifts + g * STRIP, rests);
                 UNROLLED for (int i = 0; i < rows; i++)
                     UNROLLED for (int v = 0; v < VECS; v++) values[i][v] = value_with_rest(sums[i][v], rests[i][v]);
             }
@@ -93,6 +103,9 @@ INLINE void add_stretch(int rows, int bits, int group, int has_offsets, const ti
                 vec offset = load(p->panels[PANEL_OF(v)].offsets[block] + LANES_OF(v));
                 UNROLLED for (int i = 0; i < rows; i++) acc[i][v] = fma_(splat(x.scaled_sums[i]), offset, acc[i][v]);
             }
+        go_on(&x, STRIP * (int64_t)ROW_BYTES);
+        go_on_rests(&rest, STRIP * (int64_t)REST_BYTES);
+        UNROLLED for (int v = 0; v < VECS; v++) weights[v] += BLOCK_CODES;
     }
     for (int v = 0; v < VECS; v++)
         for (int i = 0; i < rows; i++)
