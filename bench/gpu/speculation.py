@@ -20,7 +20,8 @@ import random
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ class OurWays:
 
 
 class VllmWays:
-    """Two engines of vLLM, with and without its n-gram mode, which start beside each other."""
+    """Two engines of vLLM, with and without its n-gram mode."""
 
     def __init__(self, args: argparse.Namespace, model: Path) -> None:
         lookup = {"method": "ngram", "num_speculative_tokens": args.draft}
@@ -125,15 +126,10 @@ class VllmWays:
             )
             for drafts, more in ((False, {}), (True, {"speculative_config": lookup}))
         }
+
+    def start(self, pool: Executor) -> list[Future[float]]:
         prompt = list(range(FIRST_TOKEN, FIRST_TOKEN + 100))
-        with ThreadPoolExecutor() as pool:
-            starts = [pool.submit(engine.start, prompt) for engine in self._engines.values()]
-        try:
-            for start in starts:
-                start.result()
-        except EngineFailedError:
-            self.close()
-            raise
+        return [pool.submit(engine.start, prompt) for engine in self._engines.values()]
 
     def use(self, drafts: bool) -> EngineProcess:
         return self._engines[drafts]
@@ -191,27 +187,46 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def our_engines(args: argparse.Namespace, models: list[Path]) -> Iterator[tuple[Path, OurWays]]:
+    """One after the other."""
+    for model in models:
+        engine = OurWays(args, model)
+        try:
+            yield model, engine
+        finally:
+            engine.close()
+
+
+def vllm_engines(args: argparse.Namespace, models: list[Path]) -> Iterator[tuple[Path, VllmWays]]:
+    """They start beside each other, which takes minutes: --vllm-settings may say how much memory each gets."""
+    engines = [VllmWays(args, model) for model in models]
+    try:
+        with ThreadPoolExecutor(2 * len(engines)) as pool:
+            starts = [engine.start(pool) for engine in engines]
+        for model, engine, futures in zip(models, engines, starts, strict=True):
+            errors = [error for future in futures if (error := future.exception()) is not None]
+            for error in errors:
+                print(f"# vllm {model.name}: {str(error).strip().splitlines()[-1]}", flush=True)
+            if not errors:
+                yield model, engine
+    finally:
+        for engine in engines:
+            engine.close()
+
+
 def main() -> int:
     args = parse_arguments()
     print(f"# {gpu_name()}", flush=True)
     found: dict[str, Times] = {}
-    kinds = {OURS: OurWays, "vllm": VllmWays}
-    for shape in args.shapes:
-        model = write_counting_model(shape, args.work_folder, args.device)
-        vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-        for name in args.engines:
-            try:
-                engine = kinds[name](args, model)
-            except EngineFailedError as error:
-                print(f"# {name} {model.name}: {str(error).strip().splitlines()[-1]}", flush=True)
-                continue
-            try:
-                for batch in args.batches:
-                    source = CountingPrompts(vocab_size, args.tokens, args.prompt)
-                    times = found[f"{model.name} {batch} {name}"] = measure(engine, args, source, batch)
-                    report(name, model.name, batch, times)
-            finally:
-                engine.close()
+    models = [write_counting_model(shape, args.work_folder, args.device) for shape in args.shapes]
+    for name in args.engines:
+        engines: Iterator[tuple[Path, Any]] = our_engines(args, models) if name == OURS else vllm_engines(args, models)
+        for model, engine in engines:
+            vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+            for batch in args.batches:
+                source = CountingPrompts(vocab_size, args.tokens, args.prompt)
+                times = found[f"{model.name} {batch} {name}"] = measure(engine, args, source, batch)
+                report(name, model.name, batch, times)
     if args.json:
         args.json.write_text(json.dumps({"gpu": gpu_name(), "seconds": found}, indent=2) + "\n", encoding="utf-8")
     return 0
