@@ -11,6 +11,7 @@ import pytest
 from tests.axe_core import violations
 from tests.e2e.consoles import Console
 from tests.e2e.servers import Server, serving
+from tests.e2e.test_several_models import unload
 from tests.unit.api.server.harness import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -47,8 +48,11 @@ def hints(console: Console) -> list[str | None]:
     ]
 
 
-def test_models_are_listed_and_the_chosen_one_is_loaded_and_answers(console: Console) -> None:
+def test_models_are_listed_and_the_chosen_one_is_loaded_and_answers(console: Console, server: Server) -> None:
     page = console.page
+    unload(server, "one", "second")
+    page.reload()
+    console.wait_for("document.querySelector('select.model')?.options.length === 2")
     assert listed(console) == ["one (unloaded)", "second (unloaded)"]
     assert page.locator("select.model").input_value() == "one", "the first, until another is chosen"
     page.select_option("select.model", "second")

@@ -65,6 +65,12 @@ def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
+def unload(server: Server, *names: str) -> None:
+    """Puts models away. One that is not loaded stays so."""
+    for name in names:
+        assert post(server, "/api/generate", {"model": name, "keep_alive": 0})[0] == 200
+
+
 def ratoon(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RATOON_", "OPENAI_"))}
     return run_forked(*words, env=environment)
@@ -73,6 +79,7 @@ def ratoon(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_model_is_loaded_by_the_first_request_for_it_which_is_told_so(
     server: Server, client: OpenAI, models: Path
 ) -> None:
+    unload(server, "one", "second")
     assert {name: model["state"] for name, model in listed(server).items()} == {
         "one": "unloaded", "second": "unloaded", "broken": "unloaded",
     }  # fmt: skip
@@ -137,7 +144,8 @@ def test_wrong_names_and_models_that_can_not_be_loaded_are_errors_of_their_reque
     assert listed(server)["broken"]["error"]
 
 
-def test_health_metrics_and_pages_are_those_of_all(server: Server) -> None:
+def test_health_metrics_and_pages_are_those_of_all(server: Server, client: OpenAI) -> None:
+    client.completions.create(model="second", prompt="abc", max_tokens=1)
     health = json.loads(urllib.request.urlopen(f"{server.url}/health").read())
     assert health["status"] == "ok" and set(health["models"]) == {"one", "second", "broken"}
     metrics = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
