@@ -426,7 +426,8 @@ class GGUFConfig:
         }
 
     def _labels(self) -> dict[str, Any]:
-        """What a head tells apart: by names, where the file has one for each of its outputs."""
+        """Returns the fields of a config that say what a classifier's head tells apart: names, if the file has one for
+        each output of the head, and otherwise their number."""
         names, shape = self.get_list("classifier.output_labels"), self.file.tensors["cls.output.weight"].shape
         if [len(names)] != list(shape[:1]):
             return {"num_labels": shape[0] if shape else 0}

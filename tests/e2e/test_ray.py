@@ -80,7 +80,8 @@ def actors_by_node(cluster: Cluster, name: str) -> dict[Any, list[int]]:
 
 
 def free_cpus() -> float:
-    """An engine in a process of its own has not connected this process to the cluster."""
+    """Returns the cores of the cluster that nothing uses."""
+    # Connected here, since an engine in a process of its own does not connect this one
     return float(connect_to_ray("the test").available_resources().get("CPU", 0))
 
 

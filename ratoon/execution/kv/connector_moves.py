@@ -33,11 +33,12 @@ class HostSlots(Protocol):
 
 @dataclass(slots=True)
 class Arrived:
-    """What has been fetched since this was last asked for."""
+    """Tells which loads may be made, and which cannot be, because their fetch has ended since `take_arrived` was called
+    last."""
 
     loads: list[BlockTransfer] = field(default_factory=list)  # whose slots have their content now
     lost: list[BlockTransfer] = field(default_factory=list)  # whose slots have none
-    num_fetched: int = 0  # of plans all of whose blocks have arrived or were lost by now
+    num_fetched: int = 0  # blocks of the plans whose fetches have all ended, with the time that these took
     seconds: float = 0.0
 
     @property

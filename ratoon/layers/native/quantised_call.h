@@ -66,7 +66,7 @@ typedef struct {
 
 #define REST_BYTES (QUANTISED_BLOCK + 2 * sizeof(int32_t))  // of a row in a block
 
-// Of a row's block, and of those that follow it.
+// Where the flags of a row's strip are, from this block on: whether a row of the strip has rests there.
 INLINE const uint8_t *has_rests_at(const quantised_call *c, int64_t row, int64_t block) {
     return c->has_rests + row / c->height * c->blocks + block;
 }

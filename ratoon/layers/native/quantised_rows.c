@@ -32,7 +32,8 @@ typedef struct {
 #define LANES_OF(v) ((p->vector + (v)) % TILE_VECS * W)
 
 // Sums of a group of the rows and columns of a tile: codes or rests, and their shifts. `weights`: where the block's codes of
-// each vector begin.
+// each vector begin. A quad is read when it is multiplied: with all quads of a block in registers, the tile's sums would be on
+// the stack.
 INLINE void sum_group(int rows, int bits, int first, int last, const uint8_t *const weights[VECS], const int8_t *codes,
                       const int32_t *shifts, ivec sums[TILE_ROWS][VECS]) {
     const uint8_t *from[VECS];

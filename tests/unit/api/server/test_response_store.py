@@ -61,7 +61,7 @@ async def test_what_is_counted_is_what_is_held(shape: str) -> None:
                 await create(client, given)
 
             def held() -> int:
-                """The engine keeps the tokens of each response too, which are not the store's: some kilobytes."""
+                """Returns the bytes that were allocated since, less those that the engine keeps of each response."""
                 gc.collect()
                 return tracemalloc.get_traced_memory()[0] - before - count * 4000
 
