@@ -30,6 +30,7 @@ from ratoon.core.config import resolve_max_model_len
 from ratoon.core.errors import ConfigError, EngineAwayError
 from ratoon.core.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, RerankOutput, ScoringOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
+from ratoon.core.prepared import prepared
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.base_llm import BaseLLM, Message
 from ratoon.engine.front_end import Prepared, id_of, verify_beam_search_params
@@ -384,4 +385,4 @@ class LLM(BaseLLM):
         return bool(self._call("reset_prefix_cache"))
 
     def stats(self) -> SchedulerStats:
-        return msgspec.convert(self._call("stats"), SchedulerStats)
+        return msgspec.convert(self._call("stats"), prepared(SchedulerStats))

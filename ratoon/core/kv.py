@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from ratoon.core.prepared import prepared
+
 IN_MEMORY, A_DAY = RETENTIONS = ("in_memory", "24h")  # how long a request asks to keep its blocks
 NULL_BLOCK = 0  # never allocated: padding rows write to it, and freed table entries point to it
 PAGE_ALIGNMENT = 16  # bytes; of every tensor in a page
@@ -242,14 +244,14 @@ def kv_config_of(data: Mapping[str, Any]) -> KVCacheConfig:
         spec = group["spec"]
         if spec["type"] not in kinds:
             raise ValueError(f"a KV cache spec of the unknown kind {spec['type']!r}; known: {', '.join(kinds)}")
-        return msgspec.convert(spec, kinds[spec["type"]])
+        return msgspec.convert(spec, prepared(kinds[spec["type"]]))
 
     def group_of(group: Mapping[str, Any]) -> KVCacheGroup:
         return KVCacheGroup(spec_of(group), tuple(group["layers"]))
 
     groups, cross = tuple(map(group_of, data["groups"])), data["cross"]
     attached = tuple(AttachedGroup(spec_of(one), tuple(one["layers"]), one["table"]) for one in data["attached"])
-    others = msgspec.convert({**data, "groups": (), "cross": None, "attached": ()}, KVCacheConfig)
+    others = msgspec.convert({**data, "groups": (), "cross": None, "attached": ()}, prepared(KVCacheConfig))
     return msgspec.structs.replace(
         others, groups=groups, cross=None if cross is None else group_of(cross), attached=attached
     )

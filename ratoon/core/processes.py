@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from ratoon.core.prepared import prepared
+
 Message = TypeVar("Message")
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl
@@ -42,7 +44,7 @@ def start_process(module: str, arguments: Sequence[str], descriptors: Sequence[i
 def read_launch(stream: BinaryIO, message_type: type[Message]) -> Message:
     """Four bytes of length, then the message. The stream stays open: its end is the parent's end."""
     size = int.from_bytes(stream.read(4), "little")
-    return msgspec.msgpack.decode(stream.read(size), type=message_type)
+    return msgspec.msgpack.decode(stream.read(size), type=prepared(message_type))
 
 
 def ignore_signals_of_the_group() -> None:

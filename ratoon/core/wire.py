@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ratoon.core.errors import RatoonError
+from ratoon.core.prepared import prepared
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -84,7 +85,7 @@ class Decoder(Generic[T]):
 
     def __init__(self, message_type: type[T]) -> None:
         self._frames: Sequence[Buffer] = ()
-        self._decoder = msgspec.msgpack.Decoder(message_type, dec_hook=self._take_frame)
+        self._decoder = msgspec.msgpack.Decoder(prepared(message_type), dec_hook=self._take_frame)
 
     def decode(self, frames: Sequence[Buffer]) -> T:
         if not frames:

@@ -8,7 +8,6 @@ exist, whatever methods a worker may have.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import msgspec
 from ratoon.core.errors import ConfigError, EngineError
 from ratoon.core.kv import KVCacheConfig, KVFingerprint, SwapCosts, kv_config_of
 from ratoon.core.media import MediaInput
+from ratoon.core.prepared import prepared
 from ratoon.core.stats import GraphStats
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.wire import Buffer, Decoder, WireError, encode
@@ -202,23 +202,13 @@ def encode_result(result: Any) -> list[Buffer]:
     return encode(result)
 
 
-# Ranks answer on a thread each. msgspec prepares what it knows of a type when that is first used, and a second thread
-# that uses the type meanwhile finds it half prepared, and crashes the process (msgspec 0.22).
-_one_at_a_time = threading.Lock()
-
-
 def decode_result(name: str, frames: Sequence[Buffer]) -> Any:
     """The result of a call of this name. Raises WireError for one of another type."""
-    with _one_at_a_time:
-        return _decode_result(name, frames)
-
-
-def _decode_result(name: str, frames: Sequence[Buffer]) -> Any:
     result = WORKER_METHODS[name].result
     if result is not WorkerFacts:
         return Decoder(result).decode(frames)
     data = Decoder(dict[str, Any]).decode(frames)
     try:
-        return msgspec.convert({**data, "kv_config": kv_config_of(data["kv_config"])}, WorkerFacts)
+        return msgspec.convert({**data, "kv_config": kv_config_of(data["kv_config"])}, prepared(WorkerFacts))
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
         raise WireError(f"no facts of a worker: {error}") from None

@@ -29,6 +29,7 @@ import zmq
 from ratoon.core.errors import ConfigError
 from ratoon.core.futures import all_done
 from ratoon.core.kv_connector import EncoderLink
+from ratoon.core.prepared import prepared
 from ratoon.distributed.block_bytes import fill
 from ratoon.distributed.cluster import EncryptedContext, Mailbox, keys_of_secret
 from ratoon.distributed.kv_boxes import checksum_of
@@ -68,7 +69,7 @@ class Lacking(msgspec.Struct, tag=True):
 
 Message = Want | Piece | Lacking
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgspec.msgpack.Decoder(prepared(Message)).decode
 
 
 # ---- what is kept ----

@@ -37,6 +37,7 @@ import zmq
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv_transfer import ANY_PEER
+from ratoon.core.prepared import prepared
 from ratoon.core.private_folders import make_missing_folders
 from ratoon.distributed.cluster import EncryptedContext, Mailbox, keys_of_secret
 from ratoon.distributed.kv_boxes import Inbox, MappedOutbox, Outbox, checksum_of
@@ -120,7 +121,7 @@ class Gone(msgspec.Struct, tag=True):
 
 Message = Subscribe | Alive | Taken | Want | Welcome | Blocks | Content | Done | Gone
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgspec.msgpack.Decoder(prepared(Message)).decode
 
 
 # ---- the two sides of a transfer ----

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from ratoon.core.prepared import prepared
 from ratoon.core.ranks import WorkerLaunch
 from ratoon.core.wire import Buffer
 from ratoon.distributed.broadcast import RingTimeoutError
@@ -69,7 +70,7 @@ class RankActor:
 
     def start(self, launch: bytes, rendezvous: str) -> None:
         """`rendezvous` is the address of the first rank; empty: there is one."""
-        message = msgspec.msgpack.decode(launch, type=WorkerLaunch)
+        message = msgspec.msgpack.decode(launch, type=prepared(WorkerLaunch))
         worker = WorkerProcess(message, self._inbox, self._deliver, rendezvous)
         threading.Thread(target=self._run, args=(worker,), name="worker", daemon=True).start()
 

@@ -29,6 +29,7 @@ from ratoon.core.outputs import (
     ScoringOutput,
 )
 from ratoon.core.params import BeamSearchParams, GenerationParams, HiddenStatesParams, PoolingParams, RequestOutputKind
+from ratoon.core.prepared import prepared
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.async_llm_engine import AsyncLLMEngine
 from ratoon.engine.base_llm import BaseLLM, Message
@@ -444,8 +445,8 @@ class AsyncLLM(BaseLLM):
     async def engine_maps(self, watcher_id: str) -> list[EngineMapReport]:
         """What each engine that runs is doing: all of it for a watcher that asks for the first time, or after long, and
         then what changed since it asked last. An engine collects this only while there are watchers."""
-        return [msgspec.convert(report, EngineMapReport) for report in await self._call("map", watcher_id)]
+        return [msgspec.convert(report, prepared(EngineMapReport)) for report in await self._call("map", watcher_id)]
 
     async def stats(self) -> list[SchedulerStats]:
         """One for each engine."""
-        return [msgspec.convert(figures, SchedulerStats) for figures in await self._call("stats")]
+        return [msgspec.convert(figures, prepared(SchedulerStats)) for figures in await self._call("stats")]

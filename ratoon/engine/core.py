@@ -31,6 +31,7 @@ from ratoon.core.kv_events import Event
 from ratoon.core.kv_transfer import FIELD, KVTransfer, answer_of
 from ratoon.core.params import SamplingParams
 from ratoon.core.plan import NewRequestData, SchedulerOutput
+from ratoon.core.prepared import prepared
 from ratoon.core.request import EndedLease, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from ratoon.core.stats import SchedulerStats
 from ratoon.engine.input.prepared_requests import PreparedRequests
@@ -385,7 +386,7 @@ class EngineCore:
     def restore_leases(self, leases: list[Any]) -> list[str]:
         """Leases of an earlier process go on, the first ones first; each is an encoded EndedLease. Returns the branches
         of those that do."""
-        return self.scheduler.restore_leases(msgspec.convert(leases, list[EndedLease]), self._clock())
+        return self.scheduler.restore_leases(msgspec.convert(leases, prepared(list[EndedLease])), self._clock())
 
     def end_leases(self, branch_ids: list[str]) -> int:
         """Give the memory of ended branches back now. How many there were."""

@@ -2,8 +2,8 @@
 
 All kernels give the same bits. Which one is fastest depends on the processor, the number of threads, and the weight's
 shape and format, so it is measured once (native_measurement.py) and kept in a file of the cache folder. A file that
-does not fit, because it is of another processor or version, or was not written to its end, is ignored, with one line in
-the log, and replaced.
+does not fit is replaced, with one line in the log: a warning if it is damaged or of another processor, and no more than
+a remark if it is of another version, as every update leaves one.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ class Machine(NamedTuple):
     num_threads: int
 
     def differs(self, other: Mapping[str, Any]) -> str | None:
-        """What another machine's description has different, for the log."""
+        """What another machine's description has different, for the log. Its version of the kernels does not count."""
         for field, text in (
             ("processor", "was measured on another processor"),
             ("features", "was measured on another processor"),
             ("kernels", "was measured with other kernels"),
-            ("sources", "was measured with another version of the kernels"),
             ("num_threads", "was measured with another number of threads"),
         ):
             if other.get(field) != getattr(self, field):
@@ -163,6 +162,10 @@ def kernels_by_rows(structure: QuantisedWeight) -> dict[str, int]:
     return found
 
 
+class _OtherVersion(ValueError):
+    """The file was right for the version that wrote it."""
+
+
 def read_choices(file: Path, machine: Machine) -> dict[WeightShape, RowCounts]:
     """What the file has for this machine; nothing if there is none that fits."""
     try:
@@ -170,7 +173,8 @@ def read_choices(file: Path, machine: Machine) -> dict[WeightShape, RowCounts]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        logger.warning("%s is ignored, and products are measured again: %s", file, error)
+        level = logging.INFO if isinstance(error, _OtherVersion) else logging.WARNING
+        logger.log(level, "%s is ignored, and products are measured again: %s", file, error)
         return {}
 
 
@@ -218,12 +222,14 @@ def _parse(data: bytes, machine: Machine) -> dict[WeightShape, RowCounts]:
     if not isinstance(content, dict) or not isinstance(content.get("machine"), dict):
         raise ValueError("it is damaged")
     if content.get("version") != VERSION:
-        raise ValueError("it is of another version of Ratoon")
+        raise _OtherVersion("it is of another version of Ratoon")
     checksum = content.pop("checksum", None)
     if checksum != _checksum(content):
         raise ValueError("it is damaged")
     if difference := machine.differs(content["machine"]):
         raise ValueError(f"it {difference}")
+    if content["machine"].get("sources") != machine.sources:
+        raise _OtherVersion("it was measured with another version of the kernels")
     entries = content.get("weights")
     if not isinstance(entries, list) or len(entries) > MOST_SHAPES:
         raise ValueError("it is damaged")

@@ -32,6 +32,7 @@ from ratoon.core.limited_process import (
 )
 from ratoon.core.machine import usable_cores
 from ratoon.core.media import IMAGE, MediaConfig
+from ratoon.core.prepared import prepared
 from ratoon.core.wire import Buffer, Decoder, encode
 from ratoon.media.families.base import Preprocessed
 from ratoon.media.preprocess import MediaLimits, preprocess_file
@@ -170,7 +171,7 @@ def read_message(pipe: IO[bytes]) -> list[Buffer] | None:
     if head is None:
         return None
     parts: list[Buffer] = []
-    for num_bytes in msgspec.msgpack.decode(head, type=list[int])[:MAX_PARTS]:
+    for num_bytes in msgspec.msgpack.decode(head, type=prepared(list[int]))[:MAX_PARTS]:
         frames: list[bytes] = []
         while num_bytes > 0:
             frame = read_frame(pipe)
@@ -199,7 +200,7 @@ def serve() -> None:
     silence_errors()  # decoders must not write to it
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     while (received := read_message(jobs)) is not None:
-        job = msgspec.msgpack.decode(received[0], type=Job)
+        job = msgspec.msgpack.decode(received[0], type=prepared(Job))
         problem = _run_fork(job, received[1], answers)
         del received
         if problem is not None:

@@ -28,6 +28,7 @@ from ratoon.core.limited_process import (
     silence_errors,
     write_frame,
 )
+from ratoon.core.prepared import prepared
 from ratoon.models.chat_template import NO_MEDIA, RenderedChat, render_chat
 
 MAX_PROCESSES = 2
@@ -143,7 +144,7 @@ class _Child(LimitedProcess):
             watch.cancel()
         if received is None:
             raise self._explain_death()
-        return msgspec.msgpack.decode(received, type=RenderResult)
+        return msgspec.msgpack.decode(received, type=prepared(RenderResult))
 
     def _stop(self) -> None:
         self._was_too_slow = True
@@ -175,7 +176,7 @@ def serve() -> None:
     silence_errors()  # templates must not write to it
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     while (frame := read_frame(jobs)) is not None:
-        job = msgspec.msgpack.decode(frame, type=Job)
+        job = msgspec.msgpack.decode(frame, type=prepared(Job))
         limit_processor_time(job.seconds)
         answer = _encode_answer(_answer(job))
         limit_processor_time(0)

@@ -20,6 +20,7 @@ from ratoon.api.answer_parts.parts import ContentDelta, Part, ReasoningDelta
 from ratoon.api.answer_parts.plan import answer_plan
 from ratoon.api.terminal import DIM, PLAIN, WordWriter, is_coloured
 from ratoon.core.params import SamplingParams
+from ratoon.core.prepared import prepared
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -228,7 +229,7 @@ class RemoteAnswerer:
                     answer.num_cached_tokens = chunk.usage.cached_tokens
 
         options = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **self._fields}
-        await client.stream(CHAT, {**options, **asked}, receive, msgspec.json.Decoder(NamedChunk).decode)
+        await client.stream(CHAT, {**options, **asked}, receive, msgspec.json.Decoder(prepared(NamedChunk)).decode)
         if answer_id is not None and is_plain:
             self._answered = answer_id, [*messages, {"role": "assistant", "content": answer.text}]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ratoon.core.errors import ConfigError, ExplainedError, RequestError
+from ratoon.core.prepared import prepared
 
 if TYPE_CHECKING:
     import aiohttp
@@ -124,7 +125,7 @@ class Chunk(msgspec.Struct, gc=False):
     error: Any = None
 
 
-decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_chunk = msgspec.json.Decoder(prepared(Chunk)).decode
 
 
 class EventReader:

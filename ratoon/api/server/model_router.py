@@ -31,6 +31,7 @@ from ratoon.api.server.request_bodies import decode_json, parse_form
 from ratoon.api.server.responses import EVENT_STREAM, STREAM_HEADERS, event, messages_error, send_error
 from ratoon.api.server.threads import LARGE
 from ratoon.core.errors import ConfigError, UnknownParentError
+from ratoon.core.prepared import prepared
 
 OLLAMA_PREFIX = "/api/"
 # Paths whose answers may be streams of events, in which a comment can stand.
@@ -76,7 +77,7 @@ class Asked(msgspec.Struct):
         return [one for one in found if isinstance(one, str)]
 
 
-_decoder = msgspec.json.Decoder(Asked)
+_decoder = msgspec.json.Decoder(prepared(Asked))
 _form_boolean = TypeAdapter(bool | None)  # fields of a form are texts
 
 

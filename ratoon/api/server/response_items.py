@@ -17,6 +17,7 @@ import msgspec
 
 from ratoon.api.server.errors import ApiError, refused
 from ratoon.core.media import IMAGE
+from ratoon.core.prepared import prepared
 from ratoon.models.media_parts import MediaPart, check_reads
 
 Item = dict[str, Any]
@@ -330,7 +331,7 @@ PIECE_BYTES = 64 * 1024  # a piece has this much, or one item that is larger
 ENTRY_BYTES = 200  # what an item takes beside its JSON and the characters of its id: an entry of the index
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(list[dict]).decode
+_decode = msgspec.json.Decoder(prepared(list[dict])).decode
 
 
 @dataclass(frozen=True, slots=True)

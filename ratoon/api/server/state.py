@@ -19,6 +19,7 @@ from ratoon.api.server.response_store import ResponseStore, StoredResponse
 from ratoon.api.server.settings import ServerSettings
 from ratoon.core.adapters import Adapter
 from ratoon.core.errors import EngineError, UnknownParentError
+from ratoon.core.prepared import prepared
 from ratoon.core.shares import SharedLimit
 from ratoon.engine.output.record_log import RecordLog, open_record_log
 
@@ -39,7 +40,7 @@ class RequestNames:
         if log is not None:
             for record in log.read():
                 with suppress(msgspec.MsgspecError, IndexError):
-                    self._note(*msgspec.msgpack.decode(record[0], type=tuple[str | None, str, str]))
+                    self._note(*msgspec.msgpack.decode(record[0], type=prepared(tuple[str | None, str, str])))
             every = [(owner, *pair) for owner, ids in self._ids.items() for pair in ids.items()]
             log.replace([msgspec.msgpack.encode(one)] for one in every)
 

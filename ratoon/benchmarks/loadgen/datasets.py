@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from ratoon.core.errors import RequestError
+from ratoon.core.prepared import prepared
 
 Prompt = str | list[int]
 
@@ -172,7 +173,7 @@ def read_lines(path: str, kind: type[Line], example: str) -> list[tuple[str, Lin
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise RequestError(path, f"can't be read ({error.strerror})") from None
-    decode = msgspec.json.Decoder(kind).decode
+    decode = msgspec.json.Decoder(prepared(kind)).decode
     entries = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -11,6 +11,7 @@ import msgspec
 
 from ratoon.benchmarks.loadgen.datasets import LengthRange, Session, Shape, read_jsonl
 from ratoon.core.errors import RequestError
+from ratoon.core.prepared import prepared
 
 LIMIT_NAMES = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2e", "e2el": "e2e"}
 DEFAULT_NUM_REQUESTS = 100
@@ -110,7 +111,7 @@ def parse_fields(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=prepared(dict[str, Any]))
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise RequestError("--extra-body", str(error), """a JSON object, such as '{"top_p": 0.9}'""") from None
 

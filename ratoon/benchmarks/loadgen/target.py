@@ -13,6 +13,7 @@ import msgspec
 
 from ratoon.api.remote.client import CHAT, COMPLETIONS, Chunk, RefusedError, RemoteClient, RemoteError, Usage
 from ratoon.benchmarks.loadgen.datasets import VOCABULARY, WORDS, Prompt, PromptMaker, TextPrompts, TokenPrompts, Turn
+from ratoon.core.prepared import prepared
 
 PROBE_WORDS = 32
 WRONG_FIELD = (400, 422)  # the answers to a field that a server does not know
@@ -117,7 +118,7 @@ async def tokenize(client: RemoteClient, model: str, text: str) -> list[int] | N
     """Token ids of a text by /tokenize, as in Ratoon and vLLM; None if this server has no such endpoint."""
     try:
         answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-        return msgspec.convert(answer.get("tokens"), list[int]) or None
+        return msgspec.convert(answer.get("tokens"), prepared(list[int])) or None
     except msgspec.ValidationError:
         return None
     except RemoteError as error:

@@ -28,6 +28,7 @@ from ratoon.benchmarks.two_stage.experiment import ConversationSource
 from ratoon.benchmarks.two_stage.settings import TwoStageSettings
 from ratoon.benchmarks.two_stage.trips import HTTP_WAYS, NO_REUSE, Beam, Trip, Turn, Way
 from ratoon.core.errors import RequestError
+from ratoon.core.prepared import prepared
 
 NO_SUCH_ENDPOINT = (404, 405)
 
@@ -57,7 +58,7 @@ class StageChunk(Chunk, gc=False):
     continuation: Beginning | None = None
 
 
-decode_stage_chunk = msgspec.json.Decoder(StageChunk).decode
+decode_stage_chunk = msgspec.json.Decoder(prepared(StageChunk)).decode
 
 
 class Completion:

@@ -38,6 +38,7 @@ from ratoon.core.limited_process import (
     silence_errors,
     write_frame,
 )
+from ratoon.core.prepared import prepared
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.turns import Turns
 from ratoon.engine.grammars.checks import Cancellation, Check, CheckResult, Finding, Vocabulary
@@ -65,7 +66,7 @@ def serve() -> None:
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as jobs:  # what follows is read by the loop
         first = read_frame(jobs)
     if first is not None:
-        _Server(msgspec.msgpack.decode(first, type=Vocabulary)).run()
+        _Server(msgspec.msgpack.decode(first, type=prepared(Vocabulary))).run()
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -105,7 +106,9 @@ class _Server:
         self._quiet_since = time.monotonic()
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
-        self._decoder: msgspec.msgpack.Decoder[Check | Cancellation] = msgspec.msgpack.Decoder(Check | Cancellation)
+        self._decoder: msgspec.msgpack.Decoder[Check | Cancellation] = msgspec.msgpack.Decoder(
+            prepared(Check | Cancellation)
+        )
         gc.freeze()  # what forks share with this process is not written to by collections
         gc.disable()
 
@@ -263,7 +266,7 @@ class _Server:
         if not data:
             self._reap(fork)
         elif (frame := _take_frame(fork.received)) is not None:
-            report = msgspec.msgpack.decode(frame, type=_Report)
+            report = msgspec.msgpack.decode(frame, type=prepared(_Report))
             check, fork.check = fork.check, None
             fork.num_checks += 1
             fork.began = time.monotonic()
@@ -434,7 +437,7 @@ class _Checker:
 def _next_check(jobs: BinaryIO) -> Check | None:
     """None: the fork is not needed any longer."""
     frame = read_frame(jobs)
-    return None if frame is None else msgspec.msgpack.decode(frame, type=Check)
+    return None if frame is None else msgspec.msgpack.decode(frame, type=prepared(Check))
 
 
 def _processor_seconds(pid: int) -> float:

@@ -18,6 +18,7 @@ import msgspec
 
 from ratoon.core.errors import QueueFullError, RequestError
 from ratoon.core.limited_process import LimitedProcess
+from ratoon.core.prepared import prepared
 from ratoon.core.shared_work import SharedWork
 from ratoon.core.structured import StructuredOutput, content_of
 
@@ -285,7 +286,7 @@ class _Process:
     def _receive(self) -> None:
         try:
             while (frame := self._child.receive()) is not None:
-                answer = msgspec.msgpack.decode(frame, type=CheckResult)
+                answer = msgspec.msgpack.decode(frame, type=prepared(CheckResult))
                 with self._lock:
                     settle = self._waiting.pop(answer.number, None)
                 if settle is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ from ratoon.core.encoder import (
 )
 from ratoon.core.errors import RequestError
 from ratoon.core.media import MediaFeature, RopePositions
+from ratoon.core.prepared import prepared
 from ratoon.core.wire import WireTensor
 from ratoon.engine.input.prompt_media import PromptMedia, refuse_media, verify_audio, verify_rope
 from ratoon.engine.input.prompts import (
@@ -185,7 +186,7 @@ class PromptProcessor:
         """The ids of typed tokens: those of the second type come behind the vocabulary, and so on."""
         num_types = max(1, self._model_config.num_token_types)
         try:  # at C speed; the bad one is looked for only where there is one
-            msgspec.convert({"token_ids": type_ids}, self._fine_types)
+            msgspec.convert({"token_ids": type_ids}, prepared(self._fine_types))
         except msgspec.ValidationError:
             for index, kind in enumerate(type_ids):
                 if isinstance(kind, bool) or not isinstance(kind, int) or not 0 <= kind < num_types:
@@ -257,7 +258,7 @@ class PromptProcessor:
     def _verify_token_ids(self, token_ids: Sequence[int], field: str, vocab_size: int) -> list[int]:
         # Most prompts are fine, so the whole list is judged at C speed; only a bad one is searched for its bad entry.
         with suppress(msgspec.ValidationError):
-            judged: list[int] = msgspec.convert({"token_ids": token_ids}, self._fine[vocab_size]).token_ids
+            judged: list[int] = msgspec.convert({"token_ids": token_ids}, prepared(self._fine[vocab_size])).token_ids
             return judged
         checked = []
         for index, token in enumerate(token_ids):
@@ -275,6 +276,7 @@ class PromptProcessor:
         return checked
 
 
+@cache
 def _ids_below(vocab_size: int) -> Any:
     token_id = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
     return msgspec.defstruct("TokenIds", [("token_ids", list[token_id])])

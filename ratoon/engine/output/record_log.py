@@ -20,6 +20,7 @@ import xxhash
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.errors import ConfigError
+from ratoon.core.prepared import prepared
 from ratoon.core.private_folders import make_private_folder
 from ratoon.core.wire import Buffer
 from ratoon.observe.logging import get_logger
@@ -37,7 +38,7 @@ CONTENTS = {  # by the name of the log, for messages
 
 Record = Sequence[Buffer]  # frames, as core/wire.py has them
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[bytes]).decode
+_decode = msgspec.msgpack.Decoder(prepared(list[bytes])).decode
 
 
 def open_record_log(config: EngineConfig, name: str) -> RecordLog | None:

@@ -27,6 +27,7 @@ from ratoon.core.faults import fault_of
 from ratoon.core.health import Health
 from ratoon.core.outputs import LogprobsLists
 from ratoon.core.params import BeamSearchParams, SamplingParams
+from ratoon.core.prepared import prepared
 from ratoon.core.readings import reading_id
 from ratoon.core.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, branch_id_of
 from ratoon.engine.output.roots import Root, RootLog, RootTable
@@ -44,7 +45,7 @@ SECONDS_WITH_MUCH_UNSENT = 10.0  # after which it is ended
 HEALTH_INTERVAL = 0.25  # seconds between looks at the engines
 STATES_SUFFIX = reading_id("")
 _encode = msgspec.msgpack.Encoder().encode
-_logprobs = msgspec.msgpack.Decoder(LogprobsLists)
+_logprobs = msgspec.msgpack.Decoder(prepared(LogprobsLists))
 
 
 @dataclass(eq=False, slots=True)

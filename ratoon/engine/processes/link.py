@@ -25,6 +25,7 @@ import msgspec
 from ratoon.core.errors import EngineAwayError
 from ratoon.core.faults import error_of, fault_of
 from ratoon.core.messages import Fault
+from ratoon.core.prepared import prepared
 from ratoon.core.wire import Buffer, Decoder, WireError, encode
 from ratoon.observe.logging import get_logger
 
@@ -35,7 +36,7 @@ SMALL_MESSAGE = 1 << 16  # bytes that are copied into one write
 CALL, RESULT, FAULT = 0, 1, 2
 _COUNT = struct.Struct("<I")
 _encode_head = msgspec.msgpack.Encoder().encode
-_decode_head = msgspec.msgpack.Decoder(tuple[int, int, str]).decode
+_decode_head = msgspec.msgpack.Decoder(prepared(tuple[int, int, str])).decode
 _faults: Decoder[Fault] = Decoder(Fault)
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from ratoon.core.config import EngineConfig
 from ratoon.core.messages import LAST_WORD, EngineLaunch
+from ratoon.core.prepared import prepared
 from ratoon.core.processes import start_process
 from ratoon.distributed.cluster import in_url
 
@@ -31,7 +32,7 @@ class EngineActor:
         # A pipe that a parent on the same host would watch; here the parent is this actor, which waits instead.
         unread, kept_open = os.pipe()
         try:
-            message = msgspec.msgpack.decode(launch, type=EngineLaunch)
+            message = msgspec.msgpack.decode(launch, type=prepared(EngineLaunch))
             message.config = _at_this_node(message.config)
             module = "ratoon.engine.processes.core_process"
             self._process = start_process(module, [str(kept_open)], [kept_open], message)

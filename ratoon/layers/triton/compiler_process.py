@@ -23,6 +23,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from ratoon.core.prepared import prepared
+
 logger = logging.getLogger(__name__)
 
 PROGRAM = """
@@ -200,4 +202,4 @@ def decode(data: bytes) -> Request | Launch | Modules | Finish:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Request | Launch | Modules | Finish)
+_decoder = msgspec.msgpack.Decoder(prepared(Request | Launch | Modules | Finish))

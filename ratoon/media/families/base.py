@@ -13,6 +13,7 @@ import msgspec
 
 from ratoon.core.errors import ModelError, RequestError
 from ratoon.core.media import MediaConfig, MediaInput
+from ratoon.core.prepared import prepared
 from ratoon.core.wire import WireTensor
 
 if TYPE_CHECKING:
@@ -97,13 +98,13 @@ def read_options(kind: type[Options], of_files: Mapping[str, Any], asked: Mappin
     usable = {name: value for name, value in of_files.items() if name in known and value is not None}
     asked = {name: value for name, value in asked.items() if value is not None}  # as if they were left out
     try:
-        msgspec.convert(usable, kind)
+        msgspec.convert(usable, prepared(kind))
     except msgspec.ValidationError as error:
         raise ModelError(
             "preprocessor_config.json", f"does not fit: {error}", "values as transformers has them"
         ) from None
     try:
-        return msgspec.convert({**usable, **asked}, kind)
+        return msgspec.convert({**usable, **asked}, prepared(kind))
     except msgspec.ValidationError as error:
         raise RequestError(
             OPTIONS_FIELD, f"does not fit: {error}", "values as the model's processor has them"

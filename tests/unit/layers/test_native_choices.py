@@ -111,12 +111,15 @@ def test_a_file_that_does_not_fit_is_one_line_in_the_log(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     harm, words = BAD_FILES[name]
+    caplog.set_level("INFO", "ratoon.layers.native_choices")
     file = tmp_path / "choices.json"
     write_choices(file, MACHINE, MEASURED)
     harm(file)
     assert read_choices(file, MACHINE) == {}
-    (message,) = caplog.messages
+    (record,) = caplog.records
+    message = record.getMessage()
     assert words in message and str(file) in message and "measured again" in message
+    assert (record.levelname == "INFO") == ("another version" in message), "an update is nothing to warn of"
 
 
 @pytest.mark.parametrize(
