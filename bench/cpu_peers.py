@@ -96,7 +96,7 @@ class Comparison:
             self._start_engines(stack)
             save()
             if OURS in self.engines:
-                self.weight_bytes = self.engines[OURS].call("weight_bytes").value
+                self.weight_bytes = self.engines[OURS].call("read_bytes").value
                 self.floors = measure_floors(self.threads, self.weight_bytes, self.args.limits)
             self._warm_up()
             self._measure(save)

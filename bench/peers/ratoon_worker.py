@@ -12,6 +12,7 @@ from typing import Any
 
 from peers.protocol import Calls, TokenIds, serve
 from peers.ratoon_states import Known, state_calls
+from ratoon.core.worker import LOOKED_UP
 
 LEASE_SECONDS = 3600
 
@@ -39,7 +40,7 @@ def load(args: argparse.Namespace) -> Calls:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     known = Known()
-    facts = {"weight_bytes": lambda: llm.describe()["weight_bytes"], "describe": lambda: describe(llm)}
+    facts = {"read_bytes": lambda: read_bytes(llm), "describe": lambda: describe(llm)}
     facts["reset_prefix_cache"] = llm.reset_prefix_cache
     calls = {"generate": generate, "answer": answer, **facts, **_searches(llm, known), **_device_calls(llm)}
     return {**calls, **state_calls(llm, known)}
@@ -49,6 +50,12 @@ def describe(llm: Any) -> dict[str, Any]:
     """Returns what the engine resolved, and where its start-up spent its time."""
     startup = {name: round(seconds, 3) for name, seconds in llm.startup_timer.as_dict().items()}
     return {**llm.describe(), "startup": startup}
+
+
+def read_bytes(llm: Any) -> int:
+    """Of the weights that every step reads: without tables whose rows are looked up."""
+    formats = llm.describe()["weight_formats"]
+    return sum(one["num_bytes"] for one in formats if one["product"] != LOOKED_UP)
 
 
 def checked(output: Any) -> Any:

@@ -14,7 +14,7 @@ _known: set[Any] = set()
 
 
 def prepared(kind: Type) -> Type:
-    """The same type, once msgspec knows all of it.
+    """Returns the type itself, once msgspec knows all of it.
 
     msgspec fills what it knows of a class when the class is first used, and runs Python code meanwhile. A second thread
     that uses the class then reads a part that is not there yet, and the process ends (msgspec 0.22). So every type that

@@ -21,6 +21,8 @@ from ratoon.core.stats import GraphStats
 from ratoon.core.structured import StructuredOutput
 from ratoon.core.wire import Buffer, Decoder, WireError, encode
 
+LOOKED_UP = "none, as rows are looked up"
+
 
 class WorkerChoices(msgspec.Struct, frozen=True):
     """What a worker chose from settings and model, before anything is loaded."""
@@ -67,7 +69,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     num_threads: int
     weight_bytes: int
     kv_bytes: int
-    weight_formats: list[dict[str, Any]] = []
+    weight_formats: list[dict[str, Any]] = []  # a table that no product reads has LOOKED_UP as its product
     # How products with quantised weights are made on a CPU: KernelChoices.facts
     kernel_choices: list[dict[str, Any]] = []
     step_bytes: int = 0

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ratoon.core.worker import LOOKED_UP
 from ratoon.layers import grouped
 from ratoon.layers.native import QuantisedWeight, kernel_set_name, library
 from ratoon.layers.native.pages import new_weight
@@ -236,6 +237,7 @@ class KeptFormat:
         self.num_weights = 0
         self.num_bytes = 0
         self.bits = 0  # of a packed code
+        self._tables: list[StoredTensor] = []  # without those that a product has, too
 
     def make_linear(self, parts: Sequence[StoredTensor], bias: Tensor | None) -> Product:
         """Parts whose inputs are in different orders are products of their own."""
@@ -244,6 +246,7 @@ class KeptFormat:
             biases = [None] * len(parts) if bias is None else bias.split([part.shape[0] for part in parts])
             products = [self.make_linear([part], own) for part, own in zip(parts, biases, strict=True)]
             return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
+        self._tables = [table for table in self._tables if table is not parts[0]]  # counted once
         multiply = QuantisedLinear(self._pack(parts, bias))
         return multiply if order is None else lambda x: multiply(torch.index_select(x, 1, order))
 
@@ -258,6 +261,7 @@ class KeptFormat:
 
     def make_embedding(self, table: StoredTensor) -> Callable[[Tensor], Tensor]:
         """Rows are decoded from the file's blocks when they are asked for."""
+        self._tables.append(table)
         if self.name in TABLE_FORMATS and table.data[0].is_contiguous():
             return KeptTable(self.name, table.data, table.shape[1])
         blocks, decode, size = table.data, table.decode, table.shape[1]
@@ -267,6 +271,23 @@ class KeptFormat:
             return decode(torch.index_select(blocks, 0, ids)).view(-1, size)
 
         return lookup
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Lists what products multiply by, then what is only looked up."""
+        tables = self._tables
+        figures = [
+            (self.num_weights, self.num_bytes, f"{self.bits}-bit weights, 8-bit activations ({kernel_set_name()})"),
+            (
+                sum(math.prod(one.shape) for one in tables),
+                sum(sum(data.nbytes for data in (one.data, *one.extras.values())) for one in tables),
+                LOOKED_UP,
+            ),
+        ]
+        return [
+            {"format": self.name, "num_weights": num_weights, "num_bytes": num_bytes, "product": product}
+            for num_weights, num_bytes, product in figures
+            if num_weights
+        ]
 
 
 class KeptFormats:
@@ -302,16 +323,7 @@ class KeptFormats:
 
     def facts(self) -> list[dict[str, Any]]:
         """Lists, for display, what is kept, and how it is multiplied."""
-        return [
-            {
-                "format": one.name,
-                "num_weights": one.num_weights,
-                "num_bytes": one.num_bytes,
-                "product": f"{one.bits}-bit weights, 8-bit activations ({kernel_set_name()})",
-            }
-            for one in self.by_name.values()
-            if one.num_weights
-        ]
+        return [fact for one in self.by_name.values() for fact in one.facts()]
 
 
 def _fill_panels(rows: Tensor) -> Tensor:

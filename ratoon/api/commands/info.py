@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ratoon.api.options import Subparsers, add_common_options, add_engine_options, open_llm
 from ratoon.core.plugins import plugin_facts
 from ratoon.core.sizes import format_size
+from ratoon.core.worker import LOOKED_UP
 
 if TYPE_CHECKING:
     from ratoon.api.llm import LLM
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2, default=str))
         return 0
     facts["attention"] = {choice["layers"]: _show_choice(choice) for choice in facts["attention"]}
-    facts["weights"] = {one["format"]: _show_weights(one) for one in facts["weights"]}
+    facts["weights"] = dict(map(_show_weights, facts["weights"]))
     facts["products"] = {one["weights"]: _show_products(one) for one in facts["products"]}
     facts["plugins"] = {f"{one['group']} {one['name']}": _show_plugin(one) for one in facts["plugins"]}
     for section in ("model", "engine", "attention", "weights", "products", "memory", "scheduler", "plugins"):
@@ -115,8 +116,10 @@ def _show_plugin(one: dict[str, Any]) -> str:
     return f"{one['value']} of {one['package']}" if one["problem"] is None else one["problem"]
 
 
-def _show_weights(one: dict[str, Any]) -> str:
-    return f"{one['num_weights']:,} numbers in {format_size(one['num_bytes'])}; products: {one['product']}"
+def _show_weights(one: dict[str, Any]) -> tuple[str, str]:
+    """A label, and what is behind it. Tables and products may have the same format."""
+    label = f"{one['format']} table" if one["product"] == LOOKED_UP else one["format"]
+    return label, f"{one['num_weights']:,} numbers in {format_size(one['num_bytes'])}; products: {one['product']}"
 
 
 def _show_products(one: dict[str, Any]) -> str:

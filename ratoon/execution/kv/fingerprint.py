@@ -48,7 +48,7 @@ def arithmetic_of(
     config: EngineConfig, model_config: ModelConfig, max_model_len: int, ops: Ops, on_cpu: bool
 ) -> list[str]:
     """Lists what changes the numbers of keys and values beside weights and dtype. `ops` has the model's weights."""
-    found = sorted(f"weights in {one['format']}" for one in ops.kept_formats())
+    found = sorted({f"weights in {one['format']}" for one in ops.kept_formats()})
     if model_config.encoder is not None or model_config.media is not None:
         found.append(_arithmetic_of_encoders(config))
     if config.batch_invariant and not on_cpu:  # there it is always so

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ratoon.layers.native_ops import NativeOps, native_ops_reasons, set_native_threads
+from ratoon.core.worker import LOOKED_UP
+from ratoon.layers.native_ops import NativeOps, encode, native_ops_reasons, set_native_threads
 from ratoon.layers.ops import WeightUse
 from ratoon.layers.products import make_product
 from ratoon.layers.stored import StoredTensor
@@ -177,6 +178,18 @@ def test_weights_in_16_bits_take_half_the_memory_and_are_counted_once(ops):
     assert (first["format"], first["num_weights"], first["num_bytes"]) == ("BF16", 64 * 40, 2 * 64 * 40)
     assert (second["format"], second["num_weights"]) == ("F16", 2 * 32 * 40)
     assert "float32" in first["product"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_table_in_the_bits_of_its_file_is_counted_once_and_as_what_it_takes(ops, is_tied):
+    table, head = encode(random(64, 96), 8), encode(random(64, 96), 8)
+    kept = ops.find_format(table)
+    kept.make_embedding(table)
+    make_product(ops, [table if is_tied else head], None)
+    found = [(one["num_weights"], one["product"] == LOOKED_UP) for one in ops.kept_formats()]
+    assert found == [(64 * 96, False)] + [(64 * 96, True)] * (not is_tied)
+    if not is_tied:
+        assert ops.kept_formats()[1]["num_bytes"] == 64 * 96 // 32 * 34
 
 
 def test_only_weights_of_products_and_tables_stay_in_16_bits(ops):
