@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from inspect import signature
 from typing import Any
 
 import pytest
 
-from ratoon.core import worker
 from ratoon.core.errors import ConfigError, EngineError, RequestError
 from ratoon.core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, SwapCosts, kv_config_of
 from ratoon.core.media import MediaInput
@@ -73,21 +72,6 @@ def test_every_call_and_its_result_cross_a_process(name: str) -> None:
     arguments = ARGUMENTS.get(name, [])
     assert decode_call(as_bytes(encode_call(name, arguments))) == (name, arguments)
     assert decode_result(name, as_bytes(encode_result(RESULTS.get(name)))) == RESULTS.get(name)
-
-
-def test_results_of_several_ranks_are_decoded_one_at_a_time(monkeypatch) -> None:
-    """Types that two threads use for the first time at once crash the process."""
-    was_locked = []
-
-    def note(data):
-        was_locked.append(worker._one_at_a_time.locked())
-        return kv_config_of(data)
-
-    monkeypatch.setattr(worker, "kv_config_of", note)
-    frames = as_bytes(encode_result(RESULTS["allocate"]))
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: decode_result("allocate", frames), range(4)))
-    assert found == [RESULTS["allocate"]] * 4 and was_locked == [True] * 4
 
 
 @pytest.mark.parametrize("name", WORKER_METHODS)
