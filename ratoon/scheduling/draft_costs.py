@@ -8,7 +8,9 @@ guesses, and how often it is right, is the matter of `speculation.py`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.pace import StepPace
@@ -18,28 +20,47 @@ from ratoon.scheduling.pace import StepPace
 LENGTHS = (1, 3, 7, 15, 31, 63)
 HIGHEST_RATE = 0.99  # of right guesses, that is counted on
 LEAST_GAIN = 0.05  # that a draft must promise, in tokens for each that comes without it
+GAIN_OF_WAIT = 0.15  # likewise, where all branches must first wait for what is pending
 # Rows that take as long as the rest of a step, at least: few steps of a size may have been observed, and all of them
 # disturbed
 LEAST_FREE_ROWS = 1
 LEAST_COST = 0.02  # of a row, in rows
 MOST_COST = 0.8  # where each row takes longer, nothing is to be gained
 RESULTS_OF_LOOK = 8  # between two looks at how many branches should draft, unless their number changes by an eighth
-WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long branches wait for a result
+RECENT_WAITS = 16  # of branches without drafts, of which the least counts
+WEIGHT_OF_WAIT = 1 / 8  # of the newest observation in how long others wait for a result
 MOST_WAIT = 4.0  # that is counted of one, in steps: a prompt may have been computed in between
+RESULTS_OF_TOGETHER = 128  # without drafts, behind which is forgotten how long branches waited that all had some
 PLAIN_RESULTS = 8  # without drafts, behind which waits are those of an engine that does not draft
+
+
+class Draftable(Protocol):
+    """A draft whose length is still to be found."""
+
+    rate: float  # of guesses that are right
+    available: int  # of its tokens may be checked
+    length: int
+    is_trial: bool
 
 
 class ResultWaits:
     """How long branches wait for their next tokens, in steps of their size: without drafts, and with some, less what
-    their rows cost. With steps in flight the first is 1, and the second more: the branch missed a step, or the device
-    waited for the host. Branches beside those that draft wait longer too, because steps then have a part of the
-    branches each: that is no wait without drafts."""
+    their rows cost. With steps in flight the first is 1, and the second more. A branch that drafts alone misses a step.
+    Where most of them draft, they have one step together, and the device waits for the host. Branches beside those that
+    draft wait longer too, because steps then have a part of the branches each: that is no wait without drafts."""
 
-    __slots__ = ("_num_plain", "drafted", "plain")
+    __slots__ = ("_num_plain", "_plain", "drafted", "together")
 
     def __init__(self) -> None:
-        self.plain = self.drafted = 1.0
+        self._plain: deque[float] = deque(maxlen=RECENT_WAITS)
+        self.drafted = 1.0
+        self.together: float | None = None  # where most branches of a step draft; None: not known
         self._num_plain = PLAIN_RESULTS  # results since one with drafts
+
+    @property
+    def plain(self) -> float:
+        """Without drafts. The least of late, since branches also wait for prompts, or for others that end."""
+        return max(1.0, min(self._plain, default=1.0))
 
     @property
     def without_drafts(self) -> bool:
@@ -48,13 +69,24 @@ class ResultWaits:
 
     def take_result(self, has_drafts: bool) -> None:
         self._num_plain = 0 if has_drafts else self._num_plain + 1
+        if self._num_plain == RESULTS_OF_TOGETHER:
+            self.together = None  # what it was is outdated
 
-    def observe(self, num_steps: float, time_of_drafts: float | None) -> None:
-        """`time_of_drafts`: that their rows take, in steps; None: there were none."""
-        if time_of_drafts is not None:
-            self.drafted += (max(1.0, min(num_steps - time_of_drafts, MOST_WAIT)) - self.drafted) * WEIGHT_OF_WAIT
-        elif self.without_drafts:
-            self.plain += (max(1.0, min(num_steps, MOST_WAIT)) - self.plain) * WEIGHT_OF_WAIT
+    def observe(self, num_steps: float, time_of_drafts: float | None, of_most: bool = False) -> None:
+        """`time_of_drafts`: that their rows take, in steps; None: there were none. `of_most`: most branches of the step
+        had some."""
+        if time_of_drafts is None:
+            if self.without_drafts:
+                self._plain.append(num_steps)
+        elif of_most and self.together is not None:
+            self.together = _mean(self.together, num_steps - time_of_drafts)
+        elif not of_most:
+            self.drafted = _mean(self.drafted, num_steps - time_of_drafts)
+
+
+def _mean(mean: float, num_steps: float) -> float:
+    """The mean of late, with a further observation."""
+    return mean + (max(1.0, min(num_steps, MOST_WAIT)) - mean) * WEIGHT_OF_WAIT
 
 
 class DraftCosts:
@@ -104,7 +136,9 @@ class DraftCosts:
         if not self._times:
             self._times = [self.time_of(count) for count in self._lengths]
         rate = min(rate, HIGHEST_RATE)
-        plain, drafted = (1.0, 1.0) if self._config.max_seqs is not None else (self.waits.plain, self.waits.drafted)
+        plain = drafted = 1.0
+        if self._config.max_seqs is None:
+            plain, drafted = self.waits.plain, self._wait(round(self.share * self._num_rows), self._num_rows)
         length, most = 0, (1 + LEAST_GAIN) / plain
         # Further ones may bring more again: a ninth row may take long, and the seven behind it next to nothing
         for count, time in zip(self._lengths, self._times):
@@ -112,6 +146,43 @@ class DraftCosts:
             if per_step > most:
                 length, most = count, per_step
         return length
+
+    def level(self, drafts: Collection[Draftable], is_pending: bool) -> None:
+        """Gives all drafts of a step one length, or none, if that brings more tokens in the same time than the lengths
+        that they have. A step may take as long with a few rows less or many more, which shows only where the rows of
+        all are added up. `is_pending`: the results of steps in flight come first."""
+        if self._config.max_seqs is not None:
+            return
+        usable = [draft for draft in drafts if draft.rate >= self._config.min_acceptance and not draft.is_trial]
+        seconds = self._pace.seconds_of_rows(self._num_rows)
+        if seconds is None:
+            return
+        gain = GAIN_OF_WAIT if is_pending else LEAST_GAIN
+        best, most = None, self._in_time([draft.length for draft in usable], usable, seconds, gain)
+        for length in (0, *self._lengths):
+            in_time = self._in_time([min(length, draft.available) for draft in usable], usable, seconds, gain)
+            if in_time is None or most is None:
+                return  # a step of that size was not observed
+            if in_time > most:
+                best, most = length, in_time
+        if best is not None:
+            for draft in usable:
+                draft.length = min(best, draft.available)
+
+    def _in_time(
+        self, lengths: Sequence[int], drafts: Sequence[Draftable], seconds: float, gain: float
+    ) -> float | None:
+        """Returns the tokens that a step of all branches brings, in the time of one without drafts, which takes so many
+        seconds, and counts for more by `gain`. None: it is not known."""
+        num_drafts = sum(lengths)
+        if not num_drafts:
+            return self._num_rows * (1 + gain) / self.waits.plain
+        num_tokens = self._num_rows + num_drafts
+        if not self._pace.has_observed(num_tokens):
+            return None
+        tokens = self._num_rows - len(drafts) + 0.0
+        tokens += sum(tokens_of(min(one.rate, HIGHEST_RATE), length) for one, length in zip(drafts, lengths))
+        return tokens * seconds / (self._pace.seconds(num_tokens) + self._pace.idle_seconds(num_tokens))
 
     def time_of(self, count: int) -> float:
         """Returns the time of so many rows for the drafts of a branch, in steps, if others that should draft have as
@@ -125,21 +196,41 @@ class DraftCosts:
         them together get the most tokens. Few drafts can cost much: a step of one row more can take twice as long, and
         one of eight times the rows not much longer."""
         num_rows = len(rates)
-        plain, drafted = self.waits.plain, self.waits.drafted
+        plain = self.waits.plain
         found, most = 0, num_rows / plain
+        usable = [rate for rate in rates if rate >= self._config.min_acceptance]
         for length in self._lengths:
             tokens = 0.0
-            for count, rate in enumerate(rates, 1):
-                if rate < self._config.min_acceptance:
-                    break
+            for count, rate in enumerate(usable, 1):
                 tokens += tokens_of(rate, length)
-                if count & (count - 1) and count < num_rows:
+                if count & (count - 1) and count < len(usable):
                     continue  # powers of two, and all
                 time = length * count / num_rows * self._cost_of_rows(length * count, num_rows)
-                in_time = (num_rows - count) / (plain + time) + tokens / (drafted + time) - LEAST_GAIN * count / plain
+                of_drafts = tokens / (self._wait(count, num_rows) + time)
+                in_time = (num_rows - count) / (plain + time) + of_drafts - LEAST_GAIN * count / plain
                 if in_time > most:
                     found, most = count, in_time
         return found
+
+    def observe_wait(self, seconds: float, num_rows: int, num_drafts: int, of_most: bool) -> None:
+        """A branch, one of `num_rows`, waited so long for its next tokens, in a step with so many drafts of it.
+        `of_most`: most branches of that step had some."""
+        of_step = self._pace.seconds_of_rows(num_rows)
+        if of_step is None:
+            return
+        if num_drafts and of_most and self.waits.together is None:
+            self.waits.together = self._wait(num_rows, num_rows)
+        self.waits.observe(seconds / of_step, self.time_of(num_drafts) if num_drafts else None, of_most)
+
+    def _wait(self, count: int, num_rows: int) -> float:
+        """Returns how long branches wait for the result of a step with drafts, in steps, if so many of them draft.
+        Where most do and none has done so of late, only the host's time for a plan is counted."""
+        if 2 * count <= num_rows and num_rows > 1:
+            return self.waits.drafted
+        if self.waits.together is not None:
+            return self.waits.together
+        seconds = self._pace.seconds_of_rows(num_rows)
+        return 1.0 if seconds is None else 1.0 + self._pace.idle_seconds(num_rows) / seconds
 
     def _cost_of_rows(self, count: int, num_rows: int) -> float:
         """Returns the cost of each of so many further rows, in rows of a step of `num_rows`: 1 where time grows in

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Collection
 from statistics import median_low
 
 LEAST_OF_TOKEN = 0.1  # of the mean time of a step's tokens: what one of them takes at least
+ABOUT = 0.95  # of a time or number: as much as makes no difference
 NUM_RECENT = 8  # observations of each size; a step can be slow for many reasons, so the shortest counts
 
 
@@ -25,19 +27,20 @@ class StepPace:
         self._tokens: list[int] = []
         self._seconds: list[float] = []
         self._read: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that a token took in addition, because it is read
-        self._planned: dict[int, tuple[float, int]] = {}  # steps in flight: when they were planned, and tokens to read
+        # Steps in flight: when they were planned, tokens to read, and seconds without any step before the plan
+        self._planned: dict[int, tuple[float, int, float | None]] = {}
         self._last_done = 0.0
-        self._idle: deque[float] = deque(maxlen=NUM_RECENT)  # seconds from a result to a plan, with nothing in flight
+        self._idle: dict[int, deque[float]] = {}  # the last of these, by the size of the step
 
     def planned(self, step: int, now: float, num_read: int = 0) -> None:
         """`num_read`: the tokens of prompts whose log-probabilities are read in it."""
-        if not self._planned:
-            self._idle.append(now - self._last_done)
-        self._planned[step] = now, num_read
+        self._planned[step] = now, num_read, None if self._planned else now - self._last_done
 
     def done(self, step: int, num_tokens: int, now: float) -> None:
         """Steps are executed in order: one begins when it is planned, or when the one before it is done."""
-        planned, num_read = self._planned.pop(step, (now, 0))
+        planned, num_read, idle = self._planned.pop(step, (now, 0, None))
+        if idle is not None:
+            self._idle.setdefault(_size_of(num_tokens), deque(maxlen=NUM_RECENT)).append(idle)
         began = max(planned, self._last_done)
         self._last_done = now
         if num_tokens > 0 and now > began:
@@ -53,9 +56,9 @@ class StepPace:
             # At least what a step without anything to read is known to take
             seconds = max(seconds - num_read * self._seconds_of_read, min(seconds, self.seconds(num_tokens)))
         recent = self._recent.setdefault(_size_of(num_tokens), deque(maxlen=NUM_RECENT))
-        before = min(recent, default=None)
+        before = _point_of(recent) if recent else None
         recent.append((seconds, num_tokens))
-        if min(recent) != before:
+        if _point_of(recent) != before:
             self._estimate()
 
     def seconds(self, num_tokens: int) -> float:
@@ -79,15 +82,17 @@ class StepPace:
         index = bisect_right(self._tokens, num_tokens)
         return None if index == 0 or self._tokens[index - 1] * 4 < num_tokens else self.seconds(num_tokens)
 
-    @property
-    def idle_seconds(self) -> float:
-        """What the host takes from a result to the next plan, while the device has nothing to do. The least of late,
-        since an engine may also have had no requests."""
-        return min(self._idle, default=0.0)
+    def idle_seconds(self, num_tokens: int) -> float:
+        """What the host takes from a result to the plan of a step of about that size, while the device has nothing to
+        do. The least of late, since an engine may also have had no requests."""
+        if not self._idle:
+            return 0.0
+        size = _size_of(num_tokens)
+        return min(self._idle[min(self._idle, key=lambda each: max(each / size, size / each))])
 
     def has_observed(self, num_tokens: int) -> bool:
-        """Whether a step was observed that had so many tokens, or up to twice as many."""
-        index = bisect_left(self._tokens, num_tokens)
+        """Whether a step was observed that had about so many tokens, or up to twice as many."""
+        index = bisect_left(self._tokens, num_tokens * ABOUT)
         return index < len(self._tokens) and self._tokens[index] <= 2 * num_tokens
 
     def cost_of_read(self, num_tokens: int) -> float:
@@ -133,8 +138,7 @@ class StepPace:
     def _estimate(self) -> None:
         """A larger step takes no less time, and no more than in proportion: what seems to contradict this was
         disturbed, such as a step in which a kernel was compiled."""
-        points = [(num_tokens, seconds) for seconds, num_tokens in map(min, self._recent.values())]
-        points.sort()
+        points = sorted(map(_point_of, self._recent.values()))
         self._tokens = [num_tokens for num_tokens, _ in points]
         at_most = [seconds for _, seconds in points]
         for index in range(len(points) - 2, -1, -1):
@@ -145,7 +149,14 @@ class StepPace:
         self._seconds = at_most
 
 
+def _point_of(recent: Collection[tuple[float, int]]) -> tuple[int, float]:
+    """The tokens of the largest of these steps that took about as long as the shortest, and the seconds of that one."""
+    least = min(seconds for seconds, _ in recent)
+    return max(num_tokens for seconds, num_tokens in recent if seconds * ABOUT <= least), least
+
+
 def _size_of(num_tokens: int) -> int:
-    """Observations of similar steps are kept together: 1, 2, 3, 4, 6, 8, 12, 16, …"""
-    power = 1 << (num_tokens.bit_length() - 1)
-    return power + power // 2 if num_tokens >= power + power // 2 else power
+    """Observations of similar steps are kept together, by the largest of them: 1, 2, 3, 4, 6, 8, 12, 16, … Where steps
+    are padded, to a power of two say, those of a size take about the same time."""
+    power = 1 << max(num_tokens - 1, 0).bit_length()
+    return power - power // 4 if 4 * num_tokens <= 3 * power else power

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ratoon.core.request import CheckedDrafts
 from ratoon.core.speculation import SpeculationConfig
@@ -93,6 +94,18 @@ class SourceRecord:
         return drafts
 
 
+@dataclass(slots=True)
+class Draft:
+    """What a source guesses behind the newest token of a branch."""
+
+    tokens: Sequence[int]  # the first ones of which are pending
+    record: SourceRecord
+    rate: float
+    available: int  # of its tokens may be checked
+    length: int  # that are checked
+    is_trial: bool = False  # although it seems to cost too much
+
+
 class BranchDrafts:
     """The sources of a branch, by priority, and which of them made the draft that is being checked."""
 
@@ -129,10 +142,12 @@ class Speculation:
         self._pace = pace
         self._max_rows = max(max_num_seqs, LEAST_ROWS)
         self._costs = DraftCosts(config, pace)
-        self._num_held_back = 0
+        self._num_held_back = 0  # results behind which a draft seemed to cost too much
+        self._has_held_back = False  # behind this one
         self._num_dear = 0  # results behind which rows seemed to cost too much
         self._rows_of_draft, self._tokens_of_draft = FIRST_ROWS, FIRST_TOKENS  # of a branch with a draft, of late
         self._num_not_known = 0  # plans for which it was not known whether to wait
+        self._last_with_others = -1.0  # when the last result came of a step that had more than next tokens and drafts
 
     # ---- branches ----
 
@@ -154,6 +169,11 @@ class Speculation:
             branch.speculates, branch.num_to_draft = False, 0
             for record in self._drafts.pop(branch).records:
                 record.drafter.drop(branch)
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether any branch may draft."""
+        return bool(self._drafts)
 
     # ---- texts of ended requests ----
 
@@ -219,21 +239,31 @@ class Speculation:
         costs = self._costs
         costs.begin(num_rows)
         self._observe_waits(branches, num_rows, now)
-        may_draft = costs.may_draft
+        may_draft, self._has_held_back = costs.may_draft, False
         is_trial = not may_draft and self._is_trial()
         room = self._max_rows - num_rows
         most = max(1, int(room // max(1.0, costs.share * num_rows)))  # of a draft: there is room for as many of all
         lengths: dict[float, int] = {}  # by rate: many branches have the same
+        found: dict[Branch, Draft] = {}
         for branch in branches:
             drafting = self._drafts[branch]
             for record in drafting.records:
                 record.compare(branch.token_ids)
             if is_trial:
                 drafting.num_tries = RESULTS_OF_TRIAL
-            found: tuple[Sequence[int], SourceRecord | None] = ((), None)
             if may_draft or drafting.num_tries:
-                found = self._draft(branch, drafting, most, room, lengths)
-            drafts, drafting.drafted_by = found
+                draft = self._draft(branch, drafting, most, room, lengths)
+                if draft is not None:
+                    found[branch] = draft
+        if may_draft and 2 * len(found) > num_rows > 1:
+            costs.level(found.values(), is_pending=any(branch.num_pending for branch in found))
+        for branch in branches:
+            drafting, draft = self._drafts[branch], found.get(branch)
+            drafts: Sequence[int] = ()
+            drafting.drafted_by = None
+            if draft is not None and draft.length > 0 and room > 0:
+                drafts = draft.tokens[: min(draft.length, room) + branch.num_pending]
+                drafting.drafted_by = draft.record
             drafting.num_tries = max(0, drafting.num_tries - 1) if branch.num_pending else 0
             # What is pending is known before the draft is checked
             branch.waits_to_draft = branch.num_pending > 0 and len(drafts) > branch.num_pending
@@ -287,22 +317,29 @@ class Speculation:
         tokens = num_plain + num_drafting * self._tokens_of_draft + tokens_away
         seconds = self._pace.seconds
         apart = seconds(num_rows) + seconds(round(num_plain + rows_away))
-        return tokens * apart > (tokens + num_plain) * (seconds(together) + self._pace.idle_seconds)
+        return tokens * apart > (tokens + num_plain) * (seconds(together) + self._pace.idle_seconds(together))
+
+    def take_step(self, num_tokens: int, num_rows: int, now: float) -> None:
+        """A step of so many tokens is done, of which so many are sampled from, or are drafts. Where it had others, as
+        of prompts, branches have waited for these."""
+        if num_tokens > num_rows:
+            self._last_with_others = now
 
     def _observe_waits(self, branches: list[Branch], num_rows: int, now: float) -> None:
         """Observes one branch that had drafts in the step, and one that had none."""
-        self._costs.waits.take_result(any(self._drafts[branch].num_checked for branch in branches))
+        num_with_drafts = sum(self._drafts[branch].num_checked > 0 for branch in branches)
+        self._costs.waits.take_result(num_with_drafts > 0)
+        of_most = 2 * num_with_drafts > len(branches)
         seen = set()
         for branch in branches:
             drafting = self._drafts[branch]
             before, drafting.last_result = drafting.last_result, now
             num_checked, drafting.num_checked = drafting.num_checked, 0
-            if before is not None and now > before and bool(num_checked) not in seen:
+            if before is None or before < self._last_with_others:
+                continue
+            if now > before and bool(num_checked) not in seen:
                 seen.add(bool(num_checked))
-                seconds = self._pace.seconds_of_rows(num_rows)
-                if seconds is not None:
-                    taken = self._costs.time_of(num_checked) if num_checked else None
-                    self._costs.waits.observe((now - before) / seconds, taken)
+                self._costs.observe_wait(now - before, num_rows, num_checked, of_most)
 
     def _draft(
         self,
@@ -311,11 +348,12 @@ class Speculation:
         most: int,
         room: int,
         lengths: dict[float, int],
-    ) -> tuple[Sequence[int], SourceRecord | None]:
+    ) -> Draft | None:
         """Returns the draft of the first source that has one worth its rows, behind the tokens that are pending; in a
-        trial one token that is likely."""
+        trial one token that is likely. Where there is neither, that of the first source that has any, of no length."""
         left = branch.max_total_tokens - branch.num_tokens - 1  # tokens before the last one
         drafting.rate = 0.0
+        unused: Draft | None = None
         for record in drafting.records:
             drafts = record.propose(branch, max(min(self._most, room), 1))
             if not drafts:
@@ -325,15 +363,19 @@ class Speculation:
             worth = lengths.get(rate)
             if worth is None:
                 worth = lengths[rate] = self._costs.length(rate)
-            length = self._costs.whole(min(worth, most, room, len(drafts), left))
+            available = min(most, room, len(drafts) - branch.num_pending, left)
+            length = self._costs.whole(min(worth, available))
             record.guess, record.guess_at = drafts[0], branch.num_tokens
+            draft = Draft(drafts, record, rate, available, length)
             if length > 0:
-                return drafts[: length + branch.num_pending], record
+                return draft
             if worth == 0 and not drafting.num_tries and self._is_due(rate):
                 drafting.num_tries = RESULTS_OF_TRIAL
             if drafting.num_tries and rate >= LEAST_RATE_OF_TRIAL and min(room, left) > branch.num_pending:
-                return drafts[: branch.num_pending + 1], record
-        return (), None
+                draft.length, draft.is_trial = 1, True
+                return draft
+            unused = unused or draft
+        return unused
 
     def _length_on_device(self, drafting: BranchDrafts, room: int) -> int:
         """The tokens that the device drafts behind the next step of a branch."""
@@ -355,8 +397,9 @@ class Speculation:
         return self.config.max_seqs is None and self._num_dear % TRIES == 0
 
     def _is_due(self, rate: float) -> bool:
-        """Whether a draft that seems to cost too much is made all the same."""
-        if rate < self.config.min_acceptance:
+        """Whether a draft that seems to cost too much is made all the same, of one branch and once in a while."""
+        if rate < self.config.min_acceptance or self._has_held_back:
             return False
+        self._has_held_back = True
         self._num_held_back += 1
         return self._num_held_back % TRIES == 0

@@ -276,6 +276,9 @@ class GenerationKind(RequestKind):
             self._state.release(finished, ended_well=True)
         if output.draft_token_ids:
             self._state.speculation.receive(output.draft_token_ids, drafting)
+        if self._state.speculation.has_branches:
+            num_rows = len(plan.sampled_req_ids) + sum(map(len, drafts.values()))
+            self._state.speculation.take_step(plan.total_num_scheduled_tokens, num_rows, self._state.now)
         if drafting:
             self._state.speculation.advance(drafting, self._state.num_running_rows, self._state.now)
 

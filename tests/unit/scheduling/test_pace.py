@@ -59,6 +59,26 @@ def test_a_machine_that_has_become_slower_is_noticed() -> None:
     assert pace.largest_within(2, 1, 2048) < before
 
 
+def test_time_may_grow_in_stairs() -> None:
+    pace = StepPace()
+    for num_tokens in (100, 128, 115, 160, 256, 200):  # padded to a power of two
+        pace.observe(num_tokens, (0.0072 if num_tokens <= 128 else 0.0087) * (1 + 0.0001 * num_tokens))
+    assert pace.seconds(128) == pytest.approx(0.0072, rel=0.02)
+    assert pace.seconds(160) == pytest.approx(0.0087, rel=0.05)
+    assert pace.has_observed(256) and not pace.has_observed(300)
+
+
+def test_the_host_takes_longer_for_larger_steps() -> None:
+    pace, now = StepPace(), 0.0
+    assert pace.idle_seconds(32) == 0.0
+    for step, (num_tokens, idle) in enumerate([(2, 0.0002), (256, 0.001), (256, 5.0), (250, 0.0012)]):
+        pace.planned(step, now + idle)
+        now += idle + 0.01
+        pace.done(step, num_tokens, now)
+    assert pace.idle_seconds(1) == pace.idle_seconds(8) == pytest.approx(0.0002)
+    assert pace.idle_seconds(256) == pace.idle_seconds(100) == pytest.approx(0.001)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_step_lasts_from_the_end_of_the_one_before_it(in_flight: int) -> None:
     pace, now = StepPace(), 100.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ratoon.core.plan import SchedulerOutput
 from ratoon.core.request import CheckedDrafts, EngineCoreOutput, EngineCoreRequest
 from ratoon.core.speculation import SpeculationConfig
 from ratoon.scheduling.branch import Branch
-from ratoon.scheduling.draft_costs import RESULTS_OF_LOOK, ResultWaits
+from ratoon.scheduling.draft_costs import RESULTS_OF_LOOK, RESULTS_OF_TOGETHER, DraftCosts, ResultWaits
 from ratoon.scheduling.pace import StepPace
 from ratoon.scheduling.scheduler import Scheduler
 from ratoon.scheduling.speculation import TRIES, Speculation
@@ -45,6 +46,14 @@ class Known:
 
     def drop(self, branch: Branch) -> None:
         self.dropped.append(branch.branch_id)
+
+
+@dataclass
+class Guess:
+    rate: float
+    available: int
+    length: int
+    is_trial: bool = False
 
 
 def with_sources(*sources: Known, speculation: SpeculationConfig | None = None, **settings: Any) -> Scheduler:
@@ -362,12 +371,12 @@ def test_rows_that_seemed_dear_once_are_tried_again() -> None:
     assert lengths(scheduler, RESULTS_OF_LOOK + 1)[-1] > 0
 
 
-@pytest.mark.parametrize("idle_seconds", [0.0, 0.3])
+@pytest.mark.parametrize("idle_seconds", [0.0, 0.15])
 def test_branches_with_drafts_share_a_step_unless_the_host_is_slow(
     idle_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepPace, "idle_seconds", idle_seconds)
-    scheduler = with_sources(Known(), max_steps_in_flight=2)
+    monkeypatch.setattr(StepPace, "idle_seconds", lambda self, num_tokens: idle_seconds)
+    scheduler = with_sources(Known(matched=24), max_steps_in_flight=2)
     for num_rows in (1, 2, 4, 8, 16):
         scheduler.state.pace.observe(num_rows, 0.1)
     add(scheduler, "a", 3, max_tokens=48)
@@ -452,4 +461,81 @@ def test_branches_beside_others_that_draft_do_not_tell_how_long_one_waits_withou
     for _ in range(50):
         waits.take_result(has_drafts=False)
         waits.observe(2.0, None)
-    assert waits.plain > 1.9
+    assert waits.plain == 2.0
+    waits.observe(1.2, None)
+    assert waits.plain == 1.2, "others waited for a prompt, or for branches that end"
+
+
+def test_a_branch_that_drafts_alone_tells_nothing_of_all_that_draft_together() -> None:
+    pace = StepPace()
+    for num_tokens in (8, 64):
+        pace.observe(num_tokens, 0.010)
+    costs = DraftCosts(SpeculationConfig(num_tokens=7), pace)
+    costs.begin(8)
+    for _ in range(50):
+        costs.waits.take_result(has_drafts=True)
+        costs.observe_wait(0.030, 8, 7, of_most=False)
+    assert costs.waits.drafted > 2 and costs.waits.together is None
+    costs.find_share([0.9] * 8)
+    assert costs.share == 1.0 and costs.length(0.9) == 7
+    for _ in range(50):
+        costs.observe_wait(0.090, 8, 7, of_most=True)
+    assert costs.waits.together is not None and costs.waits.together > 3
+    costs.find_share([0.9] * 8)
+    assert costs.share < 1.0
+    for _ in range(RESULTS_OF_TOGETHER):
+        costs.waits.take_result(has_drafts=False)
+    costs.find_share([0.9] * 8)
+    assert costs.share == 1.0, "tried again"
+
+
+def test_all_draft_as_many_tokens_as_a_step_takes_at_no_further_cost() -> None:
+    pace = StepPace()
+    for num_tokens, seconds in {32: 4.8, 64: 6.4, 128: 8.0, 136: 9.6, 256: 9.6}.items():
+        pace.observe(num_tokens, seconds / 1e3)
+    costs = DraftCosts(SpeculationConfig(num_tokens=7), pace)
+    costs.begin(32)
+    drafts = [Guess(0.6, 7, length) for length in [3] * 30 + [7] * 2]  # eight rows too many
+    costs.level(drafts, is_pending=False)
+    assert {draft.length for draft in drafts} == {3}
+    drafts = [Guess(0.9, 7, length) for length in [3] * 30 + [7] * 2]
+    costs.level(drafts, is_pending=False)
+    assert {draft.length for draft in drafts} == {7}
+    drafts = [Guess(0.4, 7, 3) for _ in range(32)]
+    costs.level(drafts, is_pending=False)
+    assert {draft.length for draft in drafts} == {0}
+    drafts = [Guess(0.5, 7, 3) for _ in range(32)]
+    costs.level(drafts, is_pending=False)
+    assert {draft.length for draft in drafts} == {3}
+    costs.level(drafts, is_pending=True)
+    assert {draft.length for draft in drafts} == {0}, "not enough to wait for steps in flight"
+
+
+def test_a_branch_that_waited_for_a_prompt_tells_nothing_of_drafts() -> None:
+    scheduler = with_sources(Known())
+    pace, speculation = scheduler.state.pace, scheduler.state.speculation
+    for num_rows in (1, 2, 4, 8, 32):
+        pace.observe(num_rows, 0.001)
+    add(scheduler, "a", 3, max_tokens=40)
+    for now in (0.001, 0.002, 0.003):
+        plan = scheduler.schedule()
+        scheduler.state.now = now
+        result_of(scheduler, plan)
+    before = speculation._costs.waits.together
+    add(scheduler, "b", 24, max_tokens=40)
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens["b"] == 24 and "a" in plan.scheduled_spec_decode_tokens
+    scheduler.state.now = 0.053
+    result_of(scheduler, plan)
+    assert speculation._costs.waits.together == before is not None
+
+
+def test_of_many_drafts_that_cost_too_much_one_is_tried_once_in_a_while() -> None:
+    scheduler = with_sources(Known(matched=24), max_num_seqs=64)
+    pace = scheduler.state.pace
+    for num_rows in (8, 12, 16, 40):
+        pace.observe(num_rows, 0.1 * num_rows)
+    for name in "abcdefgh":
+        add(scheduler, name, 3, max_tokens=40)
+    counts = [len(one_step(scheduler)[0].scheduled_spec_decode_tokens) for _ in range(39)]
+    assert sum(counts) == 0, "with eight branches each, a draft was tried after every sixteenth step"
