@@ -28,7 +28,8 @@ IDLE_WAIT = 0.05  # seconds that a step without other work waits for blocks
 class HostSlots(Protocol):
     """The host tier, as far as it is used here."""
 
-    def host_parts(self, slot: int) -> list[memoryview]: ...
+    def host_parts(self, slots: Sequence[int]) -> list[list[memoryview]]:
+        """The bytes of each of these slots, behind all copies to and from them."""
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Saving:
     is_sent: bool  # another engine waits for it
 
 
+SlotParts = list[list[memoryview]]
 Fetched = tuple[set[int], float]  # slots whose content is not there, and the seconds that it took
 
 
@@ -103,15 +105,21 @@ class ConnectorMoves:
         size = self._piece_size or len(fetches)
         pieces = [list(fetches[first : first + size]) for first in range(0, len(fetches), size)]
         planned = PlannedFetch(len(fetches), len(pieces))
-        for piece in pieces:
-            future = self._fetcher.submit(self._fetch, piece, saves)
+        # Once for all pieces: they do not wait for the copies that the loads of earlier ones begin
+        parts = self._fetcher.submit(self._slots.host_parts, [fetch.slot for fetch in fetches])
+        for first, piece in zip(range(0, len(fetches), size), pieces):
+            future = self._fetcher.submit(self._fetch, piece, parts, first, saves)
             self._fetching.append((future, [load for fetch in piece for load in waiting[fetch.slot]], planned))
         return [load for load in loads if load.slot not in waiting]
 
-    def _fetch(self, fetches: list[ConnectorTransfer], saves: list[Future[None]]) -> Fetched:
+    def _fetch(
+        self, fetches: list[ConnectorTransfer], parts: Future[SlotParts], first: int, saves: list[Future[None]]
+    ) -> Fetched:
+        """`parts`: of the plan's slots, of which those of these fetches begin with `first`."""
         wait(saves)  # what was saved before can be fetched
         began = time.perf_counter()
-        found = self._mover.load_all([(fetch.key, self._slots.host_parts(fetch.slot)) for fetch in fetches])
+        asked = zip(fetches, parts.result()[first : first + len(fetches)], strict=True)
+        found = self._mover.load_all([(fetch.key, of_slot) for fetch, of_slot in asked])
         lost = {fetch.slot for fetch, is_there in zip(fetches, found, strict=True) if not is_there}
         return lost, time.perf_counter() - began
 
@@ -159,7 +167,7 @@ class ConnectorMoves:
 
     def _hand_over(self, give: Callable[[bytes, Sequence[memoryview]], None], save: ConnectorTransfer) -> None:
         try:
-            give(save.key, [part.toreadonly() for part in self._slots.host_parts(save.slot)])
+            give(save.key, [part.toreadonly() for part in self._slots.host_parts([save.slot])[0]])
         except Exception:
             logger.warning("block %s can't be saved to the connector", save.key.hex(), exc_info=True)
 

@@ -177,13 +177,13 @@ class KVTensors(LayerCaches):
         piece_size = max(1, FETCHED_PIECE_BYTES // self._config.bytes_per_block)
         self._connector = ConnectorMoves(mover, self, None if has_ranks else piece_size, in_step=has_ranks)
 
-    def host_parts(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot of the host tier, as buffers that may be written to. Copies to and from it have ended:
+    def host_parts(self, slots: Sequence[int]) -> list[list[memoryview]]:
+        """The bytes of slots of the host tier, as buffers that may be written to. Copies to and from them have ended:
         the host waits for those that are under way."""
         if self._swaps is not None:
             self._swaps.drain()
-            return [_bytes_of(self._swaps.host_rows[slot])]
-        return [_bytes_of(tensor[slot]) for tensor in self._host_tensors]
+            return [[_bytes_of(self._swaps.host_rows[slot])] for slot in slots]
+        return [[_bytes_of(tensor[slot]) for tensor in self._host_tensors] for slot in slots]
 
     def _move(self, plan: SchedulerOutput) -> None:
         copies, device = plan.block_copies, self._tensors[0].device

@@ -18,9 +18,11 @@ class Slots:
 
     def __init__(self) -> None:
         self.data = bytearray(10)
+        self.num_asked = 0
 
-    def host_parts(self, slot: int) -> list[memoryview]:
-        return [memoryview(self.data)[slot : slot + 1]]
+    def host_parts(self, slots: Sequence[int]) -> list[list[memoryview]]:
+        self.num_asked += 1
+        return [[memoryview(self.data)[slot : slot + 1]] for slot in slots]
 
 
 class GatedMover(BlockMover):
@@ -110,6 +112,7 @@ def test_many_blocks_are_fetched_in_pieces_and_told_as_one_fetch():
             arrived = moves.take_arrived(waits=True)
         assert asked == [[b"1", b"2"], [b"3", b"4"], [b"5"]]
         assert arrived.loads == [BlockTransfer(15, 5)] and arrived.num_fetched == 5 and arrived.seconds > 0
+        assert slots.num_asked == 1, "pieces wait for copies that the loads of earlier ones have begun"
     finally:
         third.set()
         moves.close()
