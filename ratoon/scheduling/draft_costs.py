@@ -159,11 +159,11 @@ class DraftCosts:
             return
         gain = GAIN_OF_WAIT if is_pending else LEAST_GAIN
         best, most = None, self._in_time([draft.length for draft in usable], usable, seconds, gain)
+        if most is None:
+            return  # a step of that size is to be observed first
         for length in (0, *self._lengths):
             in_time = self._in_time([min(length, draft.available) for draft in usable], usable, seconds, gain)
-            if in_time is None or most is None:
-                return  # a step of that size was not observed
-            if in_time > most:
+            if in_time is not None and in_time > most:
                 best, most = length, in_time
         if best is not None:
             for draft in usable:

@@ -26,7 +26,7 @@ from ratoon.execution.inputs.columns import NO_NAMES, names_of
 from ratoon.execution.inputs.device_inputs import ColumnsOfRows, DeviceInputs
 from ratoon.execution.inputs.prefix_runs import PrefixRunsOfRows, columns_of
 from ratoon.execution.passes.cuda_driver import load_library
-from ratoon.execution.passes.ends import End, MaskedTokens, Tokens
+from ratoon.execution.passes.ends import End, Logits, MaskedTokens, Tokens
 from ratoon.execution.passes.program import ProgramEnds, ProgramStep, StepProgram
 from ratoon.execution.sampling.mask_column import MaskColumn
 from ratoon.layers.sampling import Mode
@@ -295,12 +295,14 @@ class StepGraphs:
         return key is not None and self._try_capture(key) is not None
 
     def expect_first_steps(self) -> None:
-        """Have the decode step of one request run ahead in each way to choose its token, and that of some more."""
+        """Have the decode step of one request run ahead in each way to choose its token, and that of some more; behind
+        these, the steps whose tokens are chosen under masks of grammars."""
         one, more = self.size_for(1), self.size_for(EXPECTED_REQUESTS)
         if self._send_padding is not None and one is not None:
             keys = [sampling_key(one, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)]
             if more is not None:
                 keys += [sampling_key(more, None, None, mode) for mode in (Mode.GREEDY, Mode.FILTERED)]
+            keys += [ProgramKey(size, None, (PaddedEnd(Logits(), None),)) for size in (one, more) if size is not None]
             self._short_keys += reversed(keys)
 
     @property

@@ -18,6 +18,7 @@
 #include "threads.h"
 
 #define MOST_GROUP_ROWS 32  // of one slot that a unit multiplies, where rows are many
+#define LEAST_GROUP_ROWS 4   // for which reading the matrices once more is worth it, where rows of a slot are divided
 #define GROUPS_PER_THREAD 2
 #define UNIT_PANELS 16      // of columns in a unit
 #define FETCH_BYTES 4096    // that are fetched ahead
@@ -398,7 +399,9 @@ int ratoon_add_low_rank(const float *x, int64_t ldx, int64_t rows, int64_t in, c
     const int64_t count = order_rows(slots, rows, num_slots, order, ends), wanted = GROUPS_PER_THREAD * thread_count();
     if (!count) return 0;
     const int64_t most_rows = count < wanted * MOST_GROUP_ROWS ? MAX_TILE_ROWS : MOST_GROUP_ROWS;
-    const int64_t num_groups = list_groups(ends, num_slots, most_rows, groups);
+    int64_t num_groups = list_groups(ends, num_slots, most_rows, groups);
+    if (num_groups < wanted && count >= wanted * LEAST_GROUP_ROWS)  // rows of few slots: a group for each of the units
+        num_groups = list_groups(ends, num_slots, (count + wanted - 1) / wanted, groups);
     low_rank_call c = {.x = x, .y = y, .ldx = ldx, .ldy = ldy, .in = in, .parts = parts, .entries = entries,
                        .order = order, .groups = groups, .count = count};
     measure_low(&c, num_groups);

@@ -196,6 +196,7 @@ def test_a_warm_up_has_the_first_steps_run_ahead_and_captured_in_each_way_to_cho
     while made.can_run_ahead:
         assert made.run_ahead()
     first = [sampling_key(1, None, None, mode) for mode in (Mode.GREEDY, Mode.RANDOM, Mode.FILTERED)]
+    first.append(ProgramKey(1, None, (PaddedEnd(Logits(), None),)))
     assert ran == first, "short continuations follow the first request of their kind"
     while made.can_capture_next:
         assert made.capture_next()
