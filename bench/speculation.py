@@ -192,6 +192,8 @@ class SpeculationBenchmark(Program):
         if way.engine == OURS and tokens != expected:
             raise EngineFailedError(f"{label}: {same} of {len(expected)} tokens are those without drafts")
         self.same.setdefault(label, []).append(same / len(expected))
+        # A run that is ended early has lost nothing
+        print(f"# {label}: {len(expected)} tokens in {result.seconds:.1f} s", file=sys.stderr, flush=True)
         return result.seconds
 
     def _rounds(self, part: str) -> Iterator[int]:
