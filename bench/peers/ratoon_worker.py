@@ -53,7 +53,7 @@ def describe(llm: Any) -> dict[str, Any]:
 
 
 def read_bytes(llm: Any) -> int:
-    """Of the weights that every step reads: without tables whose rows are looked up."""
+    """Returns the bytes of the weights that every step reads: without tables whose rows are looked up."""
     formats = llm.describe()["weight_formats"]
     return sum(one["num_bytes"] for one in formats if one["product"] != LOOKED_UP)
 

@@ -73,7 +73,7 @@ class Machine(NamedTuple):
     num_threads: int
 
     def differs(self, other: Mapping[str, Any]) -> str | None:
-        """What another machine's description has different, for the log. Its version of the kernels does not count."""
+        """Says for the log how another machine's description differs. None: only its version of the kernels may."""
         for field, text in (
             ("processor", "was measured on another processor"),
             ("features", "was measured on another processor"),

@@ -39,7 +39,7 @@ class StepPace:
     def done(self, step: int, num_tokens: int, now: float) -> None:
         """Steps are executed in order: one begins when it is planned, or when the one before it is done."""
         planned, num_read, idle = self._planned.pop(step, (now, 0, None))
-        if idle is not None:
+        if idle is not None and num_tokens > 0:
             self._idle.setdefault(_size_of(num_tokens), deque(maxlen=NUM_RECENT)).append(idle)
         began = max(planned, self._last_done)
         self._last_done = now
@@ -83,8 +83,8 @@ class StepPace:
         return None if index == 0 or self._tokens[index - 1] * 4 < num_tokens else self.seconds(num_tokens)
 
     def idle_seconds(self, num_tokens: int) -> float:
-        """What the host takes from a result to the plan of a step of about that size, while the device has nothing to
-        do. The least of late, since an engine may also have had no requests."""
+        """Returns what the host takes from a result to the plan of a step of about that size, while the device has
+        nothing to do. The least of late counts, since an engine may also have had no requests."""
         if not self._idle:
             return 0.0
         size = _size_of(num_tokens)

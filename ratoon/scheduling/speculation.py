@@ -96,7 +96,7 @@ class SourceRecord:
 
 @dataclass(slots=True)
 class Draft:
-    """What a source guesses behind the newest token of a branch."""
+    """A draft holds what a source guesses behind the newest token of a branch, and how much of it is checked."""
 
     tokens: Sequence[int]  # the first ones of which are pending
     record: SourceRecord

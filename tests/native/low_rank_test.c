@@ -81,7 +81,8 @@ static double largest_of(const float *numbers, int64_t count) {
     return largest;
 }
 
-static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_ranks) {
+// is_alike: all rows have the same slot.
+static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_ranks, int is_alike) {
     const int64_t width = out[0] + out[1], ldx = in + random_between(0, 3), ldy = width + random_between(0, 3);
     low_rank_part entries[SLOTS * PARTS];
     float *a[SLOTS * PARTS], *b[SLOTS * PARTS];
@@ -106,7 +107,7 @@ static void compare(int64_t rows, int64_t in, const int64_t *out, int64_t most_r
     float *x = random_floats((rows - 1) * ldx + in, 2), *before = random_floats((rows - 1) * ldy + width, 1);
     float *y = guarded_floats((rows - 1) * ldy + width), *alone = guarded_floats(width);
     int32_t *slots = guarded(rows * 4);
-    for (int64_t i = 0; i < rows; i++) slots[i] = (int32_t)random_between(-1, SLOTS - 1);
+    for (int64_t i = 0; i < rows; i++) slots[i] = is_alike ? 0 : (int32_t)random_between(-1, SLOTS - 1);
     memcpy(y, before, (size_t)((rows - 1) * ldy + width) * 4);
     expect_true(ratoon_add_low_rank(x, ldx, rows, in, entries, SLOTS, PARTS, slots, y, ldy) == 0, "low rank has memory", 0, 0);
     for (int64_t row = 0; row < rows; row++) {
@@ -176,11 +177,12 @@ static void compare_tables(void) {
 }
 
 void check_low_rank(void) {
-    compare(1, 1, (int64_t[]){1, 1}, 1);
-    compare(40, 130, (int64_t[]){300, 17}, 40);
-    compare(75, 70, (int64_t[]){16, 32}, 16);
+    compare(1, 1, (int64_t[]){1, 1}, 1, 0);
+    compare(40, 130, (int64_t[]){300, 17}, 40, 0);
+    compare(75, 70, (int64_t[]){16, 32}, 16, 0);
+    for (int i = 0; i < 4; i++) compare(26, 130, (int64_t[]){300, 17}, 40, 1);  // fewer tiles than units for three threads
     for (int i = 0; i < 12; i++)
-        compare(random_between(1, 20), random_between(1, 200), (int64_t[]){random_between(1, 90), random_between(1, 60)}, 70);
+        compare(random_between(1, 20), random_between(1, 200), (int64_t[]){random_between(1, 90), random_between(1, 60)}, 70, 0);
     refuse_what_is_not_finite();
     for (int i = 0; i < 5; i++) compare_tables();
 }

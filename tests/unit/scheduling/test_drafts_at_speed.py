@@ -1,4 +1,4 @@
-"""What drafts of many requests are worth on a GPU, in virtual time: none is made that costs more than it brings."""
+"""Drafts of many requests on a GPU, in virtual time: none is made that costs more than it brings."""
 
 from __future__ import annotations
 

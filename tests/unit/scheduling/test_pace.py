@@ -77,6 +77,9 @@ def test_the_host_takes_longer_for_larger_steps() -> None:
         pace.done(step, num_tokens, now)
     assert pace.idle_seconds(1) == pace.idle_seconds(8) == pytest.approx(0.0002)
     assert pace.idle_seconds(256) == pace.idle_seconds(100) == pytest.approx(0.001)
+    pace.planned(9, now + 0.0001)
+    pace.done(9, 0, now + 0.2)  # its time does not count, as that of a step whose graph was captured
+    assert pace.idle_seconds(1) == pytest.approx(0.0002), "of a step whose size is not known"
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
