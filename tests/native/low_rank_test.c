@@ -180,7 +180,7 @@ void check_low_rank(void) {
     compare(1, 1, (int64_t[]){1, 1}, 1, 0);
     compare(40, 130, (int64_t[]){300, 17}, 40, 0);
     compare(75, 70, (int64_t[]){16, 32}, 16, 0);
-    for (int i = 0; i < 4; i++) compare(26, 130, (int64_t[]){300, 17}, 40, 1);  // fewer tiles than units for three threads
+    for (int i = 0; i < 4; i++) compare(26, 64, (int64_t[]){48, 17}, 16, 1);  // fewer tiles than units for three threads
     for (int i = 0; i < 12; i++)
         compare(random_between(1, 20), random_between(1, 200), (int64_t[]){random_between(1, 90), random_between(1, 60)}, 70, 0);
     refuse_what_is_not_finite();
