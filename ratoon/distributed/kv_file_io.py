@@ -1,6 +1,9 @@
 """How the bytes of files of blocks are read and written (kv_files.py): by calls of the system, or by the POSIX backend
 of NIXL, which hands them to the asynchronous interfaces of Linux.
 
+What the system has in memory is read by one call of the CPU kernels, where these are built for Linux: otherwise a block
+of 2 MiB takes the interpreter a dozen times, for which readers wait in turn, and passes through the processor twice.
+
 One object is used by one thread. What goes wrong is an OSError. NIXL is an extra of the package (`ratoon[nixl]`), and
 is imported where it is asked for.
 """
@@ -16,12 +19,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ratoon.core.errors import ConfigError
+from ratoon.layers.native import BlockPart, library
 
 SYSTEM, NIXL = FILE_IO = ("system", "nixl")
 BACKEND = "POSIX"
 SECONDS_BETWEEN_LOOKS = 0.0002
 
-NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
+BLOCK_UNKNOWN = 2  # of kernels.h
 
 Buffer = bytearray | memoryview
 Bytes = bytes | Buffer
@@ -36,9 +40,10 @@ class FileIO(Protocol):
         """Fills all parts with the bytes of a file. False: it has more or fewer."""
         ...
 
-    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> bool | None:
-        """Fills all parts with the first bytes of a file, if the system has them in memory: no device is waited for.
-        None: it has not all of them, or can't tell; some parts may have been written."""
+    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
+        """Fills all parts with the content of a file, if no device has to be waited for. `head`: what the file begins
+        with, before the key. False: it is not what it should be. None: that is not known, and some parts may have been
+        written."""
         ...
 
 
@@ -65,13 +70,17 @@ class SystemIO:
                 left[0] = left[0][num_read:]
         return not os.read(handle, 1)
 
-    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> bool | None:
-        """File systems that can't tell, such as tmpfs, refuse such a call."""
-        size = sum(memoryview(part).nbytes for part in parts)
-        try:
-            return True if NO_WAIT and os.preadv(handle, parts, 0, NO_WAIT) == size else None
-        except OSError:
+    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
+        kernels = library()
+        if kernels is None:
             return None
+        listed = (BlockPart * len(parts))(*[BlockPart(_address_of(part), part.nbytes) for part in parts])
+        outcome = kernels.functions["ratoon_read_block"](os.fsencode(path), head + key, len(key), listed, len(parts))
+        return None if outcome == BLOCK_UNKNOWN else bool(outcome)
+
+
+def _address_of(part: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))
 
 
 class NixlIO:
@@ -109,7 +118,7 @@ class NixlIO:
             start += len(part)
         return True
 
-    def read_cached(self, handle: int, parts: Sequence[Buffer]) -> None:
+    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> None:
         """NIXL does not say what is in memory."""
 
     def _memory_of(self, size: int) -> mmap.mmap:

@@ -41,9 +41,11 @@ SUFFIX = ".kv"
 UNFINISHED = ".new"  # the suffix of a file that is being written
 MAGIC = b"ratoonKV"
 VERSION = 1
-HEADER = struct.Struct("<8sIIQ16s")  # magic, version, bytes of the key, bytes of the content, checksum; the key follows
+# Magic, version, bytes of the key, bytes of the content, checksum; the key follows. block_file.c knows the places.
+HEADER = struct.Struct("<8sIIQ16s")
+CHECKSUM_BYTES = 16
 DEFAULT_BYTES = 16 * 2**30
-NUM_READERS = 8  # threads that load blocks: a disk is fastest with several requests
+NUM_READERS = 12  # threads that load blocks: a disk is fastest with several requests, and memory with several readers
 SECONDS_WITHOUT_PROGRESS = 5.0  # after which what is read or written is given up: the device has stalled
 SECONDS_BETWEEN_LOOKS = 2.0  # at what other engines wrote and removed
 SECONDS_AFTER_FAILURE = 10.0  # in which nothing is written, for example because the disk is full
@@ -317,15 +319,10 @@ class FilesMover(BlockMover):
         return [read.end() for read in reads]
 
     def _read_all(self) -> None:
-        """Each reader has a buffer: what comes from a device that had stalled must not reach memory that has another
-        use by then."""
         buffer, io = bytearray(), None
         while (read := self._reads.get()) is not None:
             try:
                 if not read.has_ended:
-                    size = sum(part.nbytes for part in read.parts)
-                    if len(buffer) != size:
-                        buffer = bytearray(size)
                     io = io or open_file_io(self._io_name)
                     self._read(read, buffer, io)
             except Exception:
@@ -336,29 +333,19 @@ class FilesMover(BlockMover):
 
     def _read(self, read: Read, buffer: bytearray, io: FileIO) -> None:
         """Reads a block, from the queue or from its file. One that is damaged is removed."""
-        waiting = self._queue.get(read.key)
+        key = read.key
+        waiting = self._queue.get(key)
         if waiting is not None:
             read.fill(lambda parts: fill(parts, waiting))
             return
-        path = _path_of(self._folder, read.key)
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return
-        try:
-            is_good: bool | None = None
-            if os.fstat(handle).st_size == HEADER.size + len(read.key) + len(buffer):
-                # Straight to its memory, if no device is waited for
-                is_good = read.fill(lambda parts: _read_block(io.read_cached, handle, read.key, parts))
-            if is_good is None:
-                is_good = _read_block(io.read, handle, read.key, [memoryview(buffer)])
-                if is_good:
-                    read.fill(lambda parts: fill(parts, buffer))
-            if is_good:
-                with suppress(OSError):
-                    _note_use(handle)
-        finally:
-            os.close(handle)
+        path = _path_of(self._folder, key)
+        head = HEADER.pack(MAGIC, VERSION, len(key), read.num_bytes, bytes(CHECKSUM_BYTES))
+        is_good = read.fill(lambda parts: io.read_cached_block(path, head, key, parts))
+        if is_good is None:
+            try:
+                is_good = _read_by_buffer(read, path, buffer, io)
+            except FileNotFoundError:
+                return
         if not is_good:
             logger.warning("%s is damaged, and is removed", path)
             with suppress(OSError):
@@ -382,6 +369,7 @@ class Read:
     def __init__(self, key: bytes, parts: Sequence[memoryview], done: SimpleQueue[None]) -> None:
         self.key = key
         self.parts = parts
+        self.num_bytes = sum(part.nbytes for part in parts)
         self.done = done  # gets an item when a reader is through with it
         self.has_ended = False
         self._lock = threading.Lock()
@@ -446,16 +434,30 @@ def _is_written(path: str, size: int) -> bool:
     return True
 
 
-def _read_block(
-    read: Callable[[int, Sequence[Buffer]], bool | None], handle: int, key: bytes, parts: Sequence[memoryview]
-) -> bool | None:
-    """Reads the content. False: the file is not what it should be. None: so says what reads it."""
+def _read_by_buffer(read: Read, path: str, buffer: bytearray, io: FileIO) -> bool:
+    """Reads a file from a device by a reader's own buffer: what comes from one that had stalled must not reach memory
+    that has another use by then. False: the file is not what it should be."""
+    if len(buffer) != read.num_bytes:
+        buffer[:] = bytes(read.num_bytes)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        is_good = _read_content(io, handle, read.key, buffer)
+        if is_good:
+            read.fill(lambda parts: fill(parts, buffer))
+            with suppress(OSError):
+                _note_use(handle)
+    finally:
+        os.close(handle)
+    return is_good
+
+
+def _read_content(io: FileIO, handle: int, key: bytes, content: bytearray) -> bool:
+    """False: the file is not what it should be."""
     head = bytearray(HEADER.size + len(key))
-    is_whole = read(handle, [head, *parts])
-    if not is_whole:
-        return is_whole
+    if not io.read(handle, [head, content]):
+        return False
     magic, version, key_bytes, num_bytes, checksum = HEADER.unpack_from(head)
-    expected = (MAGIC, VERSION, len(key), sum(part.nbytes for part in parts), key)
+    expected = (MAGIC, VERSION, len(key), len(content), key)
     if (magic, version, key_bytes, num_bytes, bytes(head[HEADER.size :])) != expected:
         return False
-    return _checksum(key, parts) == checksum
+    return _checksum(key, [content]) == checksum

@@ -105,7 +105,7 @@ int main(int argc, char **argv) {
         {"sampling", check_sampling},   {"repack", check_repack}, {"attention in bf16", check_attention_bf16},
         {"embed", check_embed},         {"inputs", check_inputs}, {"ranks", check_ranks},           {"low rank", check_low_rank},
         {"experts", check_experts},     {"latent", check_latent},
-        {"resize", check_resize},       {"states", check_states},
+        {"resize", check_resize},       {"states", check_states}, {"block file", check_block_file},
     };
     if (!ratoon_kernels_usable()) {
         printf("the system refuses these kernels\n");

@@ -49,6 +49,7 @@ void check_embed(void);
 void check_inputs(void);
 void check_ranks(void);
 void check_resize(void);
+void check_block_file(void);
 
 // A bound for a sum of `terms` products that is taken in chains of 64, whose sums are added up one after another: the number
 // of roundings on the longest way to the result. It is to be multiplied by the sum of the sizes of the terms.

@@ -163,4 +163,5 @@ def check(kernel_set: str, program: Path, digest: str, start: Sequence[str] = ()
         "latent",
         "resize",
         "states",
+        "block file",
     ]

@@ -241,3 +241,17 @@ void ratoon_resize_width(const uint8_t *picture, int64_t height, int64_t width, 
                          const int32_t *weights, int64_t taps, uint8_t *beside, uint8_t *resized);
 void ratoon_resize_height(const uint8_t *picture, int64_t row_bytes, int64_t new_height, const int32_t *first,
                           const int32_t *weights, int64_t taps, uint8_t *resized);
+
+// A part of a block in memory.
+typedef struct {
+    uint8_t *bytes_at;
+    int64_t bytes;
+} block_part;
+
+// What became of a block that was to be read. Unknown: its file is not there, the system has not all of it in memory, it is very
+// small, or this system can't tell: parts may have been written.
+enum { BLOCK_DAMAGED = 0, BLOCK_READ = 1, BLOCK_UNKNOWN = 2 };
+
+// Fills the parts with the content of a file, if no device has to be waited for, and notes that the file was used. head: what the
+// file must begin with, 40 bytes and the key; its checksum, 16 bytes from the 24th on, is not compared with that of the file.
+int ratoon_read_block(const char *path, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts);

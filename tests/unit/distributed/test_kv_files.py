@@ -7,21 +7,25 @@ import os
 import random
 import stat
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ratoon.core.errors import ConfigError
 from ratoon.core.kv import KVFingerprint
 from ratoon.core.kv_connector import block_key, open_connector
 from ratoon.distributed import kv_file_io, kv_files, write_behind
 from ratoon.distributed.kv_files import FilesConnector, FilesIndex, FilesMover
+from tests.seeds import examples
 from tests.waiting import wait_until
 
 KIND = KVFingerprint(weights="w")
-SIZES = (48, 100)  # of the parts of a block
+SIZES = (480, 1000)  # of the parts of a block
 
 
 def key(number: int) -> bytes:
@@ -222,43 +226,79 @@ def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch)
     other.close()
 
 
+def read_at_once(io: kv_file_io.SystemIO, path: Path, number: int, parts: list[memoryview]) -> bool | None:
+    head = path.read_bytes()[: kv_files.HEADER.size]
+    return io.read_cached_block(str(path), head, key(number), parts)
+
+
 def test_what_the_system_has_in_memory_goes_straight_to_its_block(opened, monkeypatch):
     opened.save(1)
     opened.mover.flush()
-    read = os.preadv
-    monkeypatch.setattr(kv_file_io, "NO_WAIT", 8)
-    monkeypatch.setattr(os, "preadv", lambda handle, parts, offset, flags: read(handle, parts, offset))
+    (file,) = files_in(opened.index._folder)
+    parts = [memoryview(bytearray(size)) for size in SIZES]
+    if read_at_once(kv_file_io.SystemIO(), file, 1, parts) is None:
+        pytest.skip("there are no CPU kernels here, or the file system can't tell what is in memory")
+    assert [bytes(part) for part in parts] == whole(1)
     monkeypatch.setattr(os, "readv", None)
     assert opened.read(1) == whole(1)
-    (file,) = files_in(opened.index._folder)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert opened.read(1) is None and not file.exists(), "a wrong byte"
 
 
-def refused(handle, parts, offset, flags):
-    raise OSError(errno.EOPNOTSUPP, "this file system can't tell")
+def test_a_block_that_was_read_at_once_counts_as_used(opened):
+    opened.save(1, 2)
+    opened.mover.flush()
+    for number, used_at in ((1, 1000.0), (2, time.time() + 1000)):
+        path = kv_files._path_of(opened.index._folder, key(number))
+        os.utime(path, (used_at, used_at))
+        assert opened.read(number) == whole(number)
+    first, second = (Path(kv_files._path_of(opened.index._folder, key(number))).stat().st_mtime for number in (1, 2))
+    assert abs(first - time.time()) < 100, "used now"
+    assert second > time.time() + 100, "kept for longer"
 
 
-def cut_short(handle, parts, offset, flags):
+@settings(max_examples=examples(60))
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.integers(1, 300), st.randoms(use_true_random=False))
+def test_the_kernel_and_the_interpreter_agree_on_every_file(sizes, key_bytes, draw):
+    """On a whole one, on one with a wrong bit anywhere, and on one that was cut."""
+    name, content = draw.randbytes(key_bytes), draw.randbytes(sum(sizes))
+    head = kv_files.HEADER.pack(
+        kv_files.MAGIC, kv_files.VERSION, key_bytes, len(content), kv_files._checksum(name, [bytearray(content)])
+    )
+    whole_file = head + name + content
+    flipped = bytearray(whole_file)
+    flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+    with tempfile.TemporaryDirectory() as folder:
+        path, io = Path(folder) / "block", kv_file_io.SystemIO()
+        for data, is_good in ((whole_file, True), (bytes(flipped), False), (whole_file[:-1], False)):
+            path.write_bytes(data)
+            parts = [memoryview(bytearray(size)) for size in sizes]
+            found = io.read_cached_block(str(path), head, name, parts)
+            assert found in (None, is_good)
+            if found:
+                assert b"".join(parts) == content
+            with path.open("rb") as file:
+                buffer = bytearray(len(content))
+                assert kv_files._read_content(io, file.fileno(), name, buffer) is is_good
+
+
+def cut_short(io, path, head, key, parts):
     parts[0][:1] = b"?"
-    return 1
 
 
-@pytest.mark.parametrize("preadv", [refused, cut_short])
-def test_what_the_system_has_not_in_memory_is_waited_for(opened, monkeypatch, preadv):
+def test_what_the_system_has_not_in_memory_is_waited_for(opened, monkeypatch):
     opened.save(1)
     opened.mover.flush()
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(kv_file_io.SystemIO, "read_cached_block", cut_short)
     assert opened.read(1) == whole(1)
 
 
-def test_other_systems_than_linux_read_by_the_way_of_a_buffer(opened, monkeypatch):
+def test_without_cpu_kernels_blocks_are_read_by_the_way_of_a_buffer(opened, monkeypatch):
     opened.save(1)
     opened.mover.flush()
-    monkeypatch.setattr(kv_file_io, "NO_WAIT", 0)
-    monkeypatch.setattr(os, "preadv", None)
+    monkeypatch.setattr(kv_file_io, "library", lambda: None)
     assert opened.read(1) == whole(1)
 
 

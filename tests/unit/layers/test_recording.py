@@ -71,6 +71,7 @@ def test_all_kernels_of_a_pass_have_a_form_that_can_be_recorded():
         "attention_bf16_scratch",
         "resize_width",  # of pictures
         "resize_height",
+        "read_block",  # of the KV cache, from a file
         "pack_low_rank",  # when an adapter is loaded
         "low_rank_bytes",
         "experts_scratch",  # whose size a pass takes from its number of rows
