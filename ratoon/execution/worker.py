@@ -378,19 +378,22 @@ class Worker:
 
     def work_when_idle(self) -> bool:
         """Do a piece of work that later steps profit from, and wait until the device has done it. False: there is none
-        now."""
+        now. What is likelier to be needed comes first: the library of grammars is loaded before steps of many sizes are
+        captured, which takes seconds."""
         if self.is_busy:
             return False
-        graphs = self.runner.graphs
-        if graphs is None or not self._has_graphs_to_prepare:
-            if not self._can_open_grammars:
-                return False
-            self.grammars.open_ahead()
+        graphs = self.runner.graphs if self._has_graphs_to_prepare else None
+        is_rehearsing = graphs is not None and self._rehearsal is not None and self._rehearsal.can_go_on
+        if self._can_open_grammars and not (graphs is not None and (graphs.can_capture_next or is_rehearsing)):
+            if self.grammars.open_ahead() and self._rehearsal is not None:
+                self._rehearsal.expect_grammars()
             return True
+        if graphs is None:
+            return False
         with torch.inference_mode():
             if graphs.can_capture_next:
                 is_done = graphs.capture_next()
-            elif self._rehearsal is not None and self._rehearsal.can_go_on and self._has_kernels:
+            elif self._rehearsal is not None and is_rehearsing:
                 is_done = self._rehearsal.run_next()
             else:
                 is_done = graphs.run_ahead()

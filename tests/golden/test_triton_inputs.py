@@ -14,6 +14,8 @@ import pytest
 from ratoon.core.params import SamplingParams
 from ratoon.execution import choices
 from ratoon.execution.model_runner import ModelRunner
+from ratoon.execution.passes.ends import Logits
+from ratoon.execution.passes.rehearsal import Rehearsal
 from ratoon.execution.sampling.mask_column import MaskColumn
 from ratoon.execution.sampling.sampler import Sampler
 from ratoon.execution.sampling.sampling_rows import SamplingRows
@@ -46,6 +48,29 @@ def inputs_on_device(padded: bool) -> Iterator[None]:
         yield
     for runner in runners:
         assert (runner.graphs is not None and runner.graphs.stats.num_graphs > 1) == padded
+
+
+def test_a_structured_request_that_was_run_in_advance_changes_no_text() -> None:
+    """Its steps, whose tokens are chosen behind a mask, are known to later requests."""
+    asked = SamplingParams(structured_output={"regex": "[ab]{3,7}c"}, temperature=0.0, max_tokens=24)
+
+    def texts_after(prepare: Any) -> list[str]:
+        with inputs_on_device(padded=True), grammar_engine() as llm:
+            runner = llm._client.core.executor._worker.runner
+            prepare(runner)
+            answers = [llm.generate(["hello"] * count, asked, progress=False) for count in (1, 1, 3, 3)]
+            return [output.outputs[0].text for outputs in answers for output in outputs]
+
+    def rehearse(runner: ModelRunner) -> None:
+        rehearsal = Rehearsal(runner, 64)
+        rehearsal.expect_grammars()
+        while rehearsal.can_go_on:
+            assert rehearsal.run_next()
+        ends = [padded.end for key in runner.graphs._seen for padded in key.ends]
+        assert any(isinstance(end, Logits) for end in ends)
+        assert not runner.input_batch.row_of
+
+    assert texts_after(rehearse) == texts_after(lambda runner: None)
 
 
 def structured_texts() -> list[Any]:

@@ -98,13 +98,14 @@ class GrammarCompiler:
     def can_open_ahead(self) -> bool:
         return self._library is None and not self._failed_ahead
 
-    def open_ahead(self) -> None:
+    def open_ahead(self) -> bool:
         """Load the library now: it holds Python's lock for as long as it reads the tokenizer (half a second with 49,152
-        tokens), and steps would wait. If that fails, the first grammar tries again and says why."""
+        tokens), and steps would wait. False: that failed; the first grammar tries again and says why."""
         try:
             _ = self.library
         except Exception:
             self._failed_ahead = True
+        return not self._failed_ahead
 
     @property
     def num_kept_bytes(self) -> int:

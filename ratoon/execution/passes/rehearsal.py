@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ratoon.core.outputs import ModelRunnerOutput
 from ratoon.core.params import BeamSearchParams, GenerationParams, SamplingParams
 from ratoon.core.plan import BeamStep, BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from ratoon.core.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from ratoon.execution.model_runner import ModelRunner
@@ -40,6 +41,8 @@ class Rehearsal:
         self._block_sizes = rows.block_sizes.tolist()
         filtered = SamplingParams(temperature=0.8, top_p=0.9, top_k=40)
         greedy, prompt = SamplingParams(temperature=0.0), min(PROMPT, self._longest, max_num_tokens)
+        structured = SamplingParams(temperature=0.0, structured_output=StructuredOutput(json_object=True))
+        self._structured = partial(self._generate, structured, prompt)
         self._kinds = deque(
             [
                 partial(self._generate, greedy, prompt),
@@ -53,6 +56,10 @@ class Rehearsal:
                 partial(self._generate, SamplingParams(temperature=0.0, presence_penalty=0.5), prompt),
             ]
         )
+
+    def expect_grammars(self) -> None:
+        """The library of grammars is loaded: a request whose text must match one can be run too."""
+        self._kinds.append(self._structured)
 
     @property
     def can_go_on(self) -> bool:

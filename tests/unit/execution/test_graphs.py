@@ -230,6 +230,39 @@ def test_nothing_runs_ahead_before_its_kernels_are_compiled() -> None:
         assert worker.has_idle_work == expected and not worker.has_work_of_steps
 
 
+def test_grammars_are_loaded_behind_likely_requests_and_before_steps_of_all_sizes() -> None:
+    """The sizes take seconds, and the first grammar would wait for its library meanwhile."""
+    done: list[str] = []
+    left = {"capture": 1, "rehearse": 2, "grammars": 1, "run ahead": 2}
+
+    def expect_grammars() -> None:
+        left["rehearse"] += 1
+
+    def piece(name: str) -> Callable[[], bool]:
+        def work() -> bool:
+            done.append(name)
+            left[name] -= 1
+            return True
+
+        return work
+
+    class Left(SimpleNamespace):
+        can_capture_next = property(lambda self: left["capture"] > 0)
+        can_run_ahead = property(lambda self: left["run ahead"] > 0)
+        can_go_on = property(lambda self: left["rehearse"] > 0)
+        can_open_ahead = property(lambda self: left["grammars"] > 0)
+
+    worker = Worker.__new__(Worker)
+    made = Left(capture_next=piece("capture"), run_ahead=piece("run ahead"))
+    worker.runner, worker._stream = cast("Any", SimpleNamespace(graphs=made)), None
+    worker.grammars = cast("Any", Left(open_ahead=piece("grammars")))
+    worker._rehearsal = cast("Any", Left(run_next=piece("rehearse"), expect_grammars=expect_grammars))
+    worker._kernels = cast("Any", SimpleNamespace(has_ended=True))
+    while worker.work_when_idle():
+        pass
+    assert done == ["capture", "rehearse", "rehearse", "grammars", "rehearse", "run ahead", "run ahead"]
+
+
 class BusyStream:
     """Of a device that executes nothing until it is waited for."""
 
