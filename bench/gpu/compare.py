@@ -3,6 +3,7 @@
     python3 bench/gpu/compare.py --engines ratoon                                   # where vLLM is not installed
     python3 bench/gpu/compare.py --vllm-path /tmp/vllm --json out.json --plot out.png
     python3 bench/gpu/compare.py --from-logs earlier.log later.log                  # tables of what was measured before
+    python3 bench/gpu/compare.py --models gpt-oss-20b --same-weights --layers 12    # both read one folder of weights
 
 Each figure is printed at once as a line `RESULT {json}`, so a run that is ended early has lost nothing. A workload that
 fails prints its error, and the others go on. What is measured is in compare_parts/, the engines are in ../peers/.
@@ -29,7 +30,7 @@ from typing import Any
 
 from compare_parts import GPU_FOLDER, REPOSITORY
 from compare_parts.floors import Precision, Shape
-from compare_parts.models import prepare_model
+from compare_parts.models import prepare_model, write_random_model
 from compare_parts.records import ERROR_MARK, Record, format_tables, panels, read_records, summarize
 from compare_parts.work import QUICK, STARTUP, WORKLOADS, Load, Sizes, floors_of
 from harness import OURS, draw, verify_names
@@ -118,12 +119,19 @@ class EngineRun:
         self._run = comparison
         self._names = {"model": shape.name, "variant": variant, "engine": engine}
         self._settings = engine_settings(comparison.args, variant, engine)
-        self._model = prepare_model(shape, comparison.args.work_folder)
+        self._settings |= {"load_format": "auto"} if comparison.args.same_weights else {}
+        self._model = model = self._make_model(shape)
         precision = VARIANTS[variant].precision
-        self._floors = floors_of(Shape.read(shape), precision, comparison.sizes) if Shape.describes(shape) else {}
-        config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+        self._floors = floors_of(Shape.read(model), precision, comparison.sizes) if Shape.describes(model) else {}
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         self._source = PromptSource(SEED, config["vocab_size"])
         self._engine: EngineProcess | None = None
+
+    def _make_model(self, shape: Path) -> Path:
+        args = self._run.args
+        if not args.same_weights:
+            return prepare_model(shape, args.work_folder)
+        return write_random_model(shape, args.work_folder, args.settings.get("device", "cuda"), args.layers)
 
     def measure(self) -> None:
         args, ours = self._run.args, self._names["engine"] == OURS
@@ -249,6 +257,8 @@ def parse_arguments() -> argparse.Namespace:
     names = ",".join([STARTUP, *WORKLOADS])
     add_options(parser)
     parser.add_argument("--variants", default="bf16", help=f"of {', '.join(VARIANTS)} (default %(default)s)")
+    parser.add_argument("--same-weights", action="store_true", help="engines read random weights that are written once")
+    parser.add_argument("--layers", type=int, metavar="N", help="with --same-weights: of the first N layers of a shape")
     parser.add_argument("--only", default=names, help="workloads (default %(default)s)")
     parser.add_argument("--rounds", type=int, metavar="N", help="counted rounds (default: of each workload)")
     parser.add_argument("--workload-seconds", type=float, default=180.0, metavar="S", help="default %(default)s")
@@ -257,6 +267,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--from-logs", type=Path, nargs="+", metavar="LOG", help="measure nothing: read earlier runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: does it work at all?")
     args = settle_options(parser)
+    if args.layers is not None and not args.same_weights:
+        parser.error("--layers: goes with --same-weights")
     args.variants = verify_names(parser, "--variants", args.variants.split(","), VARIANTS)
     args.only = verify_names(parser, "--only", args.only.split(","), [STARTUP, *WORKLOADS])
     if args.quick and args.rounds is None:

@@ -204,6 +204,7 @@ VIEWS: list[Callable[[Console], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("show", VIEWS, ids=lambda show: show.__name__.removeprefix("show_"))
 def test_no_view_violates_the_accessibility_guidelines_in_light_or_dark(shared: Console, show: Any):
     script_or_skip()

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from ratoon import LLM, SamplingParams
+
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 600  # seconds; a run takes about ten, but the machine may be busy
 TINY = {
@@ -191,6 +193,31 @@ def test_pictures_are_measured_with_both_engines(tmp_path: Path) -> None:
         for what in ("picture_ttft_ms", "pictures_32req_ms", "shared_picture_32req_ms")
     ]
     assert shown.count("RESULT {") == 6 and shown.count("×") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_weights_that_engines_share_are_drawn_once_and_load(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench" / "gpu")
+    models = importlib.import_module("compare_parts.models")
+    folder = models.write_random_model(shape, tmp_path, "cpu", 1)
+    files = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert json.loads((folder / "config.json").read_text()) == TINY | {"num_hidden_layers": 1}
+    assert models.write_random_model(shape, tmp_path, "cpu", 1) == folder
+    assert files == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    with LLM(str(folder), **ON_THE_CPU) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+        assert len(output.outputs[0].token_ids) == 2
+
+
+def test_layers_are_cut_from_a_config_with_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench" / "gpu")
+    models = importlib.import_module("compare_parts.models")
+    config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "a"], "hidden_size": 8}
+    assert models.cut_config(config, 2) == config | {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert models.cut_config(config, 9) == config and models.cut_config(config, None) is config
 
 
 def test_the_folder_of_pictures_has_a_processor_that_finds_its_placeholders(

@@ -85,9 +85,8 @@ def free_cpus() -> float:
     return float(connect_to_ray("the test").available_resources().get("CPU", 0))
 
 
-@pytest.mark.parametrize(
-    "ranks", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_on_several_nodes_answer_as_one_worker(cluster: Cluster, ranks: str) -> None:
     with open_engine(grammar_folder(FAMILY), executor="ray", **{ranks: 2}) as llm:
         ask_everything(llm).check(right_answers())
@@ -237,6 +236,7 @@ def test_prompts_are_computed_on_one_node_and_answered_on_another(cluster: Clust
     wait_until("the room of the engines is free again", lambda: free_cpus() == 3)
 
 
+@pytest.mark.full
 def test_images_are_encoded_on_one_node_and_read_on_another(cluster: Cluster) -> None:
     """Also after the engine that encodes was lost: meanwhile the others encode, and then its next run."""
     reader = image_reader(images.FAMILY)

@@ -106,6 +106,7 @@ def answers_of(front_end: FrontEnd) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers in processes need Linux")
 def test_any_process_of_a_group_is_killed_under_load(folder):

@@ -87,6 +87,7 @@ def test_answers_are_those_of_one_engine_and_only_the_encoding_engine_encodes(
     assert not folder.exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_outputs_of_encoders_are_in_the_files_and_outlive_the_service(tmp_path: Path) -> None:
     with served() as llm:

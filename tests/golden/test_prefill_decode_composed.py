@@ -109,9 +109,9 @@ def test_engines_of_your_own_move_blocks_and_keep_them(tmp_path: Path) -> None:
 
 
 @in_processes
-@pytest.mark.parametrize(
-    "ranks", [RANKS, pytest.param({"pipeline_parallel_size": 2}, marks=[pytest.mark.full, pytest.mark.slow])], ids=str
-)
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [RANKS, {"pipeline_parallel_size": 2}], ids=str)
 def test_ranks_send_their_parts_of_blocks_to_the_same_ranks(ranks: dict[str, Any], tmp_path: Path) -> None:
     """Sums of two ranks have an order of their own: numbers are compared with those of one engine of two ranks."""
     right = right_answers(**ranks)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,47 @@ def copy_model(shape: Path, folder: Path, tokenizer: Path | None) -> Path:
         shutil.copy(tokenizer, target / "tokenizer.json")
         (target / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return target
+
+
+def write_random_model(shape: Path, folder: Path, device: str, num_layers: int | None) -> Path:
+    """The folder `folder`/NAME-random with the first layers of a shape and weights that transformers has drawn, so that
+    engines that read it route tokens to the same experts. Runs in a process of its own, which gives the device's memory
+    back."""
+    target = folder / f"{shape.name}-random"
+    config = cut_config(json.loads((shape / "config.json").read_text(encoding="utf-8")), num_layers)
+    text = json.dumps(config, indent=2) + "\n"
+    if (target / "config.json").is_file() and (target / "config.json").read_text(encoding="utf-8") == text:
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished = folder / f"{target.name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    (unfinished / "config.json").write_text(text, encoding="utf-8")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(_draw_weights, unfinished, device).result()
+    (unfinished / "config.json").write_text(text, encoding="utf-8")  # in the place of that of transformers
+    write_tokenizer(unfinished, config["vocab_size"])
+    unfinished.rename(target)
+    return target
+
+
+def cut_config(config: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """The config of a model that has the first layers alone. None: all of them."""
+    if num_layers is None:
+        return config
+    cut = config | {"num_hidden_layers": min(num_layers, config["num_hidden_layers"])}
+    return cut | ({"layer_types": config["layer_types"][:num_layers]} if "layer_types" in config else {})
+
+
+def _draw_weights(folder: Path, device: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.save_pretrained(folder)
 
 
 def write_counting_model(shape: Path, folder: Path, device: str) -> Path:
