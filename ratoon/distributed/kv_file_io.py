@@ -40,10 +40,10 @@ class FileIO(Protocol):
         """Fills all parts with the bytes of a file. False: it has more or fewer."""
         ...
 
-    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
-        """Fills all parts with the content of a file, if no device has to be waited for. `head`: what the file begins
-        with, before the key. False: it is not what it should be. None: that is not known, and some parts may have been
-        written."""
+    def read_cached_block(self, handle: int, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
+        """Fills all parts with the content of an open file, which has the right size, if no device has to be waited
+        for. `head`: what the file begins with, before the key. False: it is not what it should be. None: that is not
+        known, and some parts may have been written."""
         ...
 
 
@@ -70,12 +70,12 @@ class SystemIO:
                 left[0] = left[0][num_read:]
         return not os.read(handle, 1)
 
-    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
+    def read_cached_block(self, handle: int, head: bytes, key: bytes, parts: Sequence[memoryview]) -> bool | None:
         kernels = library()
         if kernels is None:
             return None
         listed = (BlockPart * len(parts))(*[BlockPart(_address_of(part), part.nbytes) for part in parts])
-        outcome = kernels.functions["ratoon_read_block"](os.fsencode(path), head + key, len(key), listed, len(parts))
+        outcome = kernels.functions["ratoon_read_block"](handle, head + key, len(key), listed, len(parts))
         return None if outcome == BLOCK_UNKNOWN else bool(outcome)
 
 
@@ -118,7 +118,7 @@ class NixlIO:
             start += len(part)
         return True
 
-    def read_cached_block(self, path: str, head: bytes, key: bytes, parts: Sequence[memoryview]) -> None:
+    def read_cached_block(self, handle: int, head: bytes, key: bytes, parts: Sequence[memoryview]) -> None:
         """NIXL does not say what is in memory."""
 
     def _memory_of(self, size: int) -> mmap.mmap:

@@ -339,13 +339,23 @@ class FilesMover(BlockMover):
             read.fill(lambda parts: fill(parts, waiting))
             return
         path = _path_of(self._folder, key)
-        head = HEADER.pack(MAGIC, VERSION, len(key), read.num_bytes, bytes(CHECKSUM_BYTES))
-        is_good = read.fill(lambda parts: io.read_cached_block(path, head, key, parts))
-        if is_good is None:
-            try:
-                is_good = _read_by_buffer(read, path, buffer, io)
-            except FileNotFoundError:
-                return
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            is_good: bool | None = None
+            if os.fstat(handle).st_size == HEADER.size + len(key) + read.num_bytes:
+                head = HEADER.pack(MAGIC, VERSION, len(key), read.num_bytes, bytes(CHECKSUM_BYTES))
+                # Straight to its memory, if no device is waited for: that memory is held meanwhile
+                is_good = read.fill(lambda parts: io.read_cached_block(handle, head, key, parts))
+            if is_good is None:
+                is_good = _read_by_buffer(read, handle, buffer, io)
+            if is_good:
+                with suppress(OSError):
+                    _note_use(handle)
+        finally:
+            os.close(handle)
         if not is_good:
             logger.warning("%s is damaged, and is removed", path)
             with suppress(OSError):
@@ -434,20 +444,14 @@ def _is_written(path: str, size: int) -> bool:
     return True
 
 
-def _read_by_buffer(read: Read, path: str, buffer: bytearray, io: FileIO) -> bool:
+def _read_by_buffer(read: Read, handle: int, buffer: bytearray, io: FileIO) -> bool:
     """Reads a file from a device by a reader's own buffer: what comes from one that had stalled must not reach memory
     that has another use by then. False: the file is not what it should be."""
     if len(buffer) != read.num_bytes:
         buffer[:] = bytes(read.num_bytes)
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        is_good = _read_content(io, handle, read.key, buffer)
-        if is_good:
-            read.fill(lambda parts: fill(parts, buffer))
-            with suppress(OSError):
-                _note_use(handle)
-    finally:
-        os.close(handle)
+    is_good = _read_content(io, handle, read.key, buffer)
+    if is_good:
+        read.fill(lambda parts: fill(parts, buffer))
     return is_good
 
 

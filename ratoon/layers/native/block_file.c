@@ -1,7 +1,7 @@
 // A block of the KV cache is read from its file (ratoon/distributed/kv_files.py): its bytes go to their places, and the checksum is
 // computed strip by strip, while a strip is in the cache of the processor.
 //
-// Only what the system has in memory is read, so that nothing here waits for a device. The checksum is XXH3 with 128 bits,
+// Only what the system has in memory of an open file is read, so that nothing here waits for a device. The checksum is XXH3 with 128 bits,
 // as its specification has it for inputs of more than 240 bytes, over the key and the content. Numbers are little-endian.
 #define _GNU_SOURCE
 #include <string.h>
@@ -10,11 +10,8 @@
 #include "vector.h"
 
 #if defined(__linux__)
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #define STRIP (1 << 17)       // bytes that are read at once: they stay in the second-level cache
@@ -167,22 +164,13 @@ static int read_now(int file, void *to, int64_t bytes, int64_t from) {
     return syscall(SYS_preadv2, file, &part, 1L, (long)from, 0L, (long)NO_WAIT) == bytes;
 }
 
-// The file was used now. A time in the future says until when it is kept, and stays.
-static void note_use(int file, const struct stat *facts) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (facts->st_mtim.tv_sec < now.tv_sec) futimens(file, NULL);
-}
-
-static int read_open_block(int file, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts) {
+int ratoon_read_block(int file, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts) {
     uint8_t found[HEAD + MOST_KEY_BYTES], result[16];
     const int64_t head_bytes = HEAD + key_bytes;
     int64_t content = 0;
-    struct stat facts;
     checksum c;
     for (int64_t i = 0; i < num_parts; i++) content += parts[i].bytes;
-    if (content < LEAST_CONTENT || key_bytes > MOST_KEY_BYTES || fstat(file, &facts)) return BLOCK_UNKNOWN;
-    if (facts.st_size != head_bytes + content) return BLOCK_DAMAGED;
+    if (content < LEAST_CONTENT || key_bytes > MOST_KEY_BYTES) return BLOCK_UNKNOWN;
     if (!read_now(file, found, head_bytes, 0)) return BLOCK_UNKNOWN;
     if (memcmp(found, head, CHECKSUM) || memcmp(found + HEAD, head + HEAD, (size_t)key_bytes)) return BLOCK_DAMAGED;
     begin_checksum(&c, key_bytes + content);
@@ -196,23 +184,13 @@ static int read_open_block(int file, const uint8_t *head, int64_t key_bytes, con
             from += bytes;
         }
     end_checksum(&c, result);
-    if (memcmp(result, found + CHECKSUM, sizeof result)) return BLOCK_DAMAGED;
-    note_use(file, &facts);
-    return BLOCK_READ;
-}
-
-int ratoon_read_block(const char *path, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts) {
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return BLOCK_UNKNOWN;
-    const int outcome = read_open_block(file, head, key_bytes, parts, num_parts);
-    close(file);
-    return outcome;
+    return memcmp(result, found + CHECKSUM, sizeof result) ? BLOCK_DAMAGED : BLOCK_READ;
 }
 
 #else
 
-int ratoon_read_block(const char *path, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts) {
-    (void)path, (void)head, (void)key_bytes, (void)parts, (void)num_parts;
+int ratoon_read_block(int file, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts) {
+    (void)file, (void)head, (void)key_bytes, (void)parts, (void)num_parts;
     return BLOCK_UNKNOWN;
 }
 

@@ -248,10 +248,10 @@ typedef struct {
     int64_t bytes;
 } block_part;
 
-// What became of a block that was to be read. Unknown: its file is not there, the system has not all of it in memory, it is very
-// small, or this system can't tell: parts may have been written.
+// What became of a block that was to be read. Unknown: the system has not all of its file in memory, it has too few bytes, it is
+// very small, or this system can't tell: parts may have been written.
 enum { BLOCK_DAMAGED = 0, BLOCK_READ = 1, BLOCK_UNKNOWN = 2 };
 
-// Fills the parts with the content of a file, if no device has to be waited for, and notes that the file was used. head: what the
-// file must begin with, 40 bytes and the key; its checksum, 16 bytes from the 24th on, is not compared with that of the file.
-int ratoon_read_block(const char *path, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts);
+// Fills the parts with the content of an open file of the right size, if no device has to be waited for. head: what the file must begin with, 40 bytes
+// and the key; its checksum, 16 bytes from the 24th on, is not compared with that of the file.
+int ratoon_read_block(int file, const uint8_t *head, int64_t key_bytes, const block_part *parts, int64_t num_parts);

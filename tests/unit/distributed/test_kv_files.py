@@ -227,8 +227,9 @@ def test_engines_see_what_others_write_and_remove(opened, tmp_path, monkeypatch)
 
 
 def read_at_once(io: kv_file_io.SystemIO, path: Path, number: int, parts: list[memoryview]) -> bool | None:
-    head = path.read_bytes()[: kv_files.HEADER.size]
-    return io.read_cached_block(str(path), head, key(number), parts)
+    with path.open("rb") as file:
+        head = file.read(kv_files.HEADER.size)
+        return io.read_cached_block(file.fileno(), head, key(number), parts)
 
 
 def test_what_the_system_has_in_memory_goes_straight_to_its_block(opened, monkeypatch):
@@ -275,16 +276,16 @@ def test_the_kernel_and_the_interpreter_agree_on_every_file(sizes, key_bytes, dr
         for data, is_good in ((whole_file, True), (bytes(flipped), False), (whole_file[:-1], False)):
             path.write_bytes(data)
             parts = [memoryview(bytearray(size)) for size in sizes]
-            found = io.read_cached_block(str(path), head, name, parts)
-            assert found in (None, is_good)
-            if found:
-                assert b"".join(parts) == content
             with path.open("rb") as file:
+                found = io.read_cached_block(file.fileno(), head, name, parts)
+                assert found in (None, is_good)
+                if found:
+                    assert b"".join(parts) == content
                 buffer = bytearray(len(content))
                 assert kv_files._read_content(io, file.fileno(), name, buffer) is is_good
 
 
-def cut_short(io, path, head, key, parts):
+def cut_short(io, handle, head, key, parts):
     parts[0][:1] = b"?"
 
 
