@@ -231,7 +231,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "ratoon_allow_bits": (None, [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT]),
     "ratoon_resize_width": (None, [_POINTER, *[_INT] * 3, _POINTER, _POINTER, _INT, _POINTER, _POINTER]),
     "ratoon_resize_height": (None, [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER]),
-    "ratoon_read_block": (ctypes.c_int, [ctypes.c_int, ctypes.c_char_p, _INT, _POINTER, _INT]),
+    "ratoon_read_block": (ctypes.c_int, [ctypes.c_int, _POINTER, _INT, _POINTER, _INT]),
     # Of weights in 16 bits
     "ratoon_packed_size_16": (_INT, [_INT, _INT]),
     "ratoon_pack_weight_16": (None, [_POINTER, _INT, _INT, _INT, _POINTER]),
